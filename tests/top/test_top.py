@@ -252,7 +252,7 @@ def test_a_mouse_moves_the_cursor_and_opens_a_slot(tmp_path: Path) -> None:
 
     titles = 2
     assert clicked(titles + 4, 1)[-2] == "pc1/4: of 4"
-    assert any(line.startswith("pc1/4 RUNNING") for line in clicked(titles + 4, 2))
+    assert any(line.startswith("pc1/4 of 4") for line in clicked(titles + 4, 2))
 
 
 def test_the_page_of_a_slot_shows_all_and_hostile_text_is_text(tmp_path: Path) -> None:

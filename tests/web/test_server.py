@@ -99,8 +99,10 @@ def test_what_makes_no_sense_is_refused_with_a_sentence(folder: Path) -> None:
             ("/api/v1/document?run=../../etc", 404, "no run"),
             ("/api/v1/history?last_s=soon", 400, "soon"),
             ("/api/v1/history?last_s=nan", 400, "seconds"),
-            ("/../server.py", 404, "Not Found"),
-            ("/%2e%2e/server.py", 404, "Not Found"),
+            ("/api/v1/", 404, "Not Found"),
+            ("/api/v1/commands", 405, "Not Allowed"),
+            ("/nothing.js", 404, "Not Found"),
+            ("/..%2Fserver.py", 404, "Not Found"),
         ):
             answer = await server.ask(path)
             assert (answer.status, list(answer.told)) == (status, ["error"]), path
@@ -404,6 +406,8 @@ def test_a_connection_that_says_half_a_request_is_closed(
 def test_the_verb_says_how_to_get_in(folder: Path, nowhere: Path, state_dir: Path) -> None:
     with verb(folder) as (url, token):
         assert RUN_ID.encode() in asked(url, "/api/v1/document", token)[1]
+        for path in ("/../server.py", "/..%2fserver.py", "/..", "/%2e%2e"):
+            assert asked(url, path, token)[0] in {403, 404}
         port = url.rpartition(":")[2]
         again = ("web", "--config", CONFIG, "--run-dir", str(folder.parent), "--port", port)
         taken = orchestrator(*again)

@@ -85,7 +85,7 @@ class Site:
                 web.get("/api/v1/history", self._get_history),
                 web.post("/api/v1/commands", self._post_command),
                 web.get("/", self._get_index),
-                web.static("/", PAGE),
+                web.get("/{name}", self._get_file),
             ]
         )
         return app
@@ -124,6 +124,12 @@ class Site:
         name = guard.cookie_name(request)
         response.set_cookie(name, token, path="/", httponly=True, samesite="Strict")
         return response
+
+    async def _get_file(self, request: web.Request) -> web.StreamResponse:
+        path = PAGE / request.match_info["name"]
+        if path.parent != PAGE or not path.is_file():
+            raise web.HTTPNotFound
+        return web.FileResponse(path)
 
     async def _get_document(self, request: web.Request) -> web.StreamResponse:
         look = await self.looks.look(_run_id(request))

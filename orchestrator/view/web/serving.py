@@ -11,6 +11,7 @@ import logging
 import secrets
 import socket
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
@@ -69,19 +70,20 @@ def serve(
     find_run(runs_dir, run_id)
     page_token, metrics_token = secrets.token_urlsafe(32), _metrics_token()
     access = Access(token=page_token, metrics_token=metrics_token, with_control=control)
-    listening = [_listening(LOOPBACK, port)]
-    port = listening[0].getsockname()[1]
-    if bind is not None:
-        listening.append(_listening(bind, port))
-    say(f"http://{LOOPBACK}:{port}/?token={page_token}")
-    say(
-        f"From another PC: `ssh -L {port}:{LOOPBACK}:{port}` to this one, then the same address. "
-        "Ctrl-C ends the page only."
-    )
-    where = f"http://{bind or LOOPBACK}:{port}/metrics"
-    say(f"Prometheus: {where} with the token in {metrics_token_path()}")
-    app = Site(runs_dir, access, run_id).application()
-    web.run_app(app, sock=listening, backlog=_BACKLOG, print=None, **SERVED)
+    with ExitStack() as opened:
+        listening = [opened.enter_context(_listening(LOOPBACK, port))]
+        port = listening[0].getsockname()[1]
+        if bind is not None:
+            listening.append(opened.enter_context(_listening(bind, port)))
+        say(f"http://{LOOPBACK}:{port}/?token={page_token}")
+        say(
+            f"From another PC: `ssh -L {port}:{LOOPBACK}:{port}` to this one, then the same "
+            "address. Ctrl-C ends the page only."
+        )
+        where = f"http://{bind or LOOPBACK}:{port}/metrics"
+        say(f"Prometheus: {where} with the token in {metrics_token_path()}")
+        app = Site(runs_dir, access, run_id).application()
+        web.run_app(app, sock=listening, backlog=_BACKLOG, print=None, **SERVED)
 
 
 def metrics_token_path() -> Path:
@@ -95,7 +97,8 @@ def _listening(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=_BACKLOG)
     except OSError as failure:
-        why = f"{host[:80]}, port {port}, cannot be served: {failure.strerror}"
+        reason, *_ = str(failure.strerror).split(" (")
+        why = f"{host[:80]}, port {port}, cannot be served: {reason}"
         if failure.errno == errno.EADDRINUSE:
             why += ", perhaps by another page; `--port 0` takes any free one"
         raise UsageError(one_line(why)) from failure
