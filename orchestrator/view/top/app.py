@@ -68,8 +68,7 @@ _ORDERS: Final[Mapping[str, tuple[Do | None, Word | None, str]]] = {
     "W": (Do.SAVE, None, "have a slot save now"),
     "X": (None, Word.CANCEL, "cancel a job"),
 }
-_EFFECTS: Final[Mapping[Do | Word, str]] = {
-    **EFFECTS,
+_EFFECTS_ON_JOBS: Final = {
     Word.HOLD: "waits until it is released; one that runs saves first",
     Word.RELEASE: "goes on",
     Word.RETRY: "is put back into the queue",
@@ -228,8 +227,9 @@ class Top(App[None]):
 
     def _keys_line(self) -> str:
         if (ask := self._asked) and self._typed is None:
-            asked = f"{ask}? y sends it, esc does not"
-            return SEPARATOR.join((clean(asked), _EFFECTS[ask.order]))
+            order = ask.order
+            effect = _EFFECTS_ON_JOBS[order] if isinstance(order, Word) else EFFECTS[order]
+            return SEPARATOR.join((clean(f"{ask}? y sends it, esc does not"), effect))
         view, is_slots = self._views[self._page], self._page == "slots"
         parts = [
             "nothing is stored yet" if self._frame is None else mark(self._frame)[0],

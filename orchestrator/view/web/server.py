@@ -174,7 +174,7 @@ class Site:
             command = _Command.model_validate_json(await request.read())
         if (command.slots is None) == (command.jobs is None):
             raise ValueError("a command names either slots or jobs, one by one")
-        names, orders = (command.slots, Do) if command.jobs is None else (command.jobs, Word)
+        names, orders = command.slots or command.jobs or [], Do if command.jobs is None else Word
         if command.do not in {*orders}:
             raise ValueError(f"do is one of {', '.join(orders)}")
         frame = (await self.looks.look(_run_id(request))).frame
