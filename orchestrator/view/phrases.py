@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import UTC, datetime
+from datetime import datetime
 from statistics import median
 from typing import Any, Final
 
+from orchestrator.config.duration import format_duration
 from orchestrator.record.archive import StoredEvent
 from orchestrator.record.model import Snapshot
 from orchestrator.view.cells import (
@@ -19,6 +20,7 @@ from orchestrator.view.cells import (
     clean,
     clock,
     decimals_for,
+    moment,
     number,
     share_pct,
     whole,
@@ -34,6 +36,7 @@ _LINES_MOST = 30
 _UNITS: Final = {
     "_unix_s": ("", 1.0),
     "_bytes": (" MiB", 1 / MIB),
+    "_mib": (" MiB", 1.0),
     "_pct": (" %", 1.0),
     "_mhz": (" MHz", 1.0),
     "_s": (" s", 1.0),
@@ -81,28 +84,22 @@ def time_words(snapshot: Snapshot) -> str:
     return f"{clock(snapshot.elapsed_s)} of {clock(snapshot.duration_s)}"
 
 
-def fault_lines(faults: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+def fault_lines(faults: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return what became of injected faults, a line for each kind: "21 kill: 17 recovered after 5.9
     s (median)".
     """
-    fates: defaultdict[str, Counter[str]] = defaultdict(Counter)
-    took_s: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
+    fates: defaultdict[tuple[str, str], list[object]] = defaultdict(list)
     for fault in faults:
-        kind, fate = str(fault.get("kind")), str(fault.get("fate", "unknown")).replace("_", " ")
-        count, recovered_s = fault.get("count", 1), fault.get("recovered_s")
-        fates[kind][fate] += count if isinstance(count, int) else 1
-        if isinstance(recovered_s, int | float):
-            took_s[kind, fate].append(recovered_s)
-
-    def said(kind: str, fate: str, count: int) -> str:
-        known_s = took_s[kind, fate]
-        return f"{count} {fate}" + (f" after {median(known_s):.1f} s (median)" if known_s else "")
-
-    return tuple(
-        f"{counts.total()} {kind}: "
-        f"{', '.join(said(kind, fate, count) for fate, count in counts.most_common())}"
-        for kind, counts in sorted(fates.items())
-    )
+        fate = str(fault.get("fate", "unknown")).replace("_", " ")
+        fates[str(fault.get("kind")), fate].append(fault.get("recovered_s"))
+    kinds: defaultdict[str, list[str]] = defaultdict(list)
+    counts = Counter[str]()
+    for (kind, fate), took in sorted(fates.items(), key=lambda one: -len(one[1])):
+        known_s = [each for each in took if isinstance(each, int | float)]
+        after = f" after {median(known_s):.1f} s (median)" if known_s else ""
+        kinds[kind].append(f"{len(took)} {fate}{after}")
+        counts[kind] += len(took)
+    return [f"{counts[kind]} {kind}: {', '.join(said)}" for kind, said in sorted(kinds.items())]
 
 
 def section(title: str, said: Iterable[str]) -> list[str]:
@@ -160,11 +157,10 @@ def event_words(event: StoredEvent) -> tuple[str, str]:
         if key in _UNTOLD or key.startswith("from_") or value is None or value == "":
             continue
         before = details.get(f"from_{key}")
-        suffix = next((suffix for suffix in _UNITS if key.endswith(suffix)), "")
-        words = _with_unit(value, suffix)
+        name, words = fact_words(key, value)
         if before is not None and before != value:
-            words = f"{_with_unit(before, suffix)} to {words}"
-        said.append(f"{key.removesuffix(suffix).replace('_', ' ')} {words}")
+            words = f"{fact_words(key, before)[1]} to {words}"
+        said.append(f"{name} {words}")
     if event.event == "state":
         change = f"{details.get('from_state')} to {details.get('to_state')}"
         said = [f"{change}: {details.get('cause')}".removesuffix(": ")]
@@ -173,19 +169,31 @@ def event_words(event: StoredEvent) -> tuple[str, str]:
     return _EVENTS.get(event.event, event.event.replace("_", " ")), ", ".join(said)
 
 
-def _with_unit(value: object, suffix: str) -> str:
+def fact_words(key: str, value: object) -> tuple[str, str]:
+    """Return a name in words and its value with its unit, which is the end of the name."""
+    ending = next((ending for ending in _UNITS if key.endswith(ending)), "")
+    return key.removesuffix(ending).replace("_", " "), _with_unit(value, ending)
+
+
+def _with_unit(value: object, ending: str) -> str:
     if isinstance(value, list | tuple):
-        return "; ".join(_with_unit(item, suffix) for item in value)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
-    if suffix == "_unix_s":
-        return time_of_day(datetime.fromtimestamp(value, UTC).isoformat())
-    unit, times = (
-        _UNITS.get(suffix, ("", 1.0))
-        if suffix != "_bytes" or abs(value) >= MIB
-        else (" bytes", 1.0)
-    )
+        return "; ".join(_with_unit(item, ending) for item in value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if not isinstance(value, int | float):
+        return pairs(value) if isinstance(value, Mapping) else str(value)
+    if ending == "_unix_s":
+        return moment(value, "%H:%M:%S")
+    if ending == "_s" and value >= 60:
+        return format_duration(value)
+    is_small = ending == "_bytes" and abs(value) < MIB
+    unit, times = (" bytes", 1.0) if is_small else _UNITS.get(ending, ("", 1.0))
     return f"{value * times:.5g}{unit}" if unit or isinstance(value, float) else str(value)
+
+
+def pairs(settings: Mapping[str, object]) -> str:
+    """Return settings as they are typed: `train.lr=0.0001, workload.seed=0`."""
+    return ", ".join(f"{key}={value}" for key, value in settings.items())
 
 
 def _steps_words(counts: StepCounts) -> str:

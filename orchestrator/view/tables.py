@@ -125,6 +125,7 @@ def row_of(
     texts: Mapping[str, str | None] = MappingProxyType({}),
     tones: Mapping[str, Tone] = MappingProxyType({}),
     reason: str = "",
+    tone: Tone = Tone.PLAIN,
 ) -> TableRow:
     """Return a row; what is known of its cells is under the keys of the columns.
 
@@ -134,9 +135,9 @@ def row_of(
     for column in columns:
         value = values.get(column.key)
         text = texts.get(column.key, None if value is None else str(value))
-        tone = tones.get(column.key, Tone.PLAIN)
-        cells.append(Cell(text=clean(text or "") or MISSING, tone=tone, value=value))
-    return TableRow(key=key, cells=tuple(cells), reason=reason)
+        shown = clean(text or "") or MISSING
+        cells.append(Cell(text=shown, tone=tones.get(column.key, Tone.PLAIN), value=value))
+    return TableRow(key=key, cells=tuple(cells), reason=reason, tone=tone)
 
 
 def _known(cell: Cell) -> str | float | None:

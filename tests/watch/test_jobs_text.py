@@ -162,7 +162,7 @@ def test_a_lost_node_is_told_apart_from_an_asked_end() -> None:
 
 def test_json_has_flat_keys_and_no_value_that_is_not_finite() -> None:
     queue = queue_of(make_standing("a", "RUNNING", value=float("nan"), best=float("inf")))
-    (job,) = json.loads(view.json_text(queue))["jobs"]
+    (job,) = json.loads(view.object_text(view.queue_object(queue)))["jobs"]
     assert {key.partition("_")[0] for key in job} == {"job"}
     assert (job["job_metric"], job["job_best"]) == (None, None)
 
