@@ -88,18 +88,27 @@ def fault_lines(faults: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return what became of injected faults, a line for each kind: "21 kill: 17 recovered after 5.9
     s (median)".
     """
-    fates: defaultdict[tuple[str, str], list[object]] = defaultdict(list)
+    kinds: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    took_s: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
     for fault in faults:
-        fate = str(fault.get("fate", "unknown")).replace("_", " ")
-        fates[str(fault.get("kind")), fate].append(fault.get("recovered_s"))
-    kinds: defaultdict[str, list[str]] = defaultdict(list)
-    counts = Counter[str]()
-    for (kind, fate), took in sorted(fates.items(), key=lambda one: -len(one[1])):
-        known_s = [each for each in took if isinstance(each, int | float)]
-        after = f" after {median(known_s):.1f} s (median)" if known_s else ""
-        kinds[kind].append(f"{len(took)} {fate}{after}")
-        counts[kind] += len(took)
-    return [f"{counts[kind]} {kind}: {', '.join(said)}" for kind, said in sorted(kinds.items())]
+        kind, fate = str(fault.get("kind")), str(fault.get("fate", "unknown")).replace("_", " ")
+        count, recovered_s = fault.get("count"), fault.get("recovered_s")
+        kinds[kind][fate] += count if isinstance(count, int) else 1
+        if isinstance(recovered_s, int | float):
+            took_s[kind, fate].append(recovered_s)
+    lines = []
+    for kind, fates in sorted(kinds.items()):
+        said = [
+            f"{count} {fate}"
+            + (
+                f" after {median(known_s):.1f} s (median)"
+                if (known_s := took_s[kind, fate])
+                else ""
+            )
+            for fate, count in fates.most_common()
+        ]
+        lines.append(f"{fates.total()} {kind}: {', '.join(said)}")
+    return lines
 
 
 def section(title: str, said: Iterable[str]) -> list[str]:
