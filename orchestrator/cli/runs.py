@@ -28,7 +28,7 @@ from orchestrator.record.jobs import QueueReader
 from orchestrator.record.output import last_lines, slots_with_output
 from orchestrator.record.store import STORE_NAME
 from orchestrator.record.summary import SCHEMA, summary_dict, summary_text
-from orchestrator.view.advice import SAMPLED, advice_lines, advice_of
+from orchestrator.view.advice import SAMPLED, advice_lines
 from orchestrator.view.cells import clean, moment, whole
 from orchestrator.view.health import health_lines
 from orchestrator.view.jobs import jobs_table, with_jobs
@@ -213,9 +213,7 @@ def _advice(run: StoredRun) -> Iterator[str]:
     spans, ends_unix_s = all_state_spans(run.folder), run.updated_at_unix_s or between[1]
     with suppress(yaml.YAMLError):
         config = yaml.safe_load(run.facts.config_yaml) or {}
-        yield from advice_lines(
-            advice_of(run.snapshot().rows, courses_of, spans, ends_unix_s, config)
-        )
+        yield from advice_lines(run.snapshot().rows, courses_of, spans, ends_unix_s, config)
 
 
 def _printed(folder: Path) -> Iterator[str]:
