@@ -114,7 +114,7 @@ def share_pct(share: float | None) -> str | None:
     known = finite(share)
     if known is None:
         return None
-    return "100" if known >= 1.0 else f"{math.floor(known * 1000) / 10:.1f}"
+    return "100" if known >= 1.0 else f"{math.floor(max(0.0, known) * 1000) / 10:.1f}"
 
 
 def clock(seconds: float) -> str:
