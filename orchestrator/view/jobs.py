@@ -10,10 +10,11 @@ from __future__ import annotations
 import csv
 import io
 import math
+import re
 import shlex
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields, replace
 from statistics import median
 from typing import Any, Final
 
@@ -22,20 +23,13 @@ from orchestrator.jobs.model import (
     ENDED,
     ON_CARD,
     Assigned,
-    AttemptEnded,
     Job,
     JobState,
     Kind,
-    Measured,
-    Packed,
-    Reached,
     Recalled,
     Record,
     Rested,
-    Said,
-    Settled,
     Standing,
-    Submitted,
 )
 from orchestrator.record.jobs import QueueSnapshot
 from orchestrator.record.model import Row, Snapshot, finite
@@ -44,7 +38,7 @@ from orchestrator.view.cells import clean, clock, moment
 from orchestrator.view.phrases import exception_line, fact_words, pairs
 from orchestrator.view.tables import Column, Table, TableRow, Tone, row_of
 from workers.messages import WorkerState
-from workers.units import GIB, MIB
+from workers.units import MIB
 
 STATE_TONES: Final[Mapping[JobState, Tone]] = {
     JobState.RUNNING: Tone.GOOD,
@@ -358,66 +352,38 @@ def job_lines(standing: Standing, records: Iterable[Record], snapshot: QueueSnap
     }
     shown = dict(fact_words(key, fact) for key, fact in facts.items() if fact)
     width = max(map(len, shown))
-    own = [record for record in records if _name_in(record) == job.name]
     happened = [
-        f"{_moment(record.at_s, snapshot.now_s)}  {words}"
-        for words, record in zip(_words_of(own), own, strict=True)
+        f"  {_moment(record.at_s, snapshot.now_s)}  {words}"
+        for record, words in _happened(records, job.name)
     ]
     return [
         clean(f"job {job.name}"),
         *(f"  {title:<{width}}  {clean(fact)}" for title, fact in shown.items()),
         *(["", "what happened"] if happened else []),
-        *(f"  {clean(line)}" for line in happened),
+        *happened,
     ]
 
 
-def _at_step(step: int | None) -> str:
-    return "" if step is None else f" at step {step}"
-
-
-_RECORD_WORDS: Final[Mapping[type, Callable[[Any], str]]] = {
-    Submitted: lambda _: "submitted",
-    Assigned: lambda record: (
-        f"attempt {record.attempt} on {record.card} with {record.budget_bytes / GIB:.2f} GiB, "
-        + ("alone" if record.alone else "beside others")
-    ),
-    Recalled: lambda record: f"asked to save, then {record.to.value}: {record.reason}",
-    Rested: lambda record: f"saved and ended{_at_step(record.step)}",
-    AttemptEnded: lambda record: (
-        f"attempt {record.attempt} ended{_at_step(record.step)}: {record.cause.value}"
-        + (f": {exception_line(record.text)}" if record.text else "")
-    ),
-    Reached: lambda record: f"milestone {record.milestone} with {_figure(record.value)}",
-    Measured: lambda record: (
-        f"a better value on {record.card_title}"
-        if record.steps_per_s is None
-        else f"{record.steps_per_s:.3g} steps/s on {record.card_title}"
-    ),
-    Packed: lambda record: (
-        f"with {record.beside}, {record.gain:.2f} times the steps of one alone on "
-        f"{record.card_title}"
-    ),
-    Said: lambda record: f"{record.word.value}, said by {record.by}",
-    Settled: lambda record: f"{record.to.value}: {record.reason}",
-}
-"""What a record of a job says of it."""
-
-
-def _words_of(records: Iterable[Record]) -> Iterator[str]:
-    """Yield what each record of a job says."""
+def _happened(records: Iterable[Record], name: str) -> Iterator[tuple[Record, str]]:
+    """Yield the records of a job, and what they say in words."""
     was_recalled = False
     for record in records:
-        is_lost = isinstance(record, Rested) and not was_recalled
+        job = getattr(record, "job", None)
+        if (job.name if isinstance(job, Job) else job) != name:
+            continue
+        title = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", type(record).__name__).lower()
+        if isinstance(record, Rested) and not was_recalled:
+            title = "its node was lost"
         was_recalled = isinstance(record, Recalled) or (
             was_recalled and not isinstance(record, Assigned)
         )
-        yield "its node was lost" if is_lost else _RECORD_WORDS[type(record)](record)
-
-
-def _name_in(record: Record) -> str | None:
-    """Return the job that a record is about; `None` where it is about none, or two."""
-    job = getattr(record, "job", None)
-    return job.name if isinstance(job, Job) else job
+        facts = (
+            (field.name, exception_line(fact) if isinstance(fact, str) else fact)
+            for field in fields(record)
+            if field.name not in {"at_s", "job", "id"} and (fact := getattr(record, field.name))
+        )
+        said = ", ".join(" ".join(fact_words(*fact)) for fact in facts)
+        yield record, clean(f"{title}: {said}" if said else title)
 
 
 def _results(snapshot: QueueSnapshot) -> list[dict[str, Any]]:
@@ -437,23 +403,18 @@ def results_json(snapshot: QueueSnapshot) -> str:
     return object_text({**queue_object(snapshot), "jobs": _results(snapshot)})
 
 
-_RESULT_KEYS: Final = (
-    "job_state", "job_metric_name", "job_metric", "job_best", "job_best_step", "job_step",
-    "job_ran_s", "job_redone_s", "job_peak_mib", "job_moves", "job_oom", "job_exit_code",
-    "job_sha256", "job_dir", "job_reason",
-)  # fmt: skip
-
-
 def results_csv(snapshot: QueueSnapshot) -> str:
-    """Return the results as CSV, a column for each setting."""
-    jobs = _results(snapshot)
-    settings = list(dict.fromkeys(key for job in jobs for key in job["job_settings"]))
+    """Return the results as CSV: a column for each setting, and for each key of a job in JSON."""
+    jobs = [
+        {**job, **job.pop("job_settings"), "job_after": " ".join(job["job_after"])}
+        for job in _results(snapshot)
+    ]
+    keys = dict.fromkeys(("job_name", *(key for job in jobs for key in job)))
     file = io.StringIO()
-    keys = ["job_name", *settings, *_RESULT_KEYS]
-    writer = csv.DictWriter(file, keys, lineterminator="\n", extrasaction="ignore")
+    writer = csv.DictWriter(file, keys, lineterminator="\n")
     writer.writeheader()
     for job in jobs:
-        cells = {**job, **job["job_settings"]}.items()
+        cells = job.items()
         writer.writerow(
             {key: clean(cell) if isinstance(cell, str) else cell for key, cell in cells}
         )
