@@ -133,7 +133,7 @@ def moment(unix_s: float, form: str = "%Y-%m-%d %H:%M:%S") -> str:
     try:
         return datetime.fromtimestamp(unix_s).astimezone().strftime(form)
     except (ValueError, OverflowError, OSError):
-        return f"second {unix_s:.0f}"  # no calendar goes that far
+        return f"at second {unix_s:.6g}"  # no calendar goes that far
 
 
 def wrapped(text: str, width: int | None) -> str:
