@@ -35,7 +35,7 @@ from orchestrator.record.jobs import QueueSnapshot
 from orchestrator.record.model import Row, Snapshot, finite
 from orchestrator.record.summary import SCHEMA, summary_text
 from orchestrator.view.cells import clean, clock, moment
-from orchestrator.view.phrases import exception_line, fact_words, pairs
+from orchestrator.view.phrases import exception_line, fact_words
 from orchestrator.view.tables import Column, Table, TableRow, Tone, row_of
 from workers.messages import WorkerState
 from workers.units import MIB
@@ -430,7 +430,7 @@ _RESULTS: Final = (
     Column(key="job_best", title="best", numeric=True, priority=1),
     Column(key="job_best_step", title="at step", numeric=True, priority=5),
     Column(key="job_ran_s", title="time", numeric=True, priority=6),
-    Column(key="job_peak_mib", title="MiB", numeric=True, priority=7),
+    Column(key="job_peak_mib", title="memory", numeric=True, priority=7),
     Column(key="job_moves", title="moves", numeric=True, priority=9),
     Column(key="job_oom", title="OOM", numeric=True, priority=8),
 )
@@ -441,9 +441,7 @@ def results_table(snapshot: QueueSnapshot) -> Table:
     """Return the results, the best of each metric first; zeros are left out."""
     rows = []
     for job in _results(snapshot):
-        values = {**job, "job_settings": pairs(job["job_settings"])}
-        texts = {column.key: str(values[column.key] or "") for column in _RESULTS}
-        texts |= {key: _figure(job[key]) for key in ("job_metric", "job_best")}
-        texts["job_ran_s"] = clock(job["job_ran_s"]) if job["job_ran_s"] else ""
-        rows.append(row_of(_RESULTS, job["job_name"], values, texts))
+        known = {column.key: job[column.key] for column in _RESULTS if job[column.key]}
+        texts = {key: fact_words(key, fact)[1] for key, fact in known.items()}
+        rows.append(row_of(_RESULTS, job["job_name"], {}, texts))
     return Table(name="results", columns=_RESULTS, rows=tuple(rows))

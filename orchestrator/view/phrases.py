@@ -6,7 +6,7 @@ Pure. Does not cover the table's cells, nor outcome and exit code: those are the
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from statistics import median
 from typing import Any, Final
@@ -32,16 +32,16 @@ _LINES_MOST = 30
 """Of a section. A run with many errors has thousands; the last ones show how it ended."""
 
 
-#: Endings of names -> unit, and by what a value is multiplied for it; the longest first.
-_UNITS: Final = {
-    "_unix_s": ("", 1.0),
-    "_bytes": (" MiB", 1 / MIB),
-    "_mib": (" MiB", 1.0),
-    "_pct": (" %", 1.0),
-    "_mhz": (" MHz", 1.0),
-    "_s": (" s", 1.0),
-    "_c": (" °C", 1.0),
-    "_w": (" W", 1.0),
+#: Endings of names -> what shows the value with its unit; the longest first.
+_UNITS: Final[Mapping[str, Callable[[float], str]]] = {
+    "_unix_s": lambda unix_s: moment(unix_s, "%H:%M:%S"),
+    "_bytes": lambda size: f"{size} bytes" if abs(size) < MIB else f"{size / MIB:.5g} MiB",
+    "_mib": lambda size: f"{size:.5g} MiB",
+    "_pct": lambda share: f"{share:.5g} %",
+    "_mhz": lambda clock: f"{clock:.5g} MHz",
+    "_s": lambda seconds: f"{seconds:.5g} s" if seconds < 60 else format_duration(seconds),
+    "_c": lambda degrees: f"{degrees:.5g} °C",
+    "_w": lambda power: f"{power:.5g} W",
 }
 #: Of an event: for programs, or told by its time and slot.
 _UNTOLD: Final = frozenset({"worker_at_unix_s", "sequence", "incarnation", "node_id", "traceback"})
@@ -181,34 +181,21 @@ def event_words(event: StoredEvent) -> tuple[str, str]:
 def fact_words(key: str, value: object) -> tuple[str, str]:
     """Return a name in words and its value with its unit, which is the end of the name."""
     ending = next((ending for ending in _UNITS if key.endswith(ending)), "")
-    return key.removesuffix(ending).replace("_", " "), _with_unit(value, ending)
-
-
-def _with_unit(value: object, ending: str) -> str:
-    if isinstance(value, list | tuple):
-        return "; ".join(_with_unit(item, ending) for item in value)
     if isinstance(value, bool):
-        return "yes" if value else "no"
-    if not isinstance(value, int | float):
-        return pairs(value) if isinstance(value, Mapping) else str(value)
-    if ending == "_unix_s":
-        return moment(value, "%H:%M:%S")
-    if ending == "_s" and value >= 60:
-        return format_duration(value)
-    is_small = ending == "_bytes" and abs(value) < MIB
-    unit, times = (" bytes", 1.0) if is_small else _UNITS.get(ending, ("", 1.0))
-    return f"{value * times:.5g}{unit}" if unit or isinstance(value, float) else str(value)
-
-
-def pairs(settings: Mapping[str, object]) -> str:
-    """Return settings as they are typed: `train.lr=0.0001, workload.seed=0`."""
-    return ", ".join(f"{key}={value}" for key, value in settings.items())
+        words = "yes" if value else "no"
+    elif isinstance(value, int | float) and ending:
+        words = _UNITS[ending](value)
+    elif isinstance(value, float):
+        words = f"{value:.5g}"
+    elif isinstance(value, list | tuple):
+        words = "; ".join(fact_words(key, item)[1] for item in value)
+    elif isinstance(value, Mapping):  # settings, as they are typed
+        words = ", ".join(f"{name}={item}" for name, item in value.items())
+    else:
+        words = str(value)
+    return key.removesuffix(ending).replace("_", " "), words
 
 
 def _steps_words(counts: StepCounts) -> str:
-    good = share_pct(counts.success_rate)
-    return (
-        "no steps yet"
-        if good is None
-        else f"{good} % of {counted(counts.steps_judged, 'step')} good"
-    )
+    good, steps = share_pct(counts.success_rate), counted(counts.steps_judged, "step")
+    return "no steps yet" if good is None else f"{good} % of {steps} good"
