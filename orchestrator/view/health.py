@@ -17,9 +17,6 @@ from orchestrator.view.slots import headline, slots_table
 from orchestrator.view.tables import Cell
 from orchestrator.view.terminal import STYLES, table_lines
 
-_ROWS_BEFORE_SUMS = 8
-"""The sums go when the terminal has room for fewer lines of the table than that and its heading."""
-_HEADING_LINES = 3
 _NOTICES_MOST = 3
 _NOTICES_SHARE = 5
 """Of the lines of the terminal, one in so many may be a warning."""
@@ -35,14 +32,11 @@ def health_lines(snapshot: Snapshot, width: int, height: int | None = None) -> l
     above = [*header_lines(snapshot, width, most), Text()]
     if not snapshot.rows:
         return [*above, Text("no workers yet", "dim")]
+    room = None if height is None else max(1, height - len(above))
+    lines = [*above, *table_lines(slots_table(snapshot), width, room)]
     below = [Text(), *flowed((Cell(text=words) for words in totals(snapshot)), width)]
-    room = None if height is None else height - len(above)
-    if room is not None and room < len(below) + _HEADING_LINES + _ROWS_BEFORE_SUMS:
-        below = []
-    table = table_lines(
-        slots_table(snapshot), width, None if room is None else max(1, room - len(below))
-    )
-    lines = [*above, *table, *below]
+    if height is None or len(lines) + len(below) <= height:
+        lines += below
     for line in lines:
         line.truncate(width)
     return lines

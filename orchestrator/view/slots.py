@@ -18,7 +18,6 @@ from orchestrator.record.model import (
     Field,
     Row,
     Snapshot,
-    Value,
     finite,
     rows_by_card,
     trouble,
@@ -35,7 +34,7 @@ from orchestrator.view.cells import (
     whole,
 )
 from orchestrator.view.phrases import tflops_words, time_words
-from orchestrator.view.tables import Cell, Column, Table, TableRow, Tone
+from orchestrator.view.tables import Cell, Column, Table, TableRow, Tone, row_of
 from workers.messages import NO_PROGRESS, WorkerState
 from workers.units import GIB, MIB
 
@@ -210,24 +209,19 @@ def cards_table(snapshot: Snapshot) -> Table:
     rows = []
     for (node, card), workers in rows_by_card(snapshot.rows).items():
         total = replace(snapshot, rows=tuple(workers)).tflops_total
+        name = next((name for row in workers if (name := _card(row)[0])), None)
+        values = {"node": node, "card": name, "workers": len(workers), "tflops": total}
+        texts = {"tflops": number(total, decimals_for((total,)))}
+        own = row_of(_CARDS, f"{node}/{card}", values, texts)
         # A worker that has ended says nothing of the card: the first one that does is asked.
+        cells = (map(cell, workers) for _, cell in sensors)
         told = (
-            next(filter(_is_known, map(cell, workers)), Cell(tone=Tone.DIM)) for _, cell in sensors
+            next((one for one in each if one.text != MISSING), Cell(tone=Tone.DIM))
+            for each in cells
         )
-        cells = (
-            _cell(clean(node)),
-            _cell(next((name for row in workers if (name := _card(row)[0])), None)),
-            _cell(str(len(workers)), value=len(workers)),
-            _cell(number(total, decimals_for((total,))), value=total),
-            *told,
-        )
-        rows.append(TableRow(key=f"{node}/{card}", cells=cells))
+        rows.append(replace(own, cells=(*own.cells, *told)))
     columns = (*_CARDS, *(column for column, _ in sensors))
     return Table(name="cards", columns=columns, rows=tuple(rows))
-
-
-def _is_known(cell: Cell) -> bool:
-    return cell.text != MISSING
 
 
 def headline(snapshot: Snapshot) -> tuple[Cell, ...]:
@@ -283,7 +277,8 @@ def _make(column: SlotColumn, rows: Sequence[Row], priority: int) -> _Made:
 
     def cell(row: Row) -> Cell:
         text, tone = shown(row)
-        return _cell(text, tone, field.value(row) if column.numeric else text)
+        value = field.value(row) if column.numeric else text
+        return Cell(tone=Tone.DIM) if text is None else Cell(text=text, tone=tone, value=value)
 
     return replace(column, title=title, priority=priority), cell
 
@@ -317,9 +312,3 @@ def _number(value: int | float | None, times: float, decimals: int) -> str | Non
         return whole(value)
     known = finite(value)
     return None if known is None else number(known * times, decimals)
-
-
-def _cell(text: str | None, tone: Tone = Tone.PLAIN, value: Value = None) -> Cell:
-    if text is None:
-        return Cell(tone=Tone.DIM, value=value)
-    return Cell(text=text, tone=tone, value=text if value is None else value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from dataclasses import replace
@@ -15,7 +16,7 @@ from orchestrator.view.alerts import KINDS, Alert, Since, alerts
 from orchestrator.view.web.metrics import exposition
 from tests.alerts.traces import frame_at
 from tests.scene import ROOT
-from workers.messages import WorkerState
+from workers.messages import Progress, WorkerState
 from workers.units import GIB
 
 FOLDER: Final = ROOT / "docs" / "observability"
@@ -151,6 +152,18 @@ def test_the_gauge_names_what_is_wrong() -> None:
         f'subject="{slot}"}} 1.0'
         for slot in ("pc1/0", "pc1/1")
     ]
+
+
+def test_shipped_rules_and_panels_ask_for_metrics_that_are_there() -> None:
+    told = Progress(train_step=30, loss=2.5, saved_step=20, samples_per_s=4.0)
+    sensors = {"memory_temperature_c": 80.0, "throttle_pct": 35.0, "heartbeat_age_s": 0.2}
+    frame = frame_at(60, on="pc1", progress=told, incomplete=True, **sensors)
+    there = re.findall(
+        r"^(orchestrator_\w+)", exposition(frame, alerts(frame, 0.0)[0], {}).decode(), re.MULTILINE
+    )
+    files = (FOLDER / "alerts.yml", FOLDER / "grafana.json")
+    asked = {name for file in files for name in re.findall(r"orchestrator_\w+", file.read_text())}
+    assert asked - set(there) == set()
 
 
 @pytest.mark.skipif(

@@ -144,8 +144,8 @@ def test_a_job_in_full_tells_its_attempts() -> None:
     lines = view.job_lines(TRAINED, records, queue_of(TRAINED))
     happened = lines[lines.index("what happened") + 1 :]
     assert [line.split(maxsplit=1)[1] for line in happened] == [
-        "attempt 1 on pc1 with 9.00 GiB, alone",
-        "attempt 1 ended at step 12: out of memory: no room",
+        "assigned: attempt 1, card pc1, budget 9216 MiB, alone yes",
+        "attempt ended: attempt 1, cause out of memory, text no room, step 12",
     ]
 
 
@@ -156,13 +156,13 @@ def test_a_lost_node_is_told_apart_from_an_asked_end() -> None:
     rested = Rested(at_s=NOW_S, job="lr-0", attempt=1, step=7)
     records = [place, asked, word, rested, place, rested]
     lines = view.job_lines(TRAINED, records, queue_of(TRAINED))
-    said = [line.split(maxsplit=1)[1] for line in lines if "node" in line or "saved" in line]
-    assert said == ["saved and ended at step 7", "its node was lost"]
+    said = [line.split(maxsplit=1)[1] for line in lines if "step 7" in line]
+    assert said == ["rested: attempt 1, step 7", "its node was lost: attempt 1, step 7"]
 
 
 def test_json_has_flat_keys_and_no_value_that_is_not_finite() -> None:
     queue = queue_of(make_standing("a", "RUNNING", value=float("nan"), best=float("inf")))
-    (job,) = json.loads(view.json_text(queue))["jobs"]
+    (job,) = json.loads(view.object_text(view.queue_object(queue)))["jobs"]
     assert {key.partition("_")[0] for key in job} == {"job"}
     assert (job["job_metric"], job["job_best"]) == (None, None)
 

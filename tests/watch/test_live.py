@@ -5,14 +5,13 @@ from __future__ import annotations
 import io
 import re
 import sys
-from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
 from orchestrator.core.slot import HeadState
 from orchestrator.view.live import LiveTable, PlainLines
-from tests.factories import make_row, make_snapshot
+from tests.factories import STARTED_UNIX_S, make_row, make_snapshot
 from tests.watch.scene import Clock
 from workers.messages import Progress, WorkerState
 
@@ -125,16 +124,13 @@ def test_plain_lines_say_changes_once_and_progress_regularly(
     monkeypatch.setenv("TZ", "UTC")
     stream = io.StringIO()
     plain = PlainLines(stream)
-    first = make_snapshot(make_row(), elapsed_s=0.0)
     fallen = make_row(
         state=WorkerState.BACKOFF, size=5734, reason="out of memory\x1b[31m\nat 8192", oom_count=3
     )
     for elapsed_s in (0.0, 1.0, 2.0):
-        plain.update(replace(first, elapsed_s=elapsed_s))
-    for elapsed_s in (5.0, 9.9, 10.2, 15.0, 30.0, 31.0):
-        plain.update(
-            replace(first, rows=(fallen,), elapsed_s=elapsed_s, notices=("pc2 has not joined",))
-        )
+        plain.update(make_snapshot(make_row(), elapsed_s=elapsed_s))
+    for elapsed_s in (5.0, 9.9, 10.2, 15.0, 30.2, 31.0):
+        plain.update(make_snapshot(fallen, elapsed_s=elapsed_s, notices=("pc2 has not joined",)))
 
     lines = [re.sub(r"^\d\d:\d\d:\d\d ", "AT ", line) for line in stream.getvalue().splitlines()]
     assert lines == [
@@ -157,15 +153,19 @@ def test_plain_lines_tell_the_step_of_a_training() -> None:
 def test_plain_lines_report_progress_while_workers_start() -> None:
     stream = io.StringIO()
     plain = PlainLines(stream)
-    for starting_s in (0.0, 9.9, 10.1, 20.1, 24.0):
-        plain.update(make_snapshot(make_row(), elapsed_s=0.0, starting_s=starting_s))
-    for elapsed_s in (0.0, 9.0, 10.0):
-        plain.update(make_snapshot(make_row(), elapsed_s=elapsed_s))
+    for second in (0.0, 9.9, 10.1, 20.2, 24.0):
+        now_unix_s = STARTED_UNIX_S + second
+        plain.update(
+            make_snapshot(make_row(), elapsed_s=0.0, starting_s=second, now_unix_s=now_unix_s)
+        )
+    set_back = make_snapshot(make_row(), elapsed_s=0.0, now_unix_s=STARTED_UNIX_S - 3600.0)
+    plain.update(set_back)
+    plain.update(set_back)
 
     assert [line.partition("  ")[0] for line in stream.getvalue().splitlines()[1:]] == [
         "starting for 00:10, then 00:30 of work",
         "starting for 00:20, then 00:30 of work",
-        "00:10 of 00:30",
+        "00:00 of 00:30",
     ]
 
 
