@@ -16,10 +16,11 @@ from orchestrator.jobs.journal import JOURNAL_NAME, QUEUE_NAME, Journal
 from orchestrator.jobs.model import Assigned, AttemptEnded, Cause, Submitted
 from orchestrator.record.store import STORE_NAME, RunStore
 from orchestrator.view import html_report
-from tests.factories import FACTS, event, make_job, make_row, make_snapshot, record
+from tests.factories import FACTS, STARTED_UNIX_S, event, make_job, make_row
 from tests.fleet.in_process import CONFIG, IN_PROCESS
 from tests.scene import ROOT, python, wait_for
 from tests.web.browser import browser, needs_chromium
+from tests.web.scene import put_turn
 
 HOSTILE = "</script><script>window.evil=1</script><img src=x onerror='window.evil=2'>"
 
@@ -39,8 +40,7 @@ def make_run(place: Path, slots: int = 2) -> Path:
             make_row(slot=f"pc1/{index}", tflops=9.0, reason=HOSTILE, **heat)
             for index in range(slots)
         ]
-        store.slots(record(row.slot, reason=row.reason, row=row.to_dict()) for row in rows)
-        store.update(make_snapshot(*rows, elapsed_s=float(second), notices=(HOSTILE,)))
+        put_turn(store, float(second), rows, started_at=STARTED_UNIX_S, notices=(HOSTILE,))
     change = event(name="state", from_state="RUNNING", to_state="BACKOFF", cause=HOSTILE)
     error = event(name="workload_error", traceback=f"Traceback\n{HOSTILE}")
     for told in (change, error):

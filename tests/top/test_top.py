@@ -34,7 +34,8 @@ from orchestrator.view.tables import Cell, Column, Table, TableRow
 from orchestrator.view.top.app import Give, Top
 from orchestrator.view.top.view import View
 from orchestrator.view.top.widgets import Rows
-from tests.factories import FACTS, event, make_job, make_row, make_snapshot, record
+from tests.factories import FACTS, STARTED_UNIX_S, event, make_job, make_row
+from tests.web.scene import put_turn
 from workers.messages import WorkerState
 
 GOLDENS = Path(__file__).parent / "goldens"
@@ -57,19 +58,9 @@ def made(
     gone = replace(FACTS, head_pid=2**22 - 1, head_started="1", host=socket.gethostname())
     store.begin(FACTS if lives else gone)
     for second, rows in enumerate(looks):
-        store.slots(
-            record(
-                row.slot,
-                node=row.node,
-                state=row.state.value,
-                reason=row.reason,
-                row=row.to_dict(),
-            )
-            for row in rows
-        )
-        told = {"from_state": "STARTING", "to_state": "RUNNING", "cause": HOSTILE}
-        store.event({**event(name="state", **told), "slot": rows[0].slot if rows else None})
-        store.update(make_snapshot(*rows, elapsed_s=float(second)))
+        change = event(name="state", from_state="STARTING", to_state="RUNNING", cause=HOSTILE)
+        store.event({**change, "slot": rows[0].slot if rows else None})
+        put_turn(store, float(second), rows, started_at=STARTED_UNIX_S, duration_s=30.0)
     if outcome is not None:
         store.end(outcome, 0, None, ())
     return place
@@ -133,10 +124,7 @@ def test_the_screen_is_the_one_that_was_looked_at(tmp_path: Path, size: tuple[in
         golden.write_text("\n".join(lines) + "\n", encoding="utf-8")
     assert lines == golden.read_text(encoding="utf-8").splitlines()
     assert all(len(line) <= size[0] for line in lines)
-
-
-def test_a_run_without_slots_is_shown(tmp_path: Path) -> None:
-    assert driven(made(tmp_path, []), (80, 24))[-1].startswith("ended: good")
+    assert driven(made(tmp_path / "empty", []), size)[-1].startswith("ended: good")
 
 
 def test_what_is_typed_at_once_after_a_key_goes_into_the_filter(tmp_path: Path) -> None:
@@ -227,8 +215,7 @@ def test_the_cursor_stays_with_its_slot_while_rows_move(tmp_path: Path) -> None:
         store = RunStore(folder / STORE_NAME)
         store.begin(FACTS)
         worse = [make_row(slot="pc1/29", state=HeadState.LOST), *rows[:20]]
-        store.slots(record(row.slot, state=row.state.value, row=row.to_dict()) for row in worse)
-        store.update(make_snapshot(*worse, elapsed_s=5.0))
+        put_turn(store, 5.0, worse)
         top.look()
         await pilot.pause()
         assert rows_there.row is not None

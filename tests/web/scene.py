@@ -79,14 +79,7 @@ def rows_at(second: float, slots: int) -> list[Row]:
 def put_turn(store: RunStore, second: float, rows: list[Row], **changed: object) -> None:
     """Write what one turn of the head writes."""
     store.slots(
-        record(
-            row.slot,
-            node=row.node,
-            state=row.state.value,
-            reason=row.reason,
-            counters={},
-            row=row.to_dict(),
-        )
+        record(row.slot, node=row.node, state=row.state.value, reason=row.reason, row=row.to_dict())
         for row in rows
     )
     usual = {"started_at": STARTED_UNIX_S, "duration_s": 3600.0}

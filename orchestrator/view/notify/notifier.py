@@ -49,6 +49,7 @@ class Notifier:
     urls: Sequence[str]
     say: Say
     pace: Pace = USUAL_PACE
+    sleep: Callable[[float], None] = time.sleep
     lock_patience_s: float = 90.0
     """So long a process that tells of a head's end may stay when the next head has begun."""
 
@@ -109,7 +110,7 @@ class Notifier:
                     tries_left -= is_last
             elif head_of(self.folder) is None:
                 return 0  # it ended before its work began, and its terminal has the reason
-            time.sleep(min(_LOOK_EVERY_S, self.pace.between_s))
+            self.sleep(_LOOK_EVERY_S)
         return 1
 
     def _look(self, before: Frame | None) -> Frame | None:

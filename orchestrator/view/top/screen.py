@@ -4,11 +4,11 @@ frame; or JSON.
 
 from __future__ import annotations
 
-import os
 import sys
 from functools import partial
 from pathlib import Path
 
+from rich.console import Console
 from rich.text import Text
 
 from orchestrator.record.archive import Follower
@@ -65,10 +65,5 @@ def watch(folder: Path, view: View, *, read_only: bool) -> None:
 
 
 def is_terminal() -> bool:
-    """Say whether a screen can be drawn and keys be read."""
-    streams = (sys.stdin, sys.stdout, sys.stderr)  # Textual draws on the last one
-    return all(stream.isatty() for stream in streams) and os.environ.get("TERM") not in {
-        None,
-        "",
-        "dumb",
-    }
+    """Say whether a screen can be drawn and keys be read; Textual draws on the last stream."""
+    return sys.stdin.isatty() and sys.stdout.isatty() and Console(stderr=True).is_interactive
