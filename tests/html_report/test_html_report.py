@@ -101,15 +101,12 @@ def test_jobs_that_share_a_card_have_lanes_of_their_own(queue: Path, tmp_path: P
     path = tmp_path / "r.html"
     html_report.write_report(path, queue)
 
-    async def look() -> None:
-        async with browser(tmp_path) as shown:
-            await shown.do("Page.navigate", url=f"{path.as_uri()}#view=jobs")
-            await shown.until("document.querySelectorAll('.lane').length === 2")
-            lanes = "[...document.querySelectorAll('.lane')].map((each) => each.textContent)"
-            assert await shown.js(lanes) == ["lr-0", "<b>lr-1"]
-            assert shown.complaints() == []
-
-    asyncio.run(look())
+    with asyncio.Runner() as runner, browser(tmp_path, runner) as shown:
+        shown.do("Page.navigate", url=f"{path.as_uri()}#view=jobs")
+        shown.until("document.querySelectorAll('.lane').length === 2")
+        lanes = "[...document.querySelectorAll('.lane')].map((each) => each.textContent)"
+        assert shown.js(lanes) == ["lr-0", "<b>lr-1"]
+        assert shown.complaints() == []
 
 
 def test_many_slots_have_fewer_parts_each(tmp_path: Path) -> None:
@@ -143,26 +140,23 @@ def test_a_browser_shows_it_without_a_request(folder: Path, tmp_path: Path) -> N
     path = tmp_path / "r.html"
     path.write_text(html_report.html(html_report.frozen(folder), HOSTILE))
 
-    async def look() -> None:
-        async with browser(tmp_path) as shown:
-            await shown.do("Page.navigate", url=path.as_uri())
-            await shown.until("document.querySelectorAll('#table td').length > 10")
-            assert await shown.js("document.getElementById('mark').textContent") == "ended: good"
-            assert HOSTILE in await shown.js("document.getElementById('table').textContent")
-            assert HOSTILE in await shown.js("document.getElementById('missed').textContent")
-            await shown.until(f"document.querySelectorAll('#overview canvas').length && {DRAWN}")
-            await shown.js("location.hash = '#sort=tflops&filter=pc1%2F1'")
-            await shown.until("document.querySelectorAll('#table tbody').length === 1")
-            await shown.js("location.hash = '#view=slot&slot=pc1%2F0&last_s=600'")
-            await shown.until(f"document.querySelectorAll('#charts canvas').length > 1 && {DRAWN}")
-            assert HOSTILE in await shown.js("document.getElementById('traceback').textContent")
-            assert await shown.js("window.evil === undefined")
-            assert [
-                url for url in shown.requests() if not url.startswith(("file:", "data:", "about:"))
-            ] == []
-            assert shown.complaints() == []
-
-    asyncio.run(look())
+    with asyncio.Runner() as runner, browser(tmp_path, runner) as shown:
+        shown.do("Page.navigate", url=path.as_uri())
+        shown.until("document.querySelectorAll('#table td').length > 10")
+        assert shown.js("document.getElementById('mark').textContent") == "ended: good"
+        assert HOSTILE in shown.js("document.getElementById('table').textContent")
+        assert HOSTILE in shown.js("document.getElementById('missed').textContent")
+        shown.until(f"document.querySelectorAll('#overview canvas').length && {DRAWN}")
+        shown.js("location.hash = '#sort=tflops&filter=pc1%2F1'")
+        shown.until("document.querySelectorAll('#table tbody').length === 1")
+        shown.js("location.hash = '#view=slot&slot=pc1%2F0&last_s=600'")
+        shown.until(f"document.querySelectorAll('#charts canvas').length > 1 && {DRAWN}")
+        assert HOSTILE in shown.js("document.getElementById('traceback').textContent")
+        assert shown.js("window.evil === undefined")
+        assert [
+            url for url in shown.requests() if not url.startswith(("file:", "data:", "about:"))
+        ] == []
+        assert shown.complaints() == []
 
 
 #: A step that takes no time.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import os
 import socket
 import time
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,6 +24,7 @@ from orchestrator.view.web.guard import Access
 from orchestrator.view.web.server import Site
 from orchestrator.view.web.serving import SERVED
 from tests.factories import FACTS, GIB, event, make_row, make_snapshot, record
+from tests.scene import PATIENCE_S
 from workers.host.processes import start_time
 from workers.messages import WorkerState
 
@@ -114,22 +116,32 @@ def add_state(
     store.event({**told, "at": at.isoformat().replace("+00:00", "Z"), "slot": slot})
 
 
-@asynccontextmanager
-async def serving(
-    folder: Path, *, port: int = 0, control: bool = False, run_id: str = "latest"
-) -> AsyncIterator[Server]:
-    """Serve the page of the runs beside a folder in this very process."""
+@contextmanager
+def serving(
+    folder: Path,
+    *,
+    port: int = 0,
+    control: bool = False,
+    run_id: str = "latest",
+    runner: asyncio.Runner | None = None,
+) -> Iterator[Server]:
+    """Serve the page of the runs beside a folder, whenever the test asks or waits."""
     access = Access(token="page" * 10, metrics_token="metrics" * 6, with_control=control)
     site = Site(folder.parent, access, run_id)
-    runner = web.AppRunner(site.application(), **SERVED)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", port, reuse_address=True).start()
-        port = runner.addresses[0][1]
-        async with aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True)) as session:
-            yield Server(site=site, port=port, session=session)
-    finally:
-        await runner.cleanup()
+    with asyncio.Runner() if runner is None else nullcontext(runner) as loop:
+        served = web.AppRunner(site.application(), **SERVED)
+
+        async def begin() -> aiohttp.ClientSession:
+            await served.setup()
+            await web.TCPSite(served, "127.0.0.1", port, reuse_address=True).start()
+            return aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True))
+
+        session = loop.run(begin())
+        try:
+            yield Server(site=site, port=served.addresses[0][1], session=session, runner=loop)
+        finally:
+            loop.run(session.close())
+            loop.run(served.cleanup())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +151,7 @@ class Server:
     site: Site
     port: int
     session: aiohttp.ClientSession
+    runner: asyncio.Runner
 
     @property
     def url(self) -> str:
@@ -149,29 +162,53 @@ class Server:
         """What `web` prints."""
         return f"{self.url}/?token={self.site.access.token}"
 
-    async def ask(self, path: str, token: str | None = None, **more: Any) -> Answer:
+    def ask(self, path: str, token: str | None = None, **more: Any) -> Answer:
         """Ask as a program does: with the token of the page, or another one; "" sends none."""
         token = self.site.access.token if token is None else token
         headers = {"Authorization": f"Bearer {token}"} if token else {}
-        headers |= more.pop("headers", {})
-        method = "POST" if more else "GET"
-        async with self.session.request(
-            method, f"{self.url}{path}", headers=headers, allow_redirects=False, **more
-        ) as answer:
-            return Answer(answer.status, answer.headers, await answer.read())
 
-    async def events(self, query: str = "") -> AsyncIterator[tuple[str, Any]]:
+        async def asked() -> Answer:
+            async with self.session.request(
+                "POST" if more else "GET",
+                f"{self.url}{path}",
+                headers=headers,
+                allow_redirects=False,
+                **more,
+            ) as answer:
+                return Answer(answer.status, answer.headers, await answer.read())
+
+        return self.runner.run(asked())
+
+    def events(self) -> Iterator[tuple[str, Any]]:
         """Follow the stream: yield the kind and the data of each event."""
         headers = {"Authorization": f"Bearer {self.site.access.token}"}
-        async with self.session.get(f"{self.url}/api/v1/stream{query}", headers=headers) as answer:
-            assert answer.status == 200, await answer.text()
-            kind = ""
-            async for line in answer.content:
-                name, _, value = line.decode().rstrip("\n").partition(": ")
-                if name == "event":
-                    kind = value
-                elif name == "data":
-                    yield kind, json.loads(value)
+
+        async def lines(count: int) -> list[str]:
+            return [(await answer.content.readline()).decode().strip() for _ in range(count)]
+
+        async def open_stream() -> aiohttp.ClientResponse:
+            return await self.session.get(f"{self.url}/api/v1/stream", headers=headers)
+
+        answer = self.runner.run(open_stream())
+        try:
+            while True:
+                kind, value, _ = self.runner.run(lines(3))
+                yield kind.removeprefix("event: "), json.loads(value.removeprefix("data: "))
+        finally:
+            answer.close()
+
+    def until(self, ask: Callable[[], Any], what: str) -> Any:
+        """Serve until the answer is true; return it."""
+        ends_s = time.monotonic() + PATIENCE_S
+        while time.monotonic() < ends_s:
+            if answer := ask():
+                return answer
+            self.rest(0.05)
+        raise AssertionError(f"no {what} within {PATIENCE_S:.0f} s")
+
+    def rest(self, seconds: float) -> None:
+        """Serve for some time."""
+        self.runner.run(asyncio.sleep(seconds))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 import subprocess
 from pathlib import Path
@@ -108,16 +107,12 @@ def test_only_info_has_labels_without_bound() -> None:
 
 def test_the_server_tells_them_to_who_has_the_token(tmp_path: Path) -> None:
     folder = tmp_path / "20261123-101500-aaaa"
-
-    async def asked() -> None:
-        store = make_run(folder, seconds=20)
-        async with serving(folder) as server:
-            answer = await server.ask("/metrics", token=server.site.access.metrics_token)
-            told = samples(answer.content)
-            assert answer.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
-            assert told["orchestrator_head_up"] == {(): 1.0}
-            assert len(told["orchestrator_slot_state"]) == 10
-            assert (await server.ask("/metrics", token="")).status == 401
-        store.end("good", 0, None, ())
-
-    asyncio.run(asked())
+    store = make_run(folder, seconds=20)
+    with serving(folder) as server:
+        answer = server.ask("/metrics", token=server.site.access.metrics_token)
+        told = samples(answer.content)
+        assert answer.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
+        assert told["orchestrator_head_up"] == {(): 1.0}
+        assert len(told["orchestrator_slot_state"]) == 10
+        assert server.ask("/metrics", token="").status == 401
+    store.end("good", 0, None, ())

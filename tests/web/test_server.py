@@ -9,9 +9,7 @@ import re
 import signal
 import socket
 import subprocess
-import threading
-import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,9 +18,7 @@ import pytest
 from typer.testing import CliRunner
 
 from orchestrator.cli.app import app
-from orchestrator.control.listener import Listener
-from orchestrator.control.wire import Answer, command_of
-from orchestrator.core.user_commands import Command, Do
+from orchestrator.core.user_commands import Do
 from orchestrator.errors import UsageError
 from orchestrator.jobs import inbox
 from orchestrator.jobs.journal import JOURNAL_NAME, QUEUE_NAME, Journal
@@ -34,7 +30,6 @@ from orchestrator.view.web.server import PAGE
 from orchestrator.view.web.serving import SERVED
 from tests.factories import make_job
 from tests.scene import COMMAND, PATIENCE_S, ROOT, orchestrator
-from tests.web.browser import until
 from tests.web.scene import Server, facts_here, make_run, put_turn, rows_at, serving
 
 RUN_ID = "20261123-101500-aaaa"
@@ -55,45 +50,31 @@ def folder(store: RunStore, tmp_path: Path) -> Path:
     return tmp_path / "runs" / RUN_ID
 
 
-def ask(folder: Path, scene: Callable[[Server], Coroutine[Any, Any, None]], **options: Any) -> None:
-    """Serve a folder, and ask it."""
-
-    async def served() -> None:
-        async with serving(folder, **options) as server:
-            await scene(server)
-
-    asyncio.run(served())
-
-
 def test_the_address_opens_the_page_and_leaves_its_token(folder: Path) -> None:
-    async def scene(server: Server) -> None:
-        assert (await server.ask("/api/v1/document", token="")).status == 401
-        assert (await server.ask("/?token=wrong", token="")).status == 401
-        answer = await server.ask(server.address.removeprefix(server.url), token="")
+    with serving(folder) as server:
+        assert (server.ask("/api/v1/document", token="")).status == 401
+        assert (server.ask("/?token=wrong", token="")).status == 401
+        answer = server.ask(server.address.removeprefix(server.url), token="")
         assert (answer.status, answer.headers["Location"]) == (303, "/")
         cookie = answer.headers["Set-Cookie"]
         assert all(word in cookie for word in ("HttpOnly", "SameSite=Strict", "Path=/"))
-        told = (await server.ask("/api/v1/document", token="")).told
+        told = (server.ask("/api/v1/document", token="")).told
         assert told["head"]["run"] == RUN_ID
         assert len(told["tables"]["slots"]["rows"]) == 10
 
-    ask(folder, scene)
-
 
 def test_every_answer_keeps_a_browser_from_more(folder: Path) -> None:
-    async def scene(server: Server) -> None:
+    with serving(folder) as server:
         for path in ("/", "/app.js", "/healthz", "/api/v1/document", "/nothing"):
-            answer = await server.ask(path)
+            answer = server.ask(path)
             policy = answer.headers["Content-Security-Policy"]
             assert policy.startswith("default-src 'self'; base-uri 'none'")
             assert "Access-Control-Allow-Origin" not in answer.headers
-        assert b"<script>" not in (await server.ask("/")).content
-
-    ask(folder, scene)
+        assert b"<script>" not in (server.ask("/")).content
 
 
 def test_what_makes_no_sense_is_refused_with_a_sentence(folder: Path) -> None:
-    async def scene(server: Server) -> None:
+    with serving(folder) as server:
         for path, status, word in (
             ("/api/v1/document?run=20991123-101500-dddd", 404, "no run"),
             ("/api/v1/document?run=../../etc", 404, "no run"),
@@ -104,28 +85,24 @@ def test_what_makes_no_sense_is_refused_with_a_sentence(folder: Path) -> None:
             ("/nothing.js", 404, "Not Found"),
             ("/..%2Fserver.py", 404, "Not Found"),
         ):
-            answer = await server.ask(path)
+            answer = server.ask(path)
             assert (answer.status, list(answer.told)) == (status, ["error"]), path
             assert word in answer.told["error"]
 
-    ask(folder, scene)
-
 
 def test_a_slot_has_its_course_states_and_events(folder: Path) -> None:
-    async def scene(server: Server) -> None:
-        told = (await server.ask("/api/v1/history?slot=pc1/0")).told
+    with serving(folder) as server:
+        told = (server.ask("/api/v1/history?slot=pc1/0")).told
         assert [span["state"][0] for span in told["spans"]] == ["RUNNING", "QUARANTINED"]
         assert [event["event"] for event in told["events"]] == ["state", "state"]
         charts = {chart["label"]: chart for chart in told["charts"]}
         memory = charts["allocated, MiB"]
         assert [name for name, _ in memory["lines"]] == ["mean", "cap"]
         assert len(memory["lines"][0][1]) == len(told["times"])
-        last = (await server.ask("/api/v1/history?slot=pc1/0&last_s=60")).told
+        last = (server.ask("/api/v1/history?slot=pc1/0&last_s=60")).told
         assert last["to"] - last["from"] == pytest.approx(60.0)
-        together = (await server.ask("/api/v1/history")).told
+        together = (server.ask("/api/v1/history")).told
         assert together["charts"][0]["label"] == "TFLOP/s of all slots"
-
-    ask(folder, scene)
 
 
 def test_a_band_has_the_least_and_the_most(folder: Path) -> None:
@@ -143,100 +120,89 @@ def test_before_the_first_sample_there_are_no_charts(tmp_path: Path) -> None:
     store.begin(facts_here(RUN_ID))
     store.commit()
 
-    async def scene(server: Server) -> None:
+    with serving(folder) as server:
         for query in ("", "?slot=pc1/0", "?last_s=600"):
-            answer = await server.ask(f"/api/v1/history{query}")
+            answer = server.ask(f"/api/v1/history{query}")
             assert (answer.status, answer.told["charts"]) == (200, [])
 
-    ask(folder, scene)
     store.end("good", 0, None, ())
 
 
 def test_a_page_is_sent_the_document_when_it_changes(folder: Path, store: RunStore) -> None:
-    async def scene(server: Server) -> None:
+    with serving(folder) as server:
         stream = server.events()
-        kind, told = await anext(stream)
+        kind, told = next(stream)
         assert (kind, told["head"]["run"], told["control"]) == ("document", RUN_ID, False)
         leased = {"at": "2026-11-23T10:00:00Z", "event": "leased", "slot": "pc1/0"}
         store.event({**leased, "lease_bytes": 5})
         put_turn(store, 601, rows_at(601, 10))
         while told["events"][-1]["event"] != "leased":
-            _, told = await anext(stream)
+            _, told = next(stream)
         assert told["events"][-1]["words"] == "was allowed memory"
         assert len(told["events"]) > 1, "with those before it"
-        await stream.aclose()
-
-    ask(folder, scene)
+        stream.close()
 
 
 def test_the_page_and_metrics_follow_the_newest_run(folder: Path) -> None:
-    async def scene(server: Server) -> None:
-        metrics_token = server.site.access.metrics_token
+    def shown(server: Server) -> tuple[str, bool]:
+        token = server.site.access.metrics_token
+        metrics = server.ask("/metrics", token=token).content.decode()
+        run = server.ask("/api/v1/document?run=latest").told["head"]["run"]
+        return run, f'run_id="{run}"' in metrics
 
-        async def shown() -> tuple[str, bool]:
-            metrics = (await server.ask("/metrics", token=metrics_token)).content.decode()
-            run = (await server.ask("/api/v1/document?run=latest")).told["head"]["run"]
-            return run, f'run_id="{run}"' in metrics
-
+    with serving(folder) as server:
         stream = server.events()
-        assert (await anext(stream))[1]["head"]["run"] == RUN_ID
-        assert await shown() == (RUN_ID, True)
+        assert next(stream)[1]["head"]["run"] == RUN_ID
+        assert shown(server) == (RUN_ID, True)
         newer = make_run(folder.parent / NEWER, slots=2, seconds=10)
-        while (told := (await anext(stream))[1]) and told["head"]["run"] != NEWER:
+        while next(stream)[1]["head"]["run"] != NEWER:
             pass
-        assert await until(shown, "metrics") == (NEWER, True)
-        assert (await server.ask(f"/api/v1/document?run={RUN_ID}")).told["head"]["run"] == RUN_ID
+        server.until(lambda: shown(server) == (NEWER, True), "newest run")
+        assert server.ask(f"/api/v1/document?run={RUN_ID}").told["head"]["run"] == RUN_ID
         newer.end("good", 0, None, [])
-        await stream.aclose()
-
-    async def stays(server: Server) -> None:
-        assert (await server.ask("/api/v1/document")).told["head"]["run"] == RUN_ID
-
-    ask(folder, scene)
-    ask(folder, stays, run_id=RUN_ID)
+        stream.close()
+    with serving(folder, run_id=RUN_ID) as server:
+        assert server.ask("/api/v1/document").told["head"]["run"] == RUN_ID
 
 
 def test_one_look_serves_all_pages_and_none_without_one(folder: Path) -> None:
-    async def scene(server: Server) -> None:
+    with serving(folder) as server:
         looks = server.site.looks
         assert looks.count == 0
         streams = [server.events() for _ in range(6)]
         for stream in streams:
-            await anext(stream)
+            next(stream)
         assert looks.count <= 2
         for stream in streams:
-            await stream.aclose()
-        counts = [0]
+            stream.close()
 
-        async def is_still() -> bool:
-            """The count of a look is the one of some seconds ago."""
-            await asyncio.sleep(LOOK_EVERY_S * 2)
-            counts.append(looks.count)
-            return counts[-1] == counts[-2]
+        def is_still() -> bool:
+            """No look in some seconds."""
+            before = looks.count
+            server.rest(LOOK_EVERY_S * 2)
+            return looks.count == before
 
-        await until(is_still, "end of following")
-
-    ask(folder, scene)
+        server.until(is_still, "end of following")
 
 
 def test_a_fault_of_a_look_is_told_and_the_next_succeeds(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
-    async def scene(server: Server) -> None:
+    with serving(folder) as server:
+
         def fails(_run_id: str) -> None:
             raise RuntimeError("no such luck")
 
         stream = server.events()
-        assert (await anext(stream))[0] == "document"
+        assert (next(stream))[0] == "document"
         with monkeypatch.context() as patched:
             patched.setattr(server.site.looks, "folder", fails)
-            kind, told = await anext(stream)
+            kind, told = next(stream)
             assert (kind, "no such luck" in told["error"]) == ("problem", True)
-            assert (await server.ask("/api/v1/history")).status == 500
-        assert (await anext(stream))[0] == "document"
-        await stream.aclose()
+            assert (server.ask("/api/v1/history")).status == 500
+        assert (next(stream))[0] == "document"
+        stream.close()
 
-    ask(folder, scene)
     assert "no such luck" in capfd.readouterr().err
 
 
@@ -244,24 +210,22 @@ def test_a_run_without_records_is_a_sentence(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / RUN_ID
     folder.mkdir(parents=True)
 
-    async def scene(server: Server) -> None:
+    with serving(folder) as server:
         for path in ("document", "history"):
-            answer = await server.ask(f"/api/v1/{path}")
+            answer = server.ask(f"/api/v1/{path}")
             assert (answer.status, "no record of a run" in answer.told["error"]) == (503, True)
         stream = server.events()
-        assert (await anext(stream))[0] == "problem"
+        assert (next(stream))[0] == "problem"
         make_run(folder, slots=2, seconds=10).end("good", 0, None, [])
-        while (await anext(stream))[0] != "document":
+        while (next(stream))[0] != "document":
             pass
-        await stream.aclose()
-
-    ask(folder, scene)
+        stream.close()
 
 
 def test_a_command_that_makes_no_sense_is_refused(folder: Path) -> None:
     of_jobs = {"id": "1", "do": "hold", "jobs": ["lr-9"]}
 
-    async def scene(server: Server) -> None:
+    with serving(folder, control=True) as server:
         for command, word in (
             (GOOD | {"id": "x" * 65}, "id"),
             (GOOD | {"slots": []}, "slots"),
@@ -273,13 +237,11 @@ def test_a_command_that_makes_no_sense_is_refused(folder: Path) -> None:
             (of_jobs, "no job"),
             (of_jobs | {"do": "submit"}, "hold"),
         ):
-            answer = await server.ask("/api/v1/commands", json=command)
+            answer = server.ask("/api/v1/commands", json=command)
             assert (answer.status, word in answer.told["error"]) == (400, True), answer.told
         for content, status in ((b"[" * 50_000, 400), (b"x" * 70_000, 413)):
-            answer = await server.ask("/api/v1/commands", data=content)
+            answer = server.ask("/api/v1/commands", data=content)
             assert (answer.status, list(answer.told)) == (status, ["error"])
-
-    ask(folder, scene, control=True)
 
 
 def test_words_about_jobs_go_into_the_inbox(folder: Path) -> None:
@@ -290,47 +252,39 @@ def test_words_about_jobs_go_into_the_inbox(folder: Path) -> None:
     journal.close()
     word = {"id": "1", "do": "hold", "jobs": ["lr-0"]}
 
-    async def scene(server: Server) -> None:
-        told = (await server.ask("/api/v1/document")).told
+    with serving(folder, control=True) as server:
+        told = (server.ask("/api/v1/document")).told
         assert "jobs: 1 queued" in [text for text, *_ in told["head"]["headline"]]
         assert told["control"]
         assert [row["key"] for row in told["tables"]["jobs"]["rows"]] == ["lr-0"]
-        assert (await server.ask("/api/v1/history?jobs=1")).told["bars"] == []
-        assert (await server.ask("/api/v1/commands", json=word)).status == 200
+        assert (server.ask("/api/v1/history?jobs=1")).told["bars"] == []
+        assert (server.ask("/api/v1/commands", json=word)).status == 200
 
-    ask(folder, scene, control=True)
     ((_, message),) = inbox.waiting(queue)
     assert [(one.word.value, one.job, one.by) for one in message] == [("hold", "lr-0", "web")]
 
 
-def test_a_command_reaches_the_head_under_its_own_id(folder: Path) -> None:
-    taken: list[Command] = []
+def test_a_command_reaches_the_head_under_its_own_id(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[tuple[object, ...]] = []
 
-    def listen(ears: Listener) -> None:
-        while len(taken) < 2:
-            for connection, line in ears.received():
-                taken.append(command := command_of(line))
-                is_refused = command.do is Do.UNPAUSE
-                answer = Answer(ok=True, id=command.id, effect="held")
-                refused = Answer(ok=False, id=command.id, error="pc1/0 is not held")
-                ears.answer(connection, refused if is_refused else answer)
-            time.sleep(0.01)
+    def head(*order: object, by: str, identity: str) -> str:
+        given.append((*order, by, identity))
+        if order[1] is Do.UNPAUSE:
+            raise UsageError("pc1/0 is not held")
+        return "held"
 
-    async def scene(server: Server) -> None:
-        cap = {**GOOD, "id": "b", "do": "cap", "amount": "2.5 GiB"}
-        told = (await server.ask("/api/v1/commands", json=cap)).told
+    monkeypatch.setattr("orchestrator.view.web.server.give", head)
+    with serving(folder, control=True) as server:
+        cap = GOOD | {"id": "b", "do": "cap", "amount": "2.5 GiB"}
+        told = server.ask("/api/v1/commands", json=cap).told
         assert told == {"id": "b", "ok": True, "effect": "held"}
-        refused = await server.ask("/api/v1/commands", json={**GOOD, "do": "unpause"})
+        refused = server.ask("/api/v1/commands", json=GOOD | {"do": "unpause"})
         assert (refused.status, refused.told) == (409, {"error": "pc1/0 is not held"})
-
-    with closing(Listener(folder)) as ears:
-        head = threading.Thread(target=listen, args=[ears], daemon=True)
-        head.start()
-        ask(folder, scene, control=True)
-        head.join()
-    assert [(command.id, command.amount_bytes, command.by) for command in taken] == [
-        ("b", 5 * 2**29, "web"),
-        ("1", None, "web"),
+    assert given == [
+        (folder, Do.CAP, ["pc1/0"], 5 * 2**29, "web", "b"),
+        (folder, Do.UNPAUSE, ["pc1/0"], None, "web", "1"),
     ]
 
 
@@ -391,16 +345,18 @@ def test_a_connection_that_says_half_a_request_is_closed(
 ) -> None:
     monkeypatch.setitem(SERVED, "keepalive_timeout", 0.2)
 
-    async def scene(server: Server) -> None:
+    async def answer(port: int, content: bytes) -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(content)
+        told = await asyncio.wait_for(reader.read(), PATIENCE_S)
+        writer.close()
+        return told
+
+    with serving(folder) as server:
         whole = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
         for content in (b"", b"GET / HTTP/1.1\r\nHost: ", whole):
-            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-            writer.write(content)
-            told = await asyncio.wait_for(reader.read(), PATIENCE_S)
+            told = server.runner.run(answer(server.port, content))
             assert told.startswith(b"HTTP/1.1 200" if content is whole else b"")
-            writer.close()
-
-    ask(folder, scene)
 
 
 def test_the_verb_says_how_to_get_in(folder: Path, nowhere: Path, state_dir: Path) -> None:
