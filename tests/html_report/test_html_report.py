@@ -17,8 +17,6 @@ from orchestrator.jobs.model import Assigned, AttemptEnded, Cause, Submitted
 from orchestrator.record.store import STORE_NAME, RunStore
 from orchestrator.view import html_report
 from tests.factories import FACTS, STARTED_UNIX_S, event, make_job, make_row
-from tests.fleet.in_process import CONFIG, IN_PROCESS
-from tests.scene import ROOT, python, wait_for
 from tests.web.browser import browser, needs_chromium
 from tests.web.scene import put_turn
 
@@ -157,41 +155,3 @@ def test_a_browser_shows_it_without_a_request(folder: Path, tmp_path: Path) -> N
             url for url in shown.requests() if not url.startswith(("file:", "data:", "about:"))
         ] == []
         assert shown.complaints() == []
-
-
-#: A step that takes no time.
-WORKLOAD = """
-from workers.workloads.base import StepResult, Workload
-
-class Mine(Workload):
-    def step(self, size, batch):
-        return StepResult(flop=1.0)
-
-    def release(self):
-        pass
-"""
-
-
-@pytest.mark.torch
-def test_a_run_writes_its_report_at_its_end_if_wanted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.py").write_text(WORKLOAD, encoding="utf-8")
-    (tmp_path / "cluster.yaml").write_text(CONFIG, encoding="utf-8")
-    run = (*IN_PROCESS, "run", "--duration", "1s", "--workload", "mine:Mine")
-    browser = tmp_path / "browser"
-    browser.write_text(f"#!/bin/sh\necho $1 >> {tmp_path}/opened\n")
-    browser.chmod(0o700)
-    done = python(
-        *run, "--set", "run.report=true", PYTHONPATH=ROOT, DISPLAY=":99", BROWSER=f"{browser} %s"
-    )
-    assert done.returncode == 0, done.stderr
-    (folder,) = Path("runs").iterdir()
-    path = folder / "report.html"
-    assert f"Report: {path}" in done.stderr
-    opened = wait_for(
-        lambda: (tmp_path / "opened").exists() and (tmp_path / "opened").read_text(), "the browser"
-    )
-    assert opened == f"{path.resolve().as_uri()}\n"
-    assert "ended: good" in path.read_text(encoding="utf-8")

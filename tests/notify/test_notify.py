@@ -236,15 +236,20 @@ def test_the_command_keeps_its_pace_and_ends_when_asked_to(
 
 
 @pytest.mark.torch
-def test_a_run_tells_of_its_end_by_a_process_that_outlives_it(
+def test_a_run_writes_its_report_and_tells_of_its_end_by_a_process_that_outlives_it(
     nowhere: Path, urls_file: Path
 ) -> None:
+    browser, opened = nowhere / "browser", nowhere / "opened"
+    browser.write_text(f"#!/bin/sh\necho $1 >> {opened}\n")
+    browser.chmod(0o700)
+    shown = {"DISPLAY": ":99", "BROWSER": f"{browser} %s"}
     with http_receiver() as http:
         typed(nowhere, urls_file, http)
         (nowhere / "mine.py").write_text(WORKLOAD, encoding="utf-8")
         (nowhere / "cluster.yaml").write_text(CONFIG, encoding="utf-8")
         run = (*IN_PROCESS, "run", "--duration", "1s", "--workload", "mine:Mine")
-        done = python(*run, **{URLS_VARIABLE: http.json_url(HUSH)})
+        wanted = (*run, "--set", "run.report=true")
+        done = python(*wanted, **{URLS_VARIABLE: http.json_url(HUSH), **shown})
         assert done.returncode == 0, done.stderr
         wait_for(lambda: "the run has ended: good, exit code 0" in http.text(), "the end")
         (folder,) = Path("runs").iterdir()
@@ -253,6 +258,11 @@ def test_a_run_tells_of_its_end_by_a_process_that_outlives_it(
     assert refused.returncode == 2
     assert f"chmod 600 {urls_file}" in refused.stderr
     assert list(Path("runs").iterdir()) == [folder], "it was refused before there was a run"
+    report = folder / "report.html"
+    assert f"Report: {report}" in done.stderr
+    assert "ended: good" in report.read_text(encoding="utf-8")
+    wait_for(opened.exists, "the browser")
+    assert opened.read_text() == f"{report.resolve().as_uri()}\n"
     wait_for(lambda: "taken" in (folder / "notify.log").read_text(), "line of the log")
     assert HUSH not in done.stdout + done.stderr + refused.stderr
     assert "PYTHONPATH" in (nowhere / "environment.txt").read_text()

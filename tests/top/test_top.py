@@ -30,7 +30,6 @@ from orchestrator.record.archive import Follower
 from orchestrator.record.model import STATES_WORST_FIRST, Row
 from orchestrator.record.store import STORE_NAME, RunStore
 from orchestrator.view.orders import give
-from orchestrator.view.tables import Cell, Column, Table, TableRow
 from orchestrator.view.top.app import Give, Top
 from orchestrator.view.top.view import View
 from orchestrator.view.top.widgets import Rows
@@ -186,21 +185,6 @@ def test_keys_sort_filter_and_move(tmp_path: Path) -> None:
     assert first_words(after("slash", *"!pc2", "enter"), "pc") == ["pc1/0", "pc1/1"]
     assert after("j")[-2] == "pc1/1: of pc1/1"
     assert any("this help" in line for line in after("question_mark"))
-
-
-def test_columns_sort_numbers_falling_and_unknown_ones_last() -> None:
-    columns = (Column(key="name", title="name"), Column(key="heat", title="heat", numeric=True))
-    values: list[tuple[str, float | None]] = [("a9", 1.0), ("a10", None), ("b", 2.0)]
-    rows = (TableRow(key=name, cells=(Cell(value=name), Cell(value=heat))) for name, heat in values)
-    table = Table(name="any", columns=columns, rows=tuple(rows))
-
-    def keys(view: View) -> list[str]:
-        return [row.key for row in view.of(table).rows]
-
-    assert keys(View(column="heat")) == ["b", "a9", "a10"]
-    assert keys(View(column="heat", reverse=True)) == ["a9", "b", "a10"]
-    assert keys(View(column="name")) == ["a9", "a10", "b"]
-    assert keys(View(reverse=True)) == ["b", "a10", "a9"]
 
 
 def test_the_cursor_stays_with_its_slot_while_rows_move(tmp_path: Path) -> None:

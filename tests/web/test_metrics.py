@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -30,19 +28,6 @@ def samples(content: bytes) -> dict[str, dict[tuple[str, ...], float]]:
 
 def of_frame(frame: Frame) -> dict[str, dict[tuple[str, ...], float]]:
     return samples(exposition(frame, ()))
-
-
-@pytest.mark.skipif(
-    shutil.which("promtool") is None,
-    reason="promtool is not installed; on Debian: apt install prometheus",
-)
-@pytest.mark.parametrize("freshness", Freshness)
-def test_promtool_finds_nothing_wrong(freshness: Freshness) -> None:
-    content = exposition(frame_at(60, freshness=freshness), ())
-    done = subprocess.run(
-        ["promtool", "check", "metrics"], input=content, capture_output=True, check=False
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
 
 
 def test_values_are_in_base_units() -> None:
