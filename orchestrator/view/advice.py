@@ -7,7 +7,7 @@ measures, nor tells of time without a worker, which the report does elsewhere.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -163,7 +163,7 @@ class _Slot:
 
     def __init__(self, row: Row, course: Course, spans: Sequence[Span], ends_unix_s: float) -> None:
         self.row, self._course = row, course
-        self._states_s = Counter[str]()
+        self._states_s = defaultdict[str, float](float)
         for span in spans:
             if span.state in set(WorkerState) - _IDLE_STATES:
                 until_unix_s = ends_unix_s if span.to_unix_s is None else span.to_unix_s

@@ -240,7 +240,7 @@ def _moment(unix_s: float, now_s: float) -> str:
 
 def job_object(standing: Standing, snapshot: QueueSnapshot) -> dict[str, Any]:
     """Return a job for JSON, under flat keys; `None` is unknown."""
-    job, now_s = standing.job, snapshot.now_s
+    job, now_s, files = standing.job, snapshot.now_s, snapshot.files
     here_s = now_s - standing.since_s
     ran_s = standing.ran_s + (here_s if standing.state in ON_CARD else 0.0)
     parked_s = standing.parked_s + (here_s if standing.state is JobState.PARKED else 0.0)
@@ -284,7 +284,8 @@ def job_object(standing: Standing, snapshot: QueueSnapshot) -> dict[str, Any]:
         "job_budget_mib": _mib(standing.budget_bytes),
         "job_peak_mib": _mib(standing.peak_bytes or (row.allocated_bytes if row else None)),
         "job_exit_code": standing.exit_code,
-        "job_dir": _folder(standing, snapshot),
+        # A job that never began has none.
+        "job_dir": f"{files}/{job.name}" if files and standing.attempt else None,
         "job_sha256": standing.sha256,
     }
 
@@ -304,11 +305,6 @@ def queue_object(snapshot: QueueSnapshot) -> dict[str, Any]:
 def object_text(told: Mapping[str, Any]) -> str:
     """Return an object of a queue as JSON."""
     return summary_text({"schema": SCHEMA, **told})
-
-
-def _folder(standing: Standing, snapshot: QueueSnapshot) -> str | None:
-    """Return where a job's files are; `None` before its first attempt."""
-    return f"{snapshot.files}/{standing.job.name}" if snapshot.files and standing.attempt else None
 
 
 def _metric(standing: Standing) -> str | None:

@@ -127,12 +127,9 @@ class LiveTable:
         if self._gone:
             return
         try:
-            last = self._frame(snapshot, None)
-            self._live.update(last)
-            if self._live.is_started:
-                self._live.stop()
-            else:
-                self._console.print(last)
+            self._live.start()
+            self._live.update(self._frame(snapshot, None))
+            self._live.stop()
         except _TERMINAL_GONE:
             self._leave()
 

@@ -10,7 +10,7 @@ from typing import Final
 
 from orchestrator.jobs.journal import QUEUE_NAME
 from orchestrator.record.folders import Listed, run_object
-from orchestrator.view.cells import clock, moment, share_pct, whole
+from orchestrator.view.cells import clock, moment, share_pct
 from orchestrator.view.tables import Column, Table, TableRow, Tone, row_of
 
 _COLUMNS: Final = (
@@ -49,11 +49,7 @@ def _row(one: Listed) -> TableRow:
     texts = {
         "started_at_unix_s": None if started_s is None else moment(started_s),
         "elapsed_s": None if workers is None else "/".join(clock(told[span]) for span in spans),
-        "workers": whole(workers),
-        "steps_ok": whole(told["steps_ok"]),
         "success_rate": share_pct(told["success_rate"]),
-        "oom_count": whole(told["oom_count"]),
-        "restart_count": whole(told["restart_count"]),
     }
     tones = {"outcome": OUTCOME_TONES.get(one.outcome, Tone.PLAIN)}
     return row_of(_COLUMNS, one.run_id, told, texts, tones)

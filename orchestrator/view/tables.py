@@ -15,7 +15,7 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Any
 
-from orchestrator.view.cells import MISSING, clean
+from orchestrator.view.cells import MISSING, clean, whole
 
 
 class Tone(StrEnum):
@@ -114,8 +114,8 @@ def row_of(
     cells = []
     for column in columns:
         value = values.get(column.key)
-        text = texts.get(column.key, None if value is None else str(value))
-        shown = clean(text or "") or MISSING
+        text = whole(value) if isinstance(value, int) else str("" if value is None else value)
+        shown = clean(texts.get(column.key, text) or "") or MISSING
         cells.append(Cell(text=shown, tone=tones.get(column.key, Tone.PLAIN), value=value))
     return TableRow(key=key, cells=tuple(cells), reason=reason, tone=tone)
 

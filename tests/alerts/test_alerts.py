@@ -20,53 +20,25 @@ from workers.messages import Progress, WorkerState
 from workers.units import GIB
 
 FOLDER: Final = ROOT / "docs" / "observability"
+RUN: Final = "20231114-221320-0b76"
 GONE: Final = {"nodes_seen": ("pc2",), "on": "pc1", "state": HeadState.LOST}
+HELD_WRONG: Final = {"verify_errors": 1, "state": HeadState.HELD}
 
 #: Name, subject, for how long it must be wrong, a run with it, a similar one without.
 CASES: Final[list[tuple[str, str, float, dict[str, Any], dict[str, Any]]]] = [
-    (
-        "HeadGone",
-        "20231114-221320-0b76",
-        30,
-        {"freshness": Freshness.HEAD_GONE},
-        {"freshness": Freshness.ENDED},
-    ),
-    ("HeadGone", "20231114-221320-0b76", 30, {"late_s": 20.0}, {"late_s": 10.0}),
-    ("RecordsIncomplete", "20231114-221320-0b76", 0, {"incomplete": True}, {"late_s": 10.0}),
-    (
-        "RecordsIncomplete",
-        "20231114-221320-0b76",
-        0,
-        {"disk_free_bytes": GIB // 2},
-        {"disk_free_bytes": 2 * GIB},
-    ),
+    ("HeadGone", RUN, 30, {"freshness": Freshness.HEAD_GONE}, {"freshness": Freshness.ENDED}),
+    ("HeadGone", RUN, 30, {"late_s": 20.0}, {"late_s": 10.0}),
+    ("RecordsIncomplete", RUN, 0, {"incomplete": True}, {"late_s": 10.0}),
+    ("RecordsIncomplete", RUN, 0, {"disk_free_bytes": GIB // 2}, {"disk_free_bytes": 2 * GIB}),
     ("NodeMissing", "pc1", 0, GONE, {"on": "pc1", "state": HeadState.LOST}),
-    (
-        "SlotQuarantined",
-        "pc1/0",
-        0,
-        {"state": HeadState.QUARANTINED},
-        {"state": HeadState.RESTARTING, "reason": "QUARANTINED soon"},
-    ),
+    ("SlotQuarantined", "pc1/0", 0, {"state": HeadState.QUARANTINED}, {"state": HeadState.HELD}),
     ("SlotNotWorking", "pc1/0", 300, {"state": WorkerState.BACKOFF}, {"state": HeadState.HELD}),
     ("SlotNotWorking", "pc1/0", 300, {"state": HeadState.STARTING}, GONE),
-    (
-        "WrongResults",
-        "pc1/0",
-        0,
-        {"state": WorkerState.CORRUPT},
-        {"verify_errors": 1, "state": HeadState.HELD},
-    ),
+    ("WrongResults", "pc1/0", 0, {"state": WorkerState.CORRUPT}, HELD_WRONG),
     ("WrongResults", "pc1/0", 0, {"verify_errors": 1}, {"verify_checks": 1}),
     ("CardPaused", "GPU-pc1", 0, {"state": WorkerState.PAUSED}, {"state": WorkerState.THROTTLED}),
     ("CardSlowed", "GPU-pc1", 300, {"throttle_pct": 35.0}, {"throttle_pct": 15.0}),
-    (
-        "QueueHeld",
-        "20231114-221320-0b76",
-        0,
-        {"held": "three jobs failed alike"},
-        {"jobs": ["HELD"]},
-    ),
+    ("QueueHeld", RUN, 0, {"held": "three jobs failed alike"}, {"jobs": ["HELD"]}),
     ("JobFailed", "lr-0", 0, {"jobs": ["FAILED"]}, {"jobs": ["CANCELLED"]}),
 ]
 

@@ -34,7 +34,6 @@ from tests.factories import FACTS, event, make_row, make_snapshot, record
 from tests.scene import namespaced
 from tests.watch.scene import head_process
 from workers.host.processes import start_time
-from workers.messages import WorkerState
 
 #: Of a run whose head is this process.
 MINE = replace(
@@ -169,28 +168,6 @@ def test_what_is_offered_to_be_resumed_is_what_resuming_accepts(
             UsageError, match="before it began" if was_refused else "has worked all of its 30 s"
         ):
             environment_of(run)
-
-
-def test_a_row_keeps_what_makes_sense_of_it(folder: Path, store: RunStore) -> None:
-    store.slots(
-        [
-            record(
-                row={
-                    "steps_ok": 5,
-                    "size": "huge",
-                    "tflops": 1,
-                    "from_the_future": 1,
-                    "state": "NEW",
-                }
-            )
-        ]
-    )
-    store.commit()
-    row = read_run(folder).snapshot().rows[0]
-    assert row.counts.steps_ok == 5
-    assert row.size is None
-    assert row.tflops == 1
-    assert row.state == WorkerState.RUNNING
 
 
 def test_a_run_under_way_is_read_without_disturbing_it(folder: Path, store: RunStore) -> None:
@@ -366,19 +343,6 @@ def test_ctrl_c_ends_a_look_that_takes_long(folder: Path, store: RunStore) -> No
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         signal.signal(signal.SIGALRM, before)
-
-
-def test_no_more_slots_and_events_are_read_than_there_can_be(
-    folder: Path, store: RunStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(archive, "_SLOTS_MOST", 3)
-    monkeypatch.setattr(archive, "EVENTS_MOST", 3)
-    store.slots(record(f"pc3/{index}") for index in range(5))
-    for number in range(5):
-        store.event(event(number))
-    store.commit()
-    assert [slot.slot for slot in read_run(folder).slots] == ["pc1/0", "pc2/0", "pc3/0"]
-    assert [event.details["number"] for event in read_events(folder, ["numbered"])] == [2, 3, 4]
 
 
 @pytest.mark.parametrize("kind", ["pipe", "link", "folder", "huge"])

@@ -138,21 +138,10 @@ def test_a_training_shows_how_far_it_is(width: int, shown: str) -> None:
         assert f" {cell} " in f"{row} ", row
 
 
-def test_columns_of_a_training_are_only_where_one_is() -> None:
-    names = {column.key for column in slots_table(make_snapshot(make_row())).columns}
-    assert not names & {"train_step", "loss", "eta", "micro"}
-
-
 def test_what_no_worker_reports_is_no_column_on_a_terminal() -> None:
     lines = lines_of(make_snapshot(make_row(temperature_c=None, margin_c=None)), 230)
     assert "temp" not in "\n".join(lines)
     assert "power" in "\n".join(lines)
-
-
-def test_a_value_that_one_row_lacks_is_marked_and_sorted_last() -> None:
-    table = slots_table(make_snapshot(make_row(), make_row(slot="pc1/1", tflops=math.nan)))
-    cell = table.rows[1].cells[[column.key for column in table.columns].index("tflops")]
-    assert (cell.text, cell.value) == (MISSING, None)
 
 
 def test_a_reason_is_bad_where_the_slot_is_in_trouble() -> None:
@@ -232,11 +221,13 @@ def test_a_card_shows_its_sensors_and_what_its_workers_do() -> None:
 
 
 def test_a_table_of_slots_is_json_with_values_to_sort_by() -> None:
-    told = slots_table(make_snapshot(make_row(cap_bytes=4 * GIB))).to_json()
+    rows = (make_row(cap_bytes=4 * GIB), make_row(slot="pc1/1", tflops=math.nan))
+    told = slots_table(make_snapshot(*rows)).to_json()
     keys = [column["key"] for column in told["columns"]]
     cells = dict(zip(keys, told["rows"][0]["cells"], strict=True))
     assert cells["state"] == ["RUNNING", "good", "RUNNING"]
     assert cells["tflops"] == ["9.610", "plain", 9.61]
+    assert told["rows"][1]["cells"][keys.index("tflops")] == [MISSING, "dim", None]
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,6 @@ from orchestrator.record.events import EventLog
 from orchestrator.record.store import (
     COUNTERS,
     EVENTS_KEPT,
-    FAULTS_KEPT,
     STORE_NAME,
     ProgressLine,
     RunStore,
@@ -220,16 +219,6 @@ def test_another_head_keeps_the_chaos_of_the_heads_before(path: Path) -> None:
     assert read(path, query) == [("oom=1", both)]
     third.end("failed", 1, "a second word at the end", [{"kind": "oom", "at_unix_s": math.nan}])
     assert read(path, query) == [("oom=1", both)]
-
-
-def test_the_faults_of_all_heads_are_bounded(path: Path) -> None:
-    for head in range(3):
-        own = [{"head": head, "number": number} for number in range(4000)]
-        resumed(path, "kill=3", head).end("interrupted", 130, None, own)
-    ((kept,),) = read(path, "SELECT faults FROM runs")
-    faults = json.loads(kept)
-    assert len(faults) == FAULTS_KEPT
-    assert (faults[0], faults[-1]) == ({"head": 0, "number": 2000}, {"head": 2, "number": 3999})
 
 
 def test_a_killed_writer_leaves_what_it_committed(path: Path) -> None:

@@ -125,10 +125,6 @@ def test_of_many_rows_the_worst_stay_and_the_others_are_counted() -> None:
     assert lines[-1] == "… and 34 more"
 
 
-def test_a_screen_of_few_lines_has_rows_only() -> None:
-    assert drawn(made(slots(3)), 80, 3)[0].startswith("pc1/0")
-
-
 def test_tones_are_colours_of_cells_and_reasons() -> None:
     cells = (Cell(text="pc1/0"), Cell(text="LOST", tone=Tone.BAD), *[Cell()] * 3)
     row = TableRow(key="pc1/0", cells=cells, reason="its node has left", tone=Tone.WARN)
