@@ -7,7 +7,7 @@ folder. Does not draw: that is `web/page/charts.js`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
@@ -117,7 +117,7 @@ def course_of_jobs(folder: Path) -> Json:
         points = [(step, point["loss"]) for step, point in curve.items() if "loss" in point]
         if points:
             curves[clean(name)] = dict(points[:: 1 + len(points) // _CURVE_POINTS_MOST])
-    bars = list(_bars(records(folder / QUEUE_NAME / JOURNAL_NAME)))
+    bars = _bars(records(folder / QUEUE_NAME / JOURNAL_NAME))
     known = [at for bar in bars for at in (bar["from"], bar["to"]) if at is not None]
     steps = sorted({step for curve in curves.values() for step in curve})
     lines = [[name, [curve.get(step) for step in steps]] for name, curve in curves.items()]
@@ -198,18 +198,15 @@ def _span(span: Span, ends_unix_s: float) -> Json:
     }
 
 
-def _bars(entries: Iterable[Record]) -> Iterator[Json]:
-    """Yield the attempts of jobs on cards; `to` is `None` while one goes on."""
-    begun: dict[str, Assigned] = {}
+def _bars(entries: Iterable[Record]) -> list[Json]:
+    """Return the attempts of jobs on cards; `to` is `None` while one goes on."""
+    bars: list[Json] = []
+    on_card: dict[str, Json] = {}
     for entry in entries:
         if isinstance(entry, Assigned):
-            begun[entry.job] = entry
-        elif isinstance(entry, Rested | AttemptEnded) and entry.job in begun:
-            yield _bar(begun.pop(entry.job), entry.at_s)
-    for first in begun.values():
-        yield _bar(first, None)
-
-
-def _bar(first: Assigned, to_s: float | None) -> Json:
-    card, job = clean(str(first.card)), clean(first.job)
-    return {"card": card, "job": job, "from": first.at_s, "to": to_s}
+            card, job = clean(str(entry.card)), clean(entry.job)
+            on_card[entry.job] = {"card": card, "job": job, "from": entry.at_s, "to": None}
+            bars.append(on_card[entry.job])
+        elif isinstance(entry, Rested | AttemptEnded) and entry.job in on_card:
+            on_card.pop(entry.job)["to"] = entry.at_s
+    return bars

@@ -27,16 +27,9 @@ def give(
     by: str,
     identity: str | None = None,
 ) -> str:
-    """Give an order to slots or jobs of a run, each named, and return what becomes of them.
-
-    Args:
-        folder: The run folder.
-        order: What they shall do: a `Do` is for slots, a `Word` for jobs.
-        names: Of the slots or jobs.
-        amount_bytes: Of `Do.CAP`.
-        by: The program that sends it, for the event log.
-        identity: Of an order that comes again with the same one, the first is obeyed alone;
-            default: a new one.
+    """Give an order to slots (a `Do`) or jobs (a `Word`) of a run, each named, and return what
+    becomes of them. `by` is the program that sends it. Of orders that come with the same
+    `identity`, the first is obeyed alone; by default each has its own.
 
     Raises:
         UsageError: The head refuses it, or there is none.
