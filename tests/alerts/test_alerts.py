@@ -131,7 +131,7 @@ def test_shipped_rules_and_panels_ask_for_metrics_that_are_there() -> None:
     sensors = {"memory_temperature_c": 80.0, "throttle_pct": 35.0, "heartbeat_age_s": 0.2}
     frame = frame_at(60, on="pc1", progress=told, incomplete=True, **sensors)
     there = re.findall(
-        r"^(orchestrator_\w+)", exposition(frame, alerts(frame, 0.0)[0], {}).decode(), re.MULTILINE
+        r"^(orchestrator_\w+)", exposition(frame, alerts(frame, 0.0)[0]).decode(), re.MULTILINE
     )
     files = (FOLDER / "alerts.yml", FOLDER / "grafana.json")
     asked = {name for file in files for name in re.findall(r"orchestrator_\w+", file.read_text())}
