@@ -33,7 +33,10 @@ STARTED_UNIX_S = float(int(time.time()) - SECONDS)
 """Runs of this module go on now."""
 REASONS = {
     "QUARANTINED": "5 processes died within 300 s: killed by signal 9",
+    "LOST": "node pc2 has left the cluster",
+    "CORRUPT": "2 of 412 results were wrong: lower the memory clock of this card",
     "RESTARTING": "its process was killed by signal 9; a new one comes in 4 s",
+    "WARMING": "opens its device",
     "EMERGENCY": "not even a 128 x 128 product fits: 12 MiB free on the card",
     "BACKOFF": "out of memory at size 12288: 2.6 GiB wanted, 0.4 GiB allowed",
     "THROTTLED": "card at 81 C, REDUCE: duty 0.42",
