@@ -18,8 +18,7 @@ from orchestrator.view.tables import Cell
 from orchestrator.view.terminal import STYLES, table_lines
 
 _NOTICES_MOST = 3
-_NOTICES_SHARE = 5
-"""Of the lines of the terminal, one in so many may be a warning."""
+"""On a terminal; a log has all of them."""
 
 
 def health_lines(snapshot: Snapshot, width: int, height: int | None = None) -> list[Text]:
@@ -28,8 +27,8 @@ def health_lines(snapshot: Snapshot, width: int, height: int | None = None) -> l
     Where they are more than `height`, the sums go first, then reasons, then the best rows; `None`
     shows all of them.
     """
-    most = None if height is None else max(1, height // _NOTICES_SHARE)
-    above = [*header_lines(snapshot, width, most), Text()]
+    most_notices = None if height is None else _NOTICES_MOST
+    above = [*header_lines(snapshot, width, most_notices), Text()]
     if not snapshot.rows:
         return [*above, Text("no workers yet", "dim")]
     room = None if height is None else max(1, height - len(above))
@@ -51,7 +50,7 @@ def header_lines(
         notices = notices[: most_notices - 1]
     said = [clean(notice) for notice in notices]
     if hidden := len(snapshot.notices) - len(notices):
-        said.append(f"{hidden} {'more ' if notices else ''}warnings")
+        said.append(f"{hidden} more warnings")
     warnings = (Text(shorten(f"! {words}", width), "bold yellow") for words in said)
     return [*flowed(headline(snapshot), width), *warnings]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import re
@@ -380,25 +379,6 @@ def test_a_hostile_value_does_not_keep_the_others_out(
     assert [slot.node for slot in run.slots] == ["pc1", "pc1"]
     assert len(run.snapshot().rows) == 2
     assert run.notices == ("\udc80",)
-
-
-def test_the_diary_tells_the_store_whatever_it_is_told(
-    path: Path, store: RunStore, tmp_path: Path
-) -> None:
-    log = EventLog(tmp_path / "nowhere" / "events.jsonl", lambda: 1_700_000_000.5, also=store.event)
-    log.write("boom\udc80", slot="pc1/0", number=math.nan, at="mine", huge=10**5000, path=Path("x"))
-    log.write("quiet")
-    store.commit()
-
-    assert log.incomplete
-    assert not store.incomplete
-    assert read(path, "SELECT at, event, slot FROM events") == [
-        ("2023-11-14T22:13:20.500Z", "boom\\udc80", "pc1/0"),
-        ("2023-11-14T22:13:20.500Z", "quiet", None),
-    ]
-    ((details,), _) = read(path, "SELECT details FROM events")
-    assert json.loads(details).keys() == {"number", "at_", "huge", "path"}
-    assert json.loads(details)["number"] is None
 
 
 def test_a_gap_is_still_told_when_writing_goes_on(tmp_path: Path) -> None:
