@@ -24,8 +24,8 @@ from orchestrator.core.slot import HeadState
 from orchestrator.core.user_commands import Do
 from orchestrator.errors import UsageError
 from orchestrator.jobs import inbox
-from orchestrator.jobs.journal import JOURNAL_NAME, QUEUE_NAME, Journal
-from orchestrator.jobs.model import Said, Submitted, Word
+from orchestrator.jobs.journal import QUEUE_NAME
+from orchestrator.jobs.model import Said, Word
 from orchestrator.record.archive import Follower
 from orchestrator.record.model import STATES_WORST_FIRST, Row
 from orchestrator.record.store import STORE_NAME, RunStore
@@ -33,8 +33,8 @@ from orchestrator.view.orders import give
 from orchestrator.view.top.app import Give, Top
 from orchestrator.view.top.view import View
 from orchestrator.view.top.widgets import Rows
-from tests.factories import FACTS, STARTED_UNIX_S, event, make_job, make_row
-from tests.web.scene import put_turn
+from tests.factories import FACTS, STARTED_UNIX_S, event, make_row
+from tests.web.scene import put_turn, with_queue
 from workers.messages import WorkerState
 
 GOLDENS = Path(__file__).parent / "goldens"
@@ -63,15 +63,6 @@ def made(
     if outcome is not None:
         store.end(outcome, 0, None, ())
     return place
-
-
-def with_queue(folder: Path, *names: str) -> Path:
-    """Give the folder of a run a queue of jobs."""
-    (folder / QUEUE_NAME).mkdir()
-    journal = Journal(folder / QUEUE_NAME / JOURNAL_NAME)
-    journal.append([Submitted(at_s=0.0, job=make_job(name)) for name in names])
-    journal.close()
-    return folder
 
 
 def every_state() -> list[Row]:

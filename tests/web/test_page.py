@@ -14,13 +14,12 @@ from urllib.parse import urlsplit
 import pytest
 
 from orchestrator.jobs import inbox
-from orchestrator.jobs.journal import JOURNAL_NAME, QUEUE_NAME, Journal
-from orchestrator.jobs.model import Submitted
+from orchestrator.jobs.journal import QUEUE_NAME
 from orchestrator.view.web.looks import LOOK_EVERY_S
-from tests.factories import GIB, make_job, make_row
+from tests.factories import GIB, make_row
 from tests.scene import ROOT
 from tests.web.browser import Browser, browser, needs_chromium
-from tests.web.scene import Server, make_run, put_turn, rows_at, serving
+from tests.web.scene import Server, make_run, put_turn, rows_at, serving, with_queue
 from workers.messages import WorkerState
 
 pytestmark = needs_chromium
@@ -209,11 +208,7 @@ def test_the_page_outlives_its_server_and_the_head(folder: Path) -> None:
 
 def test_jobs_are_shown_marked_and_held(folder: Path) -> None:
     make_run(folder, slots=4)
-    (folder / QUEUE_NAME).mkdir()
-    journal = Journal(folder / QUEUE_NAME / JOURNAL_NAME)
-    journal.append([Submitted(at_s=0.0, job=make_job(name)) for name in ("lr-0", HOSTILE)])
-    journal.close()
-
+    with_queue(folder, "lr-0", HOSTILE)
     with shown(folder, control=True) as (_, page):
         page.until("!document.getElementById('jobs-link').hidden")
         page.js("document.getElementById('jobs-link').click()")

@@ -21,16 +21,14 @@ from orchestrator.cli.app import app
 from orchestrator.core.user_commands import Do
 from orchestrator.errors import UsageError
 from orchestrator.jobs import inbox
-from orchestrator.jobs.journal import JOURNAL_NAME, QUEUE_NAME, Journal
-from orchestrator.jobs.model import Submitted
+from orchestrator.jobs.journal import QUEUE_NAME
 from orchestrator.record.store import STORE_NAME, RunStore
 from orchestrator.view.charts import courses_of
 from orchestrator.view.web.looks import LOOK_EVERY_S
 from orchestrator.view.web.server import PAGE
 from orchestrator.view.web.serving import SERVED
-from tests.factories import make_job
-from tests.scene import COMMAND, PATIENCE_S, ROOT, orchestrator
-from tests.web.scene import Server, facts_here, make_run, put_turn, rows_at, serving
+from tests.scene import COMMAND, PATIENCE_S, ROOT
+from tests.web.scene import Server, facts_here, make_run, put_turn, rows_at, serving, with_queue
 
 RUN_ID = "20261123-101500-aaaa"
 NEWER = "20261124-101500-cccc"
@@ -52,13 +50,13 @@ def folder(store: RunStore, tmp_path: Path) -> Path:
 
 def test_the_address_opens_the_page_and_leaves_its_token(folder: Path) -> None:
     with serving(folder) as server:
-        assert (server.ask("/api/v1/document", token="")).status == 401
-        assert (server.ask("/?token=wrong", token="")).status == 401
+        assert server.ask("/api/v1/document", token="").status == 401
+        assert server.ask("/?token=wrong", token="").status == 401
         answer = server.ask(server.address.removeprefix(server.url), token="")
         assert (answer.status, answer.headers["Location"]) == (303, "/")
         cookie = answer.headers["Set-Cookie"]
         assert all(word in cookie for word in ("HttpOnly", "SameSite=Strict", "Path=/"))
-        told = (server.ask("/api/v1/document", token="")).told
+        told = server.ask("/api/v1/document", token="").told
         assert told["head"]["run"] == RUN_ID
         assert len(told["tables"]["slots"]["rows"]) == 10
 
@@ -70,7 +68,7 @@ def test_every_answer_keeps_a_browser_from_more(folder: Path) -> None:
             policy = answer.headers["Content-Security-Policy"]
             assert policy.startswith("default-src 'self'; base-uri 'none'")
             assert "Access-Control-Allow-Origin" not in answer.headers
-        assert b"<script>" not in (server.ask("/")).content
+        assert b"<script>" not in server.ask("/").content
 
 
 def test_what_makes_no_sense_is_refused_with_a_sentence(folder: Path) -> None:
@@ -92,39 +90,44 @@ def test_what_makes_no_sense_is_refused_with_a_sentence(folder: Path) -> None:
 
 def test_a_slot_has_its_course_states_and_events(folder: Path) -> None:
     with serving(folder) as server:
-        told = (server.ask("/api/v1/history?slot=pc1/0")).told
+        told = server.ask("/api/v1/history?slot=pc1/0").told
         assert [span["state"][0] for span in told["spans"]] == ["RUNNING", "QUARANTINED"]
         assert [event["event"] for event in told["events"]] == ["state", "state"]
         charts = {chart["label"]: chart for chart in told["charts"]}
         memory = charts["allocated, MiB"]
         assert [name for name, _ in memory["lines"]] == ["mean", "cap"]
         assert len(memory["lines"][0][1]) == len(told["times"])
-        last = (server.ask("/api/v1/history?slot=pc1/0&last_s=60")).told
+        few = courses_of(folder, ["pc1/0"], parts=20)["pc1/0"]["charts"]
+        (memory,) = (chart for chart in few if chart["label"] == "allocated, MiB")
+        known = [pair for pair in zip(*memory["band"], strict=True) if None not in pair]
+        assert len(known) >= 19, "without the last moment"
+        assert all(1400 <= least < most <= 2500 for least, most in known)
+        last = server.ask("/api/v1/history?slot=pc1/0&last_s=60").told
         assert last["to"] - last["from"] == pytest.approx(60.0)
-        together = (server.ask("/api/v1/history")).told
+        together = server.ask("/api/v1/history").told
         assert together["charts"][0]["label"] == "TFLOP/s of all slots"
 
 
-def test_a_band_has_the_least_and_the_most(folder: Path) -> None:
-    charts = courses_of(folder, ["pc1/0"], parts=20)["pc1/0"]["charts"]
-    (memory,) = (chart for chart in charts if chart["label"] == "allocated, MiB")
-    known = [pair for pair in zip(*memory["band"], strict=True) if None not in pair]
-    assert len(known) >= 19, "without the last moment"
-    assert all(1400 <= least < most <= 2500 for least, most in known)
-
-
-def test_before_the_first_sample_there_are_no_charts(tmp_path: Path) -> None:
+def test_before_the_first_sample_there_are_no_charts_and_before_the_store_a_sentence(
+    tmp_path: Path,
+) -> None:
     folder = tmp_path / "runs" / RUN_ID
     folder.mkdir(parents=True)
-    store = RunStore(folder / STORE_NAME)
-    store.begin(facts_here(RUN_ID))
-    store.commit()
-
     with serving(folder) as server:
+        for path in ("document", "history"):
+            answer = server.ask(f"/api/v1/{path}")
+            assert (answer.status, "no record of a run" in answer.told["error"]) == (503, True)
+        stream = server.events()
+        assert next(stream)[0] == "problem"
+        store = RunStore(folder / STORE_NAME)
+        store.begin(facts_here(RUN_ID))
+        store.commit()
+        while next(stream)[0] != "document":
+            pass
+        stream.close()
         for query in ("", "?slot=pc1/0", "?last_s=600"):
             answer = server.ask(f"/api/v1/history{query}")
             assert (answer.status, answer.told["charts"]) == (200, [])
-
     store.end("good", 0, None, ())
 
 
@@ -194,32 +197,16 @@ def test_a_fault_of_a_look_is_told_and_the_next_succeeds(
             raise RuntimeError("no such luck")
 
         stream = server.events()
-        assert (next(stream))[0] == "document"
+        assert next(stream)[0] == "document"
         with monkeypatch.context() as patched:
             patched.setattr(server.site.looks, "folder", fails)
             kind, told = next(stream)
             assert (kind, "no such luck" in told["error"]) == ("problem", True)
-            assert (server.ask("/api/v1/history")).status == 500
-        assert (next(stream))[0] == "document"
+            assert server.ask("/api/v1/history").status == 500
+        assert next(stream)[0] == "document"
         stream.close()
 
     assert "no such luck" in capfd.readouterr().err
-
-
-def test_a_run_without_records_is_a_sentence(tmp_path: Path) -> None:
-    folder = tmp_path / "runs" / RUN_ID
-    folder.mkdir(parents=True)
-
-    with serving(folder) as server:
-        for path in ("document", "history"):
-            answer = server.ask(f"/api/v1/{path}")
-            assert (answer.status, "no record of a run" in answer.told["error"]) == (503, True)
-        stream = server.events()
-        assert (next(stream))[0] == "problem"
-        make_run(folder, slots=2, seconds=10).end("good", 0, None, [])
-        while (next(stream))[0] != "document":
-            pass
-        stream.close()
 
 
 def test_a_command_that_makes_no_sense_is_refused(folder: Path) -> None:
@@ -245,22 +232,13 @@ def test_a_command_that_makes_no_sense_is_refused(folder: Path) -> None:
 
 
 def test_words_about_jobs_go_into_the_inbox(folder: Path) -> None:
-    queue = folder / QUEUE_NAME
-    queue.mkdir()
-    journal = Journal(queue / JOURNAL_NAME)
-    journal.append([Submitted(at_s=0.0, job=make_job("lr-0"))])
-    journal.close()
-    word = {"id": "1", "do": "hold", "jobs": ["lr-0"]}
-
-    with serving(folder, control=True) as server:
-        told = (server.ask("/api/v1/document")).told
+    with serving(with_queue(folder, "lr-0"), control=True) as server:
+        told = server.ask("/api/v1/document").told
         assert "jobs: 1 queued" in [text for text, *_ in told["head"]["headline"]]
-        assert told["control"]
         assert [row["key"] for row in told["tables"]["jobs"]["rows"]] == ["lr-0"]
-        assert (server.ask("/api/v1/history?jobs=1")).told["bars"] == []
-        assert (server.ask("/api/v1/commands", json=word)).status == 200
-
-    ((_, message),) = inbox.waiting(queue)
+        word = {"id": "1", "do": "hold", "jobs": ["lr-0"]}
+        assert server.ask("/api/v1/commands", json=word).status == 200
+    ((_, message),) = inbox.waiting(folder / QUEUE_NAME)
     assert [(one.word.value, one.job, one.by) for one in message] == [("hold", "lr-0", "web")]
 
 
@@ -359,22 +337,27 @@ def test_a_connection_that_says_half_a_request_is_closed(
             assert told.startswith(b"HTTP/1.1 200" if content is whole else b"")
 
 
+def refused(folder: Path, *arguments: str) -> str:
+    """Return why the verb does not serve."""
+    where = ["--config", CONFIG, "--run-dir", str(folder.parent), "--port", "0"]
+    done = CliRunner().invoke(app, ["web", *where, *arguments])
+    assert isinstance(done.exception, UsageError)
+    return str(done.exception)
+
+
 def test_the_verb_says_how_to_get_in(folder: Path, nowhere: Path, state_dir: Path) -> None:
     with verb(folder) as (url, token):
         assert RUN_ID.encode() in asked(url, "/api/v1/document", token)[1]
         for path in ("/../server.py", "/..%2fserver.py", "/..", "/%2e%2e"):
             assert asked(url, path, token)[0] in {403, 404}
-        port = url.rpartition(":")[2]
-        again = ("web", "--config", CONFIG, "--run-dir", str(folder.parent), "--port", port)
-        taken = orchestrator(*again)
-        assert (
-            taken.returncode,
-            "Address already in use, perhaps by another page" in taken.stderr,
-        ) == (2, True)
+        why = refused(folder, "--port", url.rpartition(":")[2])
+        assert "Address already in use, perhaps by another page" in why
     path = state_dir / "web" / "metrics.token"
     assert path.stat().st_mode & 0o777 == 0o600
     page = (ROOT / "docs" / "web.md").read_text(encoding="utf-8")
     assert f"~/.local/state/oom-orchestrator/web/{path.name}" in page
+    path.chmod(0o644)
+    assert "others can read the token" in refused(folder)
 
 
 def own_address() -> str | None:
@@ -400,25 +383,9 @@ def test_other_pcs_get_metrics_alone(folder: Path, nowhere: Path, state_dir: Pat
             assert asked(there, path, token)[0] == 401
 
 
-@pytest.mark.parametrize("address", ["0.0.0.0", "127.0.0.1", "no host", "192.0.2.77"])  # noqa: S104
-def test_an_address_that_is_none_of_this_pc_is_refused(
-    folder: Path, nowhere: Path, address: str
-) -> None:
-    where = ["--config", CONFIG, "--run-dir", str(folder.parent), "--port", "0"]
-    done = CliRunner().invoke(app, ["web", *where, "--bind", address])
-    assert isinstance(done.exception, UsageError)
-    assert f"{address}, port" in str(done.exception)
-
-
-def test_a_token_that_others_can_read_is_refused(
-    folder: Path, nowhere: Path, state_dir: Path
-) -> None:
-    path = state_dir / "web" / "metrics.token"
-    path.parent.mkdir()
-    path.write_text("x" * 43)
-    path.chmod(0o644)
-    done = orchestrator("web", "--config", CONFIG, "--run-dir", str(folder.parent), "--port", "0")
-    assert (done.returncode, "others can read" in done.stderr) == (2, True)
+def test_an_address_that_is_none_of_this_pc_is_refused(folder: Path, nowhere: Path) -> None:
+    for address in ("0.0.0.0", "127.0.0.1", "no host", "192.0.2.77"):  # noqa: S104
+        assert f"{address}, port" in refused(folder, "--bind", address)
 
 
 def test_what_is_vendored_is_what_was_published() -> None:
