@@ -186,7 +186,7 @@ def list_jobs(
     folder = queue.folder
     snapshot = snapshot_of(folder)
     if json_output:
-        print_text(view.json_text(snapshot))
+        print_text(view.object_text(view.queue_object(snapshot)))
         return
     print_table(view.jobs_table(snapshot))
     print_text(f"run {folder.name}: {view.summary_line(snapshot)}")

@@ -112,11 +112,11 @@ OneFrame = Annotated[
 ]
 Sort = Annotated[
     OptionalText,
-    Option(help="Column or key; -COLUMN turns the order. Default: worst first.", metavar="COLUMN"),
+    Option(help="By which; -COLUMN turns the order. Default: worst first.", metavar="COLUMN"),
 ]
 Filter = Annotated[
     OptionalText,
-    Option("--filter", help='Such as "state:lost temp>75 !node:pc1".', metavar="QUERY"),
+    Option("--filter", help='Such as "state:backoff !pc1".', metavar="WORDS"),
 ]
 ReadOnly = Annotated[
     bool, Option("--read-only", help="Without the keys that send commands to the run.")

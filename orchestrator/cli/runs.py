@@ -28,8 +28,8 @@ from orchestrator.record.jobs import QueueReader
 from orchestrator.record.output import last_lines, slots_with_output
 from orchestrator.record.store import STORE_NAME
 from orchestrator.record.summary import SCHEMA, summary_dict, summary_text
-from orchestrator.view.advice import SAMPLED, advice_lines, advice_of
-from orchestrator.view.cells import clean, whole
+from orchestrator.view.advice import SAMPLED, advice_lines
+from orchestrator.view.cells import clean, moment, whole
 from orchestrator.view.health import health_lines
 from orchestrator.view.jobs import jobs_table, with_jobs
 from orchestrator.view.phrases import (
@@ -39,7 +39,7 @@ from orchestrator.view.phrases import (
     section,
     time_of_day,
 )
-from orchestrator.view.runs import moment_words, runs_table
+from orchestrator.view.runs import runs_table
 from orchestrator.view.terminal import plain_text, table_lines
 from workers.units import MIB
 
@@ -135,9 +135,7 @@ def report_json(folder: Path) -> str:
 
 def _header(run: StoredRun) -> Iterator[str]:
     facts = run.facts
-    yield clean(
-        f"run {facts.run_id}, {facts.mode}, started {moment_words(facts.started_at_unix_s)}"
-    )
+    yield clean(f"run {facts.run_id}, {facts.mode}, started {moment(facts.started_at_unix_s)}")
     worked = f"worked {format_duration(run.elapsed_s)}"
     if not (run.folder / QUEUE_NAME).exists():  # a queue ends when it is empty
         worked += f" of {format_duration(facts.duration_s)}"
@@ -215,9 +213,7 @@ def _advice(run: StoredRun) -> Iterator[str]:
     spans, ends_unix_s = all_state_spans(run.folder), run.updated_at_unix_s or between[1]
     with suppress(yaml.YAMLError):
         config = yaml.safe_load(run.facts.config_yaml) or {}
-        yield from advice_lines(
-            advice_of(run.snapshot().rows, courses_of, spans, ends_unix_s, config)
-        )
+        yield from advice_lines(run.snapshot().rows, courses_of, spans, ends_unix_s, config)
 
 
 def _printed(folder: Path) -> Iterator[str]:

@@ -335,20 +335,6 @@ def read_events(
         return events_of(store, where, values, min(limit, EVENTS_MOST))
 
 
-def count_commands(folder: Path) -> Mapping[tuple[str, str], int]:
-    """Return how often each command of the user was `taken` or `refused`."""
-    with reading(folder) as store:
-        query = (
-            "SELECT do, json_extract(answer, '$.ok') AS ok, count(*) AS times FROM commands "
-            "GROUP BY 1, 2"
-        )
-        lines = store.execute(query).fetchall()
-        return {
-            (str(line["do"]), "taken" if line["ok"] else "refused"): int(line["times"])
-            for line in lines
-        }
-
-
 def read_answers(folder: Path) -> dict[str, Mapping[str, Any]]:
     """Return what the last commands of the user were answered, by their ids."""
     with reading(folder) as store:

@@ -7,6 +7,7 @@ measures, nor tells of time without a worker, which the report does elsewhere.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -26,7 +27,6 @@ class Cause(StrEnum):
 
     DATA = "data"
     COPIES = "copies"
-    OPTIMIZER = "optimizer"
     #: The card waits for the host between kernels: these are too small, or started too late.
     GAPS = "gaps"
     DUTY = "duty"
@@ -57,63 +57,64 @@ _IDLE_STATES: Final = frozenset({WorkerState.WARMING, WorkerState.DONE, WorkerSt
 #: Time in which another slot may use the card. Heat slows all slots of a card.
 _IDLE: Final = frozenset({Cause.DATA, Cause.DUTY, Cause.MEMORY, Cause.HEAD})
 
-#: Of each cause what is seen, and what to do with the key that does it: the first whose key has
-#: another value in the run.
-_REMEDIES: Final[Mapping[Cause, tuple[str, tuple[tuple[str, str | None], ...]]]] = {
-    Cause.DATA: (
+
+@dataclass(frozen=True, slots=True)
+class _Remedy:
+    """What is seen of a cause, and what to do about it. Braces stand for facts of the card."""
+
+    seen: str
+    otherwise: str
+    """What to do where no key helps."""
+    by_key: str = ""
+    """What the key does."""
+    key: str = ""
+    """For `--set`, where it has another value in the run."""
+
+
+_REMEDIES: Final[Mapping[Cause, _Remedy]] = {
+    Cause.DATA: _Remedy(
         "it waited for data",
-        (
-            ("prepare data in processes of their own", "train.loader_workers=auto"),
-            ("keep the data in RAM", "train.ram_cache=true"),
-            ("make samples cheaper: smaller, and decoded once", None),
-        ),
+        "make samples cheaper: smaller, decoded once, or kept in RAM by train.ram_cache",
+        "prepare data in processes of their own",
+        "train.loader_workers=auto",
     ),
-    Cause.COPIES: (
+    Cause.COPIES: _Remedy(
         "batches were copied to it",
-        (
-            ("copy while it computes", "train.non_blocking=true"),
-            ("send small number types, and larger parts of a batch", None),
-        ),
+        "send small number types, and larger parts of a batch",
+        "copy while it computes",
+        "train.non_blocking=true",
     ),
-    Cause.OPTIMIZER: (
-        "weights were updated",
-        (
-            ("update all of them in one kernel", "train.optimizer=adamw-fused"),
-            ("a larger train.batch updates less often, and changes the training", None),
-        ),
-    ),
-    Cause.GAPS: (
+    Cause.GAPS: _Remedy(
         "it had work and waited for the host",
-        (
-            ("compile blocks into fewer and larger kernels", "train.compile=block"),
-            ("give it more at once, by a larger size or batch", None),
-        ),
+        "give it more at once, by a larger size or batch",
+        "compile blocks into fewer and larger kernels",
+        "train.compile=block",
     ),
-    Cause.DUTY: (
+    Cause.DUTY: _Remedy(
         "its workers rested, as their share of the card says",
-        (("let them use all of their time", "nodes.{node}.gpu_share=1.0"),),
+        "plan one worker more",
+        "let them use all of their time",
+        "nodes.{node}.gpu_share=1.0",
     ),
-    Cause.HEAT: (
+    Cause.HEAT: _Remedy(
         "its workers paused or did less, because it was hot",
-        (("check dust, airflow and fans, then lower nodes.{node}.power_limit_w", None),),
+        "check dust, airflow and fans, then lower nodes.{node}.power_limit_w",
     ),
-    Cause.NEIGHBOUR: (
+    Cause.NEIGHBOUR: _Remedy(
         "another program used it",
-        (("end that (nvidia-smi names it), or plan with less of the card", None),),
+        "end that (nvidia-smi names it), or plan with less of the card",
     ),
-    Cause.MEMORY: (
+    Cause.MEMORY: _Remedy(
         "not even the smallest step of a worker fitted",
-        (
-            ("start fewer workers", "nodes.{node}.workers={others}"),
-            ("raise nodes.{node}.vram_per_worker_gib", None),
-        ),
+        "raise nodes.{node}.vram_per_worker_gib",
+        "start fewer workers",
+        "nodes.{node}.workers={others}",
     ),
-    Cause.HEAD: (
+    Cause.HEAD: _Remedy(
         "workers waited for their next slice, or for the processor",
-        (
-            ("report less often, and plan no more workers than cores", "run.slice_s=2.0"),
-            ("plan no more workers than cores", None),
-        ),
+        "plan no more workers than cores",
+        "report less often, and plan no more workers than cores",
+        "run.slice_s=2.0",
     ),
 }
 
@@ -124,39 +125,15 @@ Course: TypeAlias = Mapping[str, Buckets]
 """The sampled values of one slot, by key."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Advice:
-    """One thing that kept a card from work, and what to do about it."""
-
-    cause: Cause
-    share: float
-    """Of the time, 0..1."""
-    text: str
-    """What was seen, and what to do."""
-    key: str | None = None
-    """For `--set`, such as `train.loader_workers=auto`; `None`: no key does it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CardAdvice:
-    """One card, or the processor of a node without one."""
-
-    node: str
-    name: str
-    busy: float | None
-    """Share of the time in which it worked for this run; `None` if that is unknown."""
-    advice: tuple[Advice, ...]
-    """The largest share first."""
-
-
-def advice_of(
+def advice_lines(
     rows: Sequence[Row],
     courses: Mapping[str, Course],
     spans: Mapping[str, Sequence[Span]],
     ends_unix_s: float,
     config: Config,
-) -> tuple[CardAdvice, ...]:
-    """Return what to change, for each card that was seen at work for 10 s.
+) -> Iterator[str]:
+    """Yield each card that was seen at work for 10 s and was less busy than it could be, and then a
+    line for each cause, the largest share of its time first.
 
     Args:
         rows: Of all slots, as the run ended or is now.
@@ -165,36 +142,20 @@ def advice_of(
         ends_unix_s: Until when the last states lasted.
         config: The run's.
     """
-    made = []
     for (node, _), of_card in rows_by_card(rows).items():
         slots = [
             _Slot(row, courses.get(row.slot, {}), spans.get(row.slot, ()), ends_unix_s)
             for row in of_card
         ]
         slots = [slot for slot in slots if slot.seen_s >= _LEAST_SEEN_S]
-        if slots:
-            busy, shares = _divide(slots)
-            causes = sorted(shares.items(), key=lambda pair: -pair[1])
-            advice = tuple(
-                _advice(cause, share, slots, config)
-                for cause, share in causes
-                if share >= _LEAST_SHARE
-            )
-            name = slots[0].row.gpu_name or "CPU"
-            made.append(CardAdvice(node=node, name=name, busy=busy, advice=advice))
-    return tuple(made)
-
-
-def advice_lines(cards: Sequence[CardAdvice]) -> Iterator[str]:
-    """Yield the advice in words: each card, and then a line for each cause."""
-    for card in cards:
-        if not card.advice:
-            continue
-        busy = "busy share unknown" if card.busy is None else f"busy {card.busy:.0%} of the time"
-        yield f"{card.node}, {card.name}: {busy}"
-        for each in card.advice:
-            key = "" if each.key is None else f"; try --set {each.key}"
-            yield f"{each.share:.0%} {each.cause}: {each.text}{key}"
+        busy, shares = _divide(slots) if slots else (None, {})
+        causes = sorted(shares, key=lambda cause: -shares[cause])
+        causes = [cause for cause in causes if shares[cause] >= _LEAST_SHARE]
+        if causes:
+            known = "busy share unknown" if busy is None else f"busy {busy:.0%} of the time"
+            yield f"{node}, {slots[0].row.gpu_name or 'CPU'}: {known}"
+        for cause in causes:
+            yield f"{shares[cause]:.0%} {cause}: {_remedy(cause, slots, config)}"
 
 
 class _Slot:
@@ -202,12 +163,11 @@ class _Slot:
 
     def __init__(self, row: Row, course: Course, spans: Sequence[Span], ends_unix_s: float) -> None:
         self.row, self._course = row, course
-        self._states_s: dict[str, float] = {}
+        self._states_s = defaultdict[str, float](float)
         for span in spans:
-            until_unix_s = ends_unix_s if span.to_unix_s is None else span.to_unix_s
-            if span.state in frozenset(WorkerState) - _IDLE_STATES:
-                lasted_s = max(0.0, until_unix_s - span.from_unix_s)
-                self._states_s[span.state] = self._states_s.get(span.state, 0.0) + lasted_s
+            if span.state in set(WorkerState) - _IDLE_STATES:
+                until_unix_s = ends_unix_s if span.to_unix_s is None else span.to_unix_s
+                self._states_s[span.state] += max(0.0, until_unix_s - span.from_unix_s)
         self.seen_s = sum(self._states_s.values())
         duty = self.mean("duty_measured")
         self.got = None if duty is None else min(1.0, duty)
@@ -215,14 +175,13 @@ class _Slot:
 
     def mean(self, key: str) -> float | None:
         """Return the mean of a sampled value."""
-        known = (
-            [each for each in self._course[key].mean if each is not None] if self._course else []
-        )
+        values = self._course[key].mean if key in self._course else ()
+        known = [value for value in values if value is not None]
         return fmean(known) if known else None
 
     def share_of(self, *states: WorkerState) -> float:
         """Return the share of the time in these states."""
-        return sum(self._states_s.get(state, 0.0) for state in states) / self.seen_s
+        return sum(self._states_s[state] for state in states) / self.seen_s
 
     def shares(self, *, is_shared: bool) -> dict[Cause, float]:
         """Return the shares of the causes; `is_shared`: other programs use the card, too."""
@@ -242,7 +201,6 @@ class _Slot:
         told = self.row.progress
         shares[Cause.DATA] = (told.data_wait_pct or 0.0) / 100
         shares[Cause.COPIES] = (told.copies_pct or 0.0) / 100
-        shares[Cause.OPTIMIZER] = (told.optimizer_pct or 0.0) / 100
         of_best_pct = self.mean("baseline_pct")
         if is_shared and of_best_pct is not None:
             slower = self.got * (1 - min(100.0, of_best_pct) / 100) - by_heat - shares[Cause.DATA]
@@ -276,23 +234,21 @@ def _divide(slots: Sequence[_Slot]) -> tuple[float | None, dict[Cause, float]]:
     return busy, shares
 
 
-def _advice(cause: Cause, share: float, slots: Sequence[_Slot], config: Config) -> Advice:
-    names = {"node": slots[0].row.node, "others": len(slots) - 1}
-    trains = slots[0].row.progress.train_step is not None
-    seen, remedies = _REMEDIES[cause]
-    made = [(text, None if key is None else key.format(**names)) for text, key in remedies]
-    helpful = [one for one in made if one[1] is None or _helps(one[1], config, trains=trains)]
-    text, key = helpful[0] if helpful else (made[0][0], None)
-    return Advice(cause=cause, share=share, text=f"{seen}; {text.format(**names)}", key=key)
+def _remedy(cause: Cause, slots: Sequence[_Slot], config: Config) -> str:
+    facts = {"node": slots[0].row.node, "others": len(slots) - 1}
+    remedy = _REMEDIES[cause]
+    key, trains = remedy.key.format(**facts), slots[0].row.progress.train_step is not None
+    if not _helps(key, config, trains=trains):
+        return f"{remedy.seen}; {remedy.otherwise.format(**facts)}"
+    return f"{remedy.seen}; {remedy.by_key}; try --set {key}"
 
 
 def _helps(key: str, config: Config, *, trains: bool) -> bool:
     """Say whether a key can be set to a value, and has another one."""
     path, _, value = key.partition("=")
-    section, *rest = path.split(".")
-    if (section == "train" and not trains) or value == "0":
+    if value in {"", "0"} or (path.startswith("train.") and not trains):
         return False
-    present = config.get(section)
-    for name in rest:
+    present: object = config
+    for name in path.split("."):
         present = present.get(name) if isinstance(present, Mapping) else None
     return bool(present != yaml.safe_load(value))

@@ -10,6 +10,7 @@ import math
 import os
 import re
 from collections.abc import Iterable
+from datetime import datetime
 from statistics import fmean
 from textwrap import wrap
 from typing import Final, TextIO
@@ -96,10 +97,8 @@ def whole(value: int | None) -> str | None:
 
     Beyond nine digits as 1e+10, so that no counter can push a column off the screen.
     """
-    if value is None or abs(value) < 10**9:
-        return None if value is None else str(value)
-    exponent = len(str(abs(value))) - 1 if abs(value) < 10**300 else 300
-    return f"{'-' if value < 0 else ''}1e+{exponent}"
+    known = finite(value)
+    return None if known is None else str(value) if abs(known) < 10**9 else f"{known:.0e}"
 
 
 def mean(values: Iterable[float | None]) -> float | None:
@@ -115,9 +114,7 @@ def share_pct(share: float | None) -> str | None:
     known = finite(share)
     if known is None:
         return None
-    if known <= -_HUGE:
-        return f"{known:.0e}"
-    return "100" if known >= 1.0 else f"{math.floor(known * 1000) / 10:.1f}"
+    return "100" if known >= 1.0 else f"{math.floor(max(0.0, known) * 1000) / 10:.1f}"
 
 
 def clock(seconds: float) -> str:
@@ -129,6 +126,14 @@ def clock(seconds: float) -> str:
     minutes, rest_s = divmod(whole_s, 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest_s:02}" if hours else f"{minutes:02}:{rest_s:02}"
+
+
+def moment(unix_s: float, form: str = "%Y-%m-%d %H:%M:%S") -> str:
+    """Return a moment in local time."""
+    try:
+        return datetime.fromtimestamp(unix_s).astimezone().strftime(form)
+    except (ValueError, OverflowError, OSError):
+        return f"at second {unix_s:.6g}"  # no calendar goes that far
 
 
 def wrapped(text: str, width: int | None) -> str:

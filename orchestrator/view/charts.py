@@ -7,10 +7,11 @@ folder. Does not draw: that is `web/page/charts.js`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Final
+from types import MappingProxyType
+from typing import Final, TypeAlias
 
 from orchestrator.jobs.journal import JOURNAL_NAME, QUEUE_NAME, records
 from orchestrator.jobs.model import Assigned, AttemptEnded, Record, Rested
@@ -28,9 +29,6 @@ PARTS: Final = 200
 _CURVE_POINTS_MOST: Final = 300
 _EVENTS_MOST: Final = 50
 _SPANS_MOST: Final = 200
-
-#: What a course without samples is of.
-_NEVER: Final = (0.0, 1.0)
 
 #: Drawn before any other, as far as something was sampled.
 _FIRST: Final = (
@@ -56,6 +54,11 @@ _UNITS: Final = {"bytes": ("MiB", 1 / MIB), "ratio": ("%", 100.0)}
 _NAMES: Final = {"tflops": "TFLOP/s", "oom_count": "OOM"}
 
 
+_Between: TypeAlias = tuple[float, float] | None
+"""From when to when samples are shown; `None`: there are none."""
+_Found: TypeAlias = Mapping[str, Buckets]
+
+
 def course_of_all(folder: Path, last_s: float = math.inf) -> Json:
     """Return the sums over all slots in the last seconds, by default since the first sample.
 
@@ -65,11 +68,9 @@ def course_of_all(folder: Path, last_s: float = math.inf) -> Json:
         ArchiveError: The run folder cannot be read.
     """
     between = _between(folder, last_s)
-    if between is None:
-        return _course(_NEVER, (), [])
-    found = history.totals(folder, *between, PARTS)
+    found = {} if between is None else history.totals(folder, *between, PARTS)
     charts = [_chart(key, buckets, _TOTALS[key]) for key, buckets in found.items()]
-    return _course(between, _times(found), [chart for chart in charts if chart])
+    return _course(between, found, charts)
 
 
 def course_of(folder: Path, slot: str, last_s: float = math.inf) -> Json:
@@ -77,37 +78,30 @@ def course_of(folder: Path, slot: str, last_s: float = math.inf) -> Json:
     events, and the last lines that its worker printed. As `course_of_all` otherwise.
     """
     between = _between(folder, last_s)
-    if between is None:
-        return _course_of(folder, slot, _NEVER, {})
-    found = history.buckets(folder, slot, SAMPLED_NUMBERS, *between, PARTS)
+    found: _Found = {}
+    if between is not None:
+        found = history.buckets(folder, slot, SAMPLED_NUMBERS, *between, PARTS)
     return _course_of(folder, slot, between, found)
 
 
 def courses_of(folder: Path, slots: Iterable[str], parts: int) -> dict[str, Json]:
     """Return the same of several slots since the first sample, in one pass over all samples."""
     between = _between(folder, math.inf)
-    found: Mapping[str, Mapping[str, Buckets]] = {}
+    found: Mapping[str, _Found] = {}
     if between is not None:
         found = history.courses(folder, SAMPLED_NUMBERS, *between, parts)
-    ends = between or _NEVER
-    return {slot: _course_of(folder, slot, ends, found.get(slot, {})) for slot in slots}
+    return {slot: _course_of(folder, slot, between, found.get(slot, {})) for slot in slots}
 
 
-def _course_of(
-    folder: Path, slot: str, between: tuple[float, float], found: Mapping[str, Buckets]
-) -> Json:
-    charts = []
-    for key in sorted(found, key=lambda key: _FIRST.index(key) if key in _FIRST else len(_FIRST)):
-        if chart := _chart(key, found[key], _label(key)):
-            beside, label = _BESIDE.get(key, (key, ""))
-            if label and _is_known(found[beside]):
-                chart["lines"].append([label, _scaled(beside, found[beside].mean)])
-            charts.append(chart)
+def _course_of(folder: Path, slot: str, between: _Between, found: _Found) -> Json:
+    keys = [*dict.fromkeys([*_FIRST, *found])]
+    charts = [_chart(key, found[key], _label(key), found) for key in keys if key in found]
     spans = history.state_spans(folder, slot)[-_SPANS_MOST:]
     errors = read_events(folder, ("workload_error",), slot=slot, limit=1)
+    course = _course(between, found, charts)
     return {
-        **_course(between, _times(found), charts),
-        "spans": [_span(span, between[1]) for span in spans],
+        **course,
+        "spans": [_span(span, course["to"]) for span in spans],
         "events": [
             event_line(event) for event in read_events(folder, slot=slot, limit=_EVENTS_MOST)
         ],
@@ -123,20 +117,28 @@ def course_of_jobs(folder: Path) -> Json:
         points = [(step, point["loss"]) for step, point in curve.items() if "loss" in point]
         if points:
             curves[clean(name)] = dict(points[:: 1 + len(points) // _CURVE_POINTS_MOST])
-    bars = list(_bars(records(folder / QUEUE_NAME / JOURNAL_NAME)))
+    bars = _bars(records(folder / QUEUE_NAME / JOURNAL_NAME))
     known = [at for bar in bars for at in (bar["from"], bar["to"]) if at is not None]
-    between = (min(known, default=0.0), max(known, default=1.0))
     steps = sorted({step for curve in curves.values() for step in curve})
     lines = [[name, [curve.get(step) for step in steps]] for name, curve in curves.items()]
     chart = {"label": "loss over optimiser steps", "average": "", "steps": steps, "lines": lines}
-    return {**_course(between, (), [chart] if lines else []), "bars": bars}
+    between = (min(known), max(known)) if known else None
+    return {**_course(between, {}, [chart] if lines else []), "bars": bars}
 
 
-def _course(between: tuple[float, float], times: Sequence[float], charts: Sequence[Json]) -> Json:
-    return {"from": between[0], "to": between[1], "times": times, "charts": charts}
+def _course(between: _Between, found: _Found, charts: Iterable[Json]) -> Json:
+    """Return charts with the times that all of them have."""
+    first, last = between or (0.0, 1.0)
+    times = [buckets.at_unix_s for buckets in found.values()][:1]
+    return {
+        "from": first,
+        "to": last,
+        "times": [round(at, 2) for each in times for at in each],
+        "charts": [chart for chart in charts if chart],
+    }
 
 
-def _between(folder: Path, last_s: float) -> tuple[float, float] | None:
+def _between(folder: Path, last_s: float) -> _Between:
     """Return from when on samples are shown, and a moment after the last one."""
     sampled = history.sampled_between(folder)
     if sampled is None:
@@ -147,29 +149,24 @@ def _between(folder: Path, last_s: float) -> tuple[float, float] | None:
     return max(first, last - last_s), last
 
 
-def _times(found: Mapping[str, Buckets]) -> list[float]:
-    """Return the times that all charts of a course have."""
-    first = next(iter(found.values()), None)
-    return [] if first is None else [round(at, 2) for at in first.at_unix_s]
+def _chart(key: str, buckets: Buckets, label: str, found: _Found = MappingProxyType({})) -> Json:
+    """Return one chart, with what is beside it in what was found; empty where nothing was sampled.
 
-
-def _is_known(buckets: Buckets | None) -> bool:
-    return buckets is not None and any(value is not None for value in buckets.mean)
-
-
-def _chart(key: str, buckets: Buckets, label: str) -> Json:
-    """Return one chart; empty where nothing was sampled. The band is left out where it would be
-    the line itself.
+    The band is left out where it would be the line itself.
     """
-    if not _is_known(buckets):
-        return {}
     line = _scaled(key, buckets.mean)
-    band = [_scaled(key, buckets.low), _scaled(key, buckets.high)]
     average = mean(line)
+    if average is None:
+        return {}
+    lines = [["mean", line]]
+    beside, name = _BESIDE.get(key, ("", ""))
+    if beside in found and mean(found[beside].mean) is not None:
+        lines.append([name, _scaled(beside, found[beside].mean)])
+    band = [_scaled(key, buckets.low), _scaled(key, buckets.high)]
     return {
         "label": label,
         "average": number(average, decimals_for((average,))),
-        "lines": [["mean", line]],
+        "lines": lines,
         "band": None if band == [line, line] else band,
     }
 
@@ -201,18 +198,15 @@ def _span(span: Span, ends_unix_s: float) -> Json:
     }
 
 
-def _bars(entries: Iterable[Record]) -> Iterator[Json]:
-    """Yield the attempts of jobs on cards; `to` is `None` while one goes on."""
-    begun: dict[str, Assigned] = {}
+def _bars(entries: Iterable[Record]) -> list[Json]:
+    """Return the attempts of jobs on cards; `to` is `None` while one goes on."""
+    bars: list[Json] = []
+    on_card: dict[str, Json] = {}
     for entry in entries:
         if isinstance(entry, Assigned):
-            begun[entry.job] = entry
-        elif isinstance(entry, Rested | AttemptEnded) and entry.job in begun:
-            yield _bar(begun.pop(entry.job), entry.at_s)
-    for first in begun.values():
-        yield _bar(first, None)
-
-
-def _bar(first: Assigned, to_s: float | None) -> Json:
-    card, job = clean(str(first.card)), clean(first.job)
-    return {"card": card, "job": job, "from": first.at_s, "to": to_s}
+            card, job = clean(str(entry.card)), clean(entry.job)
+            on_card[entry.job] = {"card": card, "job": job, "from": entry.at_s, "to": None}
+            bars.append(on_card[entry.job])
+        elif isinstance(entry, Rested | AttemptEnded) and entry.job in on_card:
+            on_card.pop(entry.job)["to"] = entry.at_s
+    return bars

@@ -81,7 +81,7 @@ def _head(frame: Frame) -> Json:
         "outcome": clean(run.outcome),
         "exit_code": run.exit_code,
         "freshness": frame.freshness.value,
-        "mark": _mark(frame),
+        "mark": mark(frame),
         "headline": [(cell.text, cell.tone, cell.value) for cell in headline(snapshot)],
         "sums": totals(snapshot),
         "notices": [clean(text) for text in (*snapshot.notices, run.error) if text],
@@ -91,8 +91,8 @@ def _head(frame: Frame) -> Json:
     }
 
 
-def _mark(frame: Frame) -> tuple[str, Tone]:
-    """Return how far the document can be believed, as the mark beside the run's name."""
+def mark(frame: Frame) -> tuple[str, Tone]:
+    """Return in a word how far what is shown of a run can be believed, with its tone."""
     late_s = frame.late_s
     if frame.freshness is Freshness.ENDED:
         outcome = clean(frame.run.outcome)

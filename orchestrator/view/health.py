@@ -17,12 +17,8 @@ from orchestrator.view.slots import headline, slots_table
 from orchestrator.view.tables import Cell
 from orchestrator.view.terminal import STYLES, table_lines
 
-_ROWS_BEFORE_SUMS = 8
-"""The sums go when the terminal has room for fewer lines of the table than that and its heading."""
-_HEADING_LINES = 3
 _NOTICES_MOST = 3
-_NOTICES_SHARE = 5
-"""Of the lines of the terminal, one in so many may be a warning."""
+"""On a terminal; a log has all of them."""
 
 
 def health_lines(snapshot: Snapshot, width: int, height: int | None = None) -> list[Text]:
@@ -31,18 +27,15 @@ def health_lines(snapshot: Snapshot, width: int, height: int | None = None) -> l
     Where they are more than `height`, the sums go first, then reasons, then the best rows; `None`
     shows all of them.
     """
-    most = None if height is None else max(1, height // _NOTICES_SHARE)
-    above = [*header_lines(snapshot, width, most), Text()]
+    most_notices = None if height is None else _NOTICES_MOST
+    above = [*header_lines(snapshot, width, most_notices), Text()]
     if not snapshot.rows:
         return [*above, Text("no workers yet", "dim")]
+    room = None if height is None else max(1, height - len(above))
+    lines = [*above, *table_lines(slots_table(snapshot), width, room)]
     below = [Text(), *flowed((Cell(text=words) for words in totals(snapshot)), width)]
-    room = None if height is None else height - len(above)
-    if room is not None and room < len(below) + _HEADING_LINES + _ROWS_BEFORE_SUMS:
-        below = []
-    table = table_lines(
-        slots_table(snapshot), width, None if room is None else max(1, room - len(below))
-    )
-    lines = [*above, *table, *below]
+    if height is None or len(lines) + len(below) <= height:
+        lines += below
     for line in lines:
         line.truncate(width)
     return lines
@@ -57,7 +50,7 @@ def header_lines(
         notices = notices[: most_notices - 1]
     said = [clean(notice) for notice in notices]
     if hidden := len(snapshot.notices) - len(notices):
-        said.append(f"{hidden} {'more ' if notices else ''}warnings")
+        said.append(f"{hidden} more warnings")
     warnings = (Text(shorten(f"! {words}", width), "bold yellow") for words in said)
     return [*flowed(headline(snapshot), width), *warnings]
 

@@ -10,43 +10,35 @@ from __future__ import annotations
 import csv
 import io
 import math
+import re
 import shlex
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
-from datetime import datetime
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields, replace
 from statistics import median
 from typing import Any, Final
 
-from orchestrator.config.duration import format_duration
 from orchestrator.jobs.lifecycle import is_better
 from orchestrator.jobs.model import (
     ENDED,
     ON_CARD,
     Assigned,
-    AttemptEnded,
     Job,
     JobState,
     Kind,
-    Measured,
-    Packed,
-    Reached,
     Recalled,
     Record,
     Rested,
-    Said,
-    Settled,
     Standing,
-    Submitted,
 )
 from orchestrator.record.jobs import QueueSnapshot
 from orchestrator.record.model import Row, Snapshot, finite
 from orchestrator.record.summary import SCHEMA, summary_text
-from orchestrator.view.cells import MISSING, clean, clock
-from orchestrator.view.phrases import exception_line
-from orchestrator.view.tables import Cell, Column, Table, TableRow, Tone, row_of
+from orchestrator.view.cells import clean, clock, moment
+from orchestrator.view.phrases import exception_line, fact_words
+from orchestrator.view.tables import Column, Table, TableRow, Tone, row_of
 from workers.messages import WorkerState
-from workers.units import GIB, MIB
+from workers.units import MIB
 
 STATE_TONES: Final[Mapping[JobState, Tone]] = {
     JobState.RUNNING: Tone.GOOD,
@@ -137,32 +129,30 @@ def jobs_table(snapshot: QueueSnapshot) -> Table:
 def _job_row(standing: Standing, snapshot: QueueSnapshot) -> TableRow:
     name, state, row = standing.job.name, standing.state, snapshot.rows.get(standing.job.name)
     works = state is JobState.RUNNING and (row is None or row.state is WorkerState.RUNNING)
-    return TableRow(
-        key=name,
-        cells=(
-            _cell(name, name),
-            Cell(text=state.value, tone=STATE_TONES[state], value=state.value),
-            _cell(standing.card, standing.card),
-            _cell(_steps(standing, snapshot), standing.step),
-            _cell(_figure(standing.value), finite(standing.value)),
-            _cell(_best(standing), finite(standing.best)),
-            _cell(*_time(standing, snapshot)),
-        ),
-        reason="" if works or state is JobState.DONE else clean(exception_line(standing.reason)),
-        tone=STATE_TONES[state],
-    )
-
-
-def _cell(text: str | None, value: str | float | None) -> Cell:
-    return Cell(text=clean(text or "") or MISSING, value=value)
+    time, at_s = _time(standing, snapshot)
+    values = {
+        "job": name,
+        "state": state.value,
+        "where": standing.card,
+        "step": standing.step,
+        "metric": finite(standing.value),
+        "best": finite(standing.best),
+        "time": at_s,
+    }
+    texts = {
+        "step": _steps(standing, snapshot),
+        "metric": _figure(standing.value),
+        "best": _best(standing),
+        "time": time,
+    }
+    tone = STATE_TONES[state]
+    reason = "" if works or state is JobState.DONE else clean(exception_line(standing.reason))
+    return row_of(_COLUMNS, name, values, texts, {"state": tone}, reason, tone)
 
 
 def _best(standing: Standing) -> str:
-    return _figure(standing.best) + ("" if standing.best is None else _at(standing.best_step))
-
-
-def _at(step: int | None) -> str:
-    return "" if step is None else f" at {step}"
+    best, step = standing.best, standing.best_step
+    return _figure(best) + ("" if best is None or step is None else f" at {step}")
 
 
 def _steps(standing: Standing, snapshot: QueueSnapshot) -> str | None:
@@ -212,58 +202,45 @@ def _ends_at_s(snapshot: QueueSnapshot) -> float | None:
     """Return when the last job may end: all work that is left, shared among the jobs that run now.
 
     A job of unknown length takes as long for a step as others of its sweep, else as long as the
-    median of those of its kind. `None` where none is known.
+    median of those of its kind, else of all. `None` where none is known.
     """
-    left_s: dict[Kind, list[float]] = {Kind.TRAIN: [], Kind.COMMAND: []}
-    taken_s: dict[Kind, list[float]] = {Kind.TRAIN: [], Kind.COMMAND: []}
-    step_s: dict[str | None, float] = {}
-    unknown: list[Standing] = []
-    running_s: list[float] = []
-    for standing in snapshot.standings:
-        state, kind = standing.state, standing.job.kind
-        if state in ENDED:
-            if state is JobState.DONE:
-                taken_s[kind].append(standing.ran_s)
-            continue
-        now = _with_row(standing, snapshot.rows) if state in ON_CARD else standing
-        seconds = _left_s(now, snapshot)
-        if seconds is None:
-            unknown.append(standing)
-        else:
-            left_s[kind].append(seconds)
-            step_s[standing.job.sweep] = seconds / max(1, _steps_left(now))
-        if state in ON_CARD:
-            running_s.append(seconds or 0.0)
-    if not running_s:
-        return None
-    everything = [*left_s[Kind.TRAIN], *left_s[Kind.COMMAND], *taken_s[Kind.TRAIN]]
-    work_s = sum(map(sum, left_s.values()))
-    kinds: Counter[Kind] = Counter()
-    for standing in unknown:
+    done_s, told_s = defaultdict[Kind, list[float]](list), defaultdict[Kind, list[float]](list)
+    left: list[tuple[Standing, float | None]] = []
+    step_s: dict[str, float] = {}
+    for standing in current(snapshot):
+        job, seconds = standing.job, _left_s(standing, snapshot)
+        if standing.state is JobState.DONE:
+            done_s[job.kind].append(standing.ran_s)
+        elif standing.state not in ENDED:
+            left.append((standing, seconds))
+            if seconds is not None:
+                told_s[job.kind].append(seconds)
+                step_s[job.sweep or ""] = seconds / max(1, _steps_left(standing))
+    everything = [*told_s[Kind.TRAIN], *told_s[Kind.COMMAND], *done_s[Kind.TRAIN]]
+
+    def usual_s(standing: Standing) -> float | None:
         job = standing.job
-        if job.sweep is not None and job.sweep in step_s and job.steps is not None:
-            work_s += step_s[job.sweep] * _steps_left(standing)
-        else:
-            kinds[job.kind] += 1
-    for kind, count in kinds.items():
-        known = taken_s[kind] or left_s[kind] or everything
-        if not known:
-            return None
-        work_s += count * median(known)
-    return snapshot.now_s + max(*running_s, work_s / len(running_s))
+        if job.steps is not None and job.sweep in step_s:
+            return step_s[job.sweep] * _steps_left(standing)
+        alike = done_s[job.kind] or told_s[job.kind] or everything
+        return median(alike) if alike else None
+
+    work_s = [usual_s(one) if seconds is None else seconds for one, seconds in left]
+    running_s = [seconds or 0.0 for one, seconds in left if one.state in ON_CARD]
+    known_s = [seconds for seconds in work_s if seconds is not None]
+    if not running_s or len(known_s) < len(work_s):
+        return None
+    return snapshot.now_s + max(*running_s, sum(known_s) / len(running_s))
 
 
 def _moment(unix_s: float, now_s: float) -> str:
-    try:
-        moment = datetime.fromtimestamp(unix_s).astimezone()
-    except (ValueError, OverflowError, OSError):
-        return f"second {unix_s:.0f}"  # no calendar goes that far
-    return moment.strftime("%H:%M" if abs(unix_s - now_s) < _SAME_DAY_S else "%Y-%m-%d %H:%M")
+    is_near = abs(unix_s - now_s) < _SAME_DAY_S
+    return moment(unix_s, "%H:%M" if is_near else "%Y-%m-%d %H:%M")
 
 
 def job_object(standing: Standing, snapshot: QueueSnapshot) -> dict[str, Any]:
     """Return a job for JSON, under flat keys; `None` is unknown."""
-    job, now_s = standing.job, snapshot.now_s
+    job, now_s, files = standing.job, snapshot.now_s, snapshot.files
     here_s = now_s - standing.since_s
     ran_s = standing.ran_s + (here_s if standing.state in ON_CARD else 0.0)
     parked_s = standing.parked_s + (here_s if standing.state is JobState.PARKED else 0.0)
@@ -307,7 +284,8 @@ def job_object(standing: Standing, snapshot: QueueSnapshot) -> dict[str, Any]:
         "job_budget_mib": _mib(standing.budget_bytes),
         "job_peak_mib": _mib(standing.peak_bytes or (row.allocated_bytes if row else None)),
         "job_exit_code": standing.exit_code,
-        "job_dir": _folder(standing, snapshot),
+        # A job that never began has none.
+        "job_dir": f"{files}/{job.name}" if files and standing.attempt else None,
         "job_sha256": standing.sha256,
     }
 
@@ -324,19 +302,9 @@ def queue_object(snapshot: QueueSnapshot) -> dict[str, Any]:
     }
 
 
-def json_text(snapshot: QueueSnapshot) -> str:
-    """Return the queue as one JSON object."""
-    return object_text(queue_object(snapshot))
-
-
 def object_text(told: Mapping[str, Any]) -> str:
     """Return an object of a queue as JSON."""
     return summary_text({"schema": SCHEMA, **told})
-
-
-def _folder(standing: Standing, snapshot: QueueSnapshot) -> str | None:
-    """Return where a job's files are; `None` before its first attempt."""
-    return f"{snapshot.files}/{standing.job.name}" if snapshot.files and standing.attempt else None
 
 
 def _metric(standing: Standing) -> str | None:
@@ -350,124 +318,68 @@ def _mib(size_bytes: int | None) -> int | None:
     return None if size_bytes is None else round(size_bytes / MIB)
 
 
+#: Of a job in JSON: what `time` says in its place, or what the name of the job or its card says.
+_UNTOLD: Final = frozenset(
+    {"id", "name", "node", "slot", "reason", "eta_s", "expected_start_unix_s"}
+)
+
+
 def job_lines(standing: Standing, records: Iterable[Record], snapshot: QueueSnapshot) -> list[str]:
     """Return one job in full: what it is, how it stands, and what happened to it."""
-    job, redone_s = standing.job, job_object(standing, snapshot)["job_redone_s"]
-    facts: dict[str, str | None] = {
-        "state": f"{standing.state.value}: {exception_line(standing.reason)}",
+    job, command = standing.job, standing.job.command
+    told = {key.removeprefix("job_"): fact for key, fact in job_object(standing, snapshot).items()}
+    facts: dict[str, object] = {
+        "state": standing.state.value,
+        "reason": exception_line(standing.reason),
         "time": _time(standing, snapshot)[0],
+        **{key: fact for key, fact in told.items() if key not in _UNTOLD},
         "error": standing.last_error if standing.last_error != standing.reason else None,
-        "kind": job.kind.value + (f", of the sweep {job.sweep}" if job.sweep else ""),
-        "command": shlex.join(job.command.argv) if job.command else None,
-        "in": job.command.cwd if job.command else None,
-        "settings": _pairs(job.settings or job.overrides),
-        "after": ", ".join(job.after) + (" (however they end)" if job.after_any else ""),
-        "priority": str(job.priority) if job.priority else None,
-        "nodes": ", ".join(job.nodes),
-        "card": job.card,
-        "hours": None if job.hours is None else "-".join(map(_minute, job.hours)),
-        "where": standing.card,
-        "attempt": str(standing.attempt) if standing.attempt else None,
-        "step": _steps(standing, snapshot),
-        _metric(standing) or "metric": _figure(standing.value),
-        "best": _best(standing),
-        "speed": ", ".join(f"{speed:.3g} steps/s on {c}" for c, speed in standing.speeds.items()),
-        "memory": _memory(standing),
-        "out of memory": str(standing.out_of_memory) if standing.out_of_memory else None,
-        "moves": str(standing.moves) if standing.moves else None,
-        "ran": format_duration(standing.ran_s) if standing.ran_s else None,
-        "parked": format_duration(standing.parked_s) if standing.parked_s else None,
-        "redone": format_duration(redone_s) if redone_s else None,
-        "exit code": None if standing.exit_code is None else str(standing.exit_code),
-        "weights": standing.sha256,
-        "files": _folder(standing, snapshot),
+        "settings": job.settings or job.overrides,
+        "command": shlex.join(command.argv) if command else None,
+        "cwd": command.cwd if command else None,
+        "after_any": job.after_any,
+        "nodes": job.nodes,
+        "only_on": job.card,
+        "hours": job.hours and "-".join(f"{at // 60:02}:{at % 60:02}" for at in job.hours),
+        "asked_bytes": job.memory_bytes,
+        "steps_a_second": standing.speeds,
         "from": job.origin,
         "code": job.code,
     }
-    shown = {title: fact for title, fact in facts.items() if fact}
+    shown = dict(fact_words(key, fact) for key, fact in facts.items() if fact)
     width = max(map(len, shown))
-    own = [record for record in records if _name_in(record) == job.name]
     happened = [
-        f"{_moment(record.at_s, snapshot.now_s)}  {words}"
-        for words, record in zip(_words_of(own), own, strict=True)
+        f"  {_moment(record.at_s, snapshot.now_s)}  {words}"
+        for record, words in _happened(records, job.name)
     ]
     return [
         clean(f"job {job.name}"),
         *(f"  {title:<{width}}  {clean(fact)}" for title, fact in shown.items()),
         *(["", "what happened"] if happened else []),
-        *(f"  {clean(line)}" for line in happened),
+        *happened,
     ]
 
 
-def _pairs(settings: Mapping[str, object]) -> str:
-    return ", ".join(f"{key}={value}" for key, value in settings.items())
-
-
-def _minute(minute: int) -> str:
-    return f"{minute // 60:02}:{minute % 60:02}"
-
-
-def _memory(standing: Standing) -> str | None:
-    sizes = {
-        "may hold {}": standing.budget_bytes,
-        "took at most {}": standing.peak_bytes,
-        "needs a card with {} or more": standing.least_room_bytes,
-        "asked for {}": standing.job.memory_bytes,
-    }
-    return ", ".join(words.format(_gib(size)) for words, size in sizes.items() if size) or None
-
-
-def _gib(size_bytes: int) -> str:
-    return f"{size_bytes / GIB:.2f} GiB"
-
-
-def _at_step(step: int | None) -> str:
-    return "" if step is None else f" at step {step}"
-
-
-_RECORD_WORDS: Final[Mapping[type, Callable[[Any], str]]] = {
-    Submitted: lambda _: "submitted",
-    Assigned: lambda record: (
-        f"attempt {record.attempt} on {record.card} with {_gib(record.budget_bytes)}, "
-        + ("alone" if record.alone else "beside others")
-    ),
-    Recalled: lambda record: f"asked to save, then {record.to.value}: {record.reason}",
-    Rested: lambda record: f"saved and ended{_at_step(record.step)}",
-    AttemptEnded: lambda record: (
-        f"attempt {record.attempt} ended{_at_step(record.step)}: {record.cause.value}"
-        + (f": {exception_line(record.text)}" if record.text else "")
-    ),
-    Reached: lambda record: f"milestone {record.milestone} with {_figure(record.value)}",
-    Measured: lambda record: (
-        f"a better value on {record.card_title}"
-        if record.steps_per_s is None
-        else f"{record.steps_per_s:.3g} steps/s on {record.card_title}"
-    ),
-    Packed: lambda record: (
-        f"with {record.beside}, {record.gain:.2f} times the steps of one alone on "
-        f"{record.card_title}"
-    ),
-    Said: lambda record: f"{record.word.value}, said by {record.by}",
-    Settled: lambda record: f"{record.to.value}: {record.reason}",
-}
-"""What a record of a job says of it."""
-
-
-def _words_of(records: Iterable[Record]) -> Iterator[str]:
-    """Yield what each record of a job says."""
+def _happened(records: Iterable[Record], name: str) -> Iterator[tuple[Record, str]]:
+    """Yield the records of a job, and what they say in words."""
     was_recalled = False
     for record in records:
-        is_lost = isinstance(record, Rested) and not was_recalled
+        job = getattr(record, "job", None)
+        if (job.name if isinstance(job, Job) else job) != name:
+            continue
+        title = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", type(record).__name__).lower()
+        if isinstance(record, Rested) and not was_recalled:
+            title = "its node was lost"
         was_recalled = isinstance(record, Recalled) or (
             was_recalled and not isinstance(record, Assigned)
         )
-        yield "its node was lost" if is_lost else _RECORD_WORDS[type(record)](record)
-
-
-def _name_in(record: Record) -> str | None:
-    """Return the job that a record is about; `None` where it is about none, or two."""
-    job = getattr(record, "job", None)
-    return job.name if isinstance(job, Job) else job
+        facts = (
+            (field.name, exception_line(fact) if isinstance(fact, str) else fact)
+            for field in fields(record)
+            if field.name not in {"at_s", "job", "id"} and (fact := getattr(record, field.name))
+        )
+        said = ", ".join(" ".join(fact_words(*fact)) for fact in facts)
+        yield record, clean(f"{title}: {said}" if said else title)
 
 
 def _results(snapshot: QueueSnapshot) -> list[dict[str, Any]]:
@@ -483,28 +395,25 @@ def _results(snapshot: QueueSnapshot) -> list[dict[str, Any]]:
 
 
 def results_json(snapshot: QueueSnapshot) -> str:
-    """Return the results as one JSON object, sorted by metric."""
+    """Return the results as one JSON object, sorted as in the table."""
     return object_text({**queue_object(snapshot), "jobs": _results(snapshot)})
 
 
-_RESULT_KEYS: Final = (
-    "job_state", "job_metric_name", "job_metric", "job_best", "job_best_step", "job_step",
-    "job_ran_s", "job_redone_s", "job_peak_mib", "job_moves", "job_oom", "job_exit_code",
-    "job_sha256", "job_dir", "job_reason",
-)  # fmt: skip
-
-
 def results_csv(snapshot: QueueSnapshot) -> str:
-    """Return the results as CSV, a column for each setting."""
-    jobs = _results(snapshot)
-    settings = list(dict.fromkeys(key for job in jobs for key in job["job_settings"]))
+    """Return the results as CSV: a column for each setting, and for each key of a job in JSON."""
+    jobs = [
+        {**job, **job.pop("job_settings"), "job_after": " ".join(job["job_after"])}
+        for job in _results(snapshot)
+    ]
+    keys = dict.fromkeys(("job_name", *(key for job in jobs for key in job)))
     file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(["job_name", *settings, *_RESULT_KEYS])
+    writer = csv.DictWriter(file, keys, lineterminator="\n")
+    writer.writeheader()
     for job in jobs:
-        values = (job["job_settings"].get(key) for key in settings)
-        cells = (job["job_name"], *values, *(job[key] for key in _RESULT_KEYS))
-        writer.writerow(clean(cell) if isinstance(cell, str) else cell for cell in cells)
+        cells = job.items()
+        writer.writerow(
+            {key: clean(cell) if isinstance(cell, str) else cell for key, cell in cells}
+        )
     return file.getvalue().removesuffix("\n")
 
 
@@ -517,7 +426,7 @@ _RESULTS: Final = (
     Column(key="job_best", title="best", numeric=True, priority=1),
     Column(key="job_best_step", title="at step", numeric=True, priority=5),
     Column(key="job_ran_s", title="time", numeric=True, priority=6),
-    Column(key="job_peak_mib", title="MiB", numeric=True, priority=7),
+    Column(key="job_peak_mib", title="memory", numeric=True, priority=7),
     Column(key="job_moves", title="moves", numeric=True, priority=9),
     Column(key="job_oom", title="OOM", numeric=True, priority=8),
 )
@@ -525,18 +434,10 @@ _RESULTS: Final = (
 
 
 def results_table(snapshot: QueueSnapshot) -> Table:
-    """Return the results, the best of each metric first, without columns of nothing but zeros."""
-    jobs = _results(snapshot)
-    shown = tuple(
-        column for column in _RESULTS if not column.priority or any(job[column.key] for job in jobs)
-    )
+    """Return the results, the best of each metric first; zeros are left out."""
     rows = []
-    for job in jobs:
-        texts = {
-            "job_metric": _figure(job["job_metric"]),
-            "job_best": _figure(job["job_best"]),
-            "job_ran_s": clock(job["job_ran_s"]) if job["job_ran_s"] else None,
-        }
-        values = {**job, "job_settings": _pairs(job["job_settings"])}
-        rows.append(row_of(shown, job["job_name"], values, texts))
-    return Table(name="results", columns=shown, rows=tuple(rows))
+    for job in _results(snapshot):
+        known = {column.key: job[column.key] for column in _RESULTS if job[column.key]}
+        texts = {key: fact_words(key, fact)[1] for key, fact in known.items()}
+        rows.append(row_of(_RESULTS, job["job_name"], {}, texts))
+    return Table(name="results", columns=_RESULTS, rows=tuple(rows))

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Protocol, TextIO
 
 from rich.console import Console, Group
@@ -21,7 +20,7 @@ from orchestrator.core.slot import SlotState
 from orchestrator.record.events import EventLog
 from orchestrator.record.model import Row, Snapshot
 from orchestrator.record.store import RunStore
-from orchestrator.view.cells import clean, shorten
+from orchestrator.view.cells import clean, moment, shorten
 from orchestrator.view.health import health_lines
 from orchestrator.view.phrases import tflops_words, time_words
 from orchestrator.view.terminal import plain_text
@@ -128,12 +127,9 @@ class LiveTable:
         if self._gone:
             return
         try:
-            last = self._frame(snapshot, None)
-            self._live.update(last)
-            if self._live.is_started:
-                self._live.stop()
-            else:
-                self._console.print(last)
+            self._live.start()
+            self._live.update(self._frame(snapshot, None))
+            self._live.stop()
         except _TERMINAL_GONE:
             self._leave()
 
@@ -159,13 +155,12 @@ class PlainLines:
         self._stream = stream
         self._states: dict[str, SlotState] = {}
         self._notices: frozenset[str] = frozenset()
-        self._progress_due_s = PROGRESS_EVERY_S
-        self._passed_s = 0.0
+        self._progress_at_unix_s = 0.0
         self._gone = False
 
     def update(self, snapshot: Snapshot) -> None:
         """Write what has changed since the last time."""
-        at = datetime.fromtimestamp(snapshot.now_unix_s, tz=UTC).astimezone().strftime("%H:%M:%S")
+        at = moment(snapshot.now_unix_s, "%H:%M:%S")
         for row in snapshot.rows:
             if self._states.get(row.slot) is not row.state:
                 self._states[row.slot] = row.state
@@ -178,13 +173,11 @@ class PlainLines:
             if notice not in self._notices:
                 self._say(f"{at} ! {clean(notice)}")
         self._notices = frozenset(snapshot.notices)
-        passed_s = snapshot.elapsed_s if snapshot.starting_s is None else snapshot.starting_s
-        if passed_s < self._passed_s:
-            self._progress_due_s = PROGRESS_EVERY_S  # the planned time has begun
-        self._passed_s = passed_s
-        if passed_s >= self._progress_due_s:
-            self._progress_due_s = (passed_s // PROGRESS_EVERY_S + 1) * PROGRESS_EVERY_S
-            self._say(self._progress(snapshot))
+        # A clock may be set back.
+        if abs(snapshot.now_unix_s - self._progress_at_unix_s) >= PROGRESS_EVERY_S:
+            if self._progress_at_unix_s:
+                self._say(self._progress(snapshot))
+            self._progress_at_unix_s = snapshot.now_unix_s
 
     def close(self, snapshot: Snapshot) -> None:
         """Write the last changes, and the table as the run ended."""

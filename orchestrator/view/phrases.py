@@ -6,11 +6,12 @@ Pure. Does not cover the table's cells, nor outcome and exit code: those are the
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from datetime import UTC, datetime
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime
 from statistics import median
 from typing import Any, Final
 
+from orchestrator.config.duration import format_duration
 from orchestrator.record.archive import StoredEvent
 from orchestrator.record.model import Snapshot
 from orchestrator.view.cells import (
@@ -19,6 +20,7 @@ from orchestrator.view.cells import (
     clean,
     clock,
     decimals_for,
+    moment,
     number,
     share_pct,
     whole,
@@ -30,15 +32,16 @@ _LINES_MOST = 30
 """Of a section. A run with many errors has thousands; the last ones show how it ended."""
 
 
-#: Endings of names -> unit, and by what a value is multiplied for it; the longest first.
-_UNITS: Final = {
-    "_unix_s": ("", 1.0),
-    "_bytes": (" MiB", 1 / MIB),
-    "_pct": (" %", 1.0),
-    "_mhz": (" MHz", 1.0),
-    "_s": (" s", 1.0),
-    "_c": (" °C", 1.0),
-    "_w": (" W", 1.0),
+#: Endings of names -> what shows the value with its unit; the longest first.
+_UNITS: Final[Mapping[str, Callable[[float], str]]] = {
+    "_unix_s": lambda unix_s: moment(unix_s, "%H:%M:%S"),
+    "_bytes": lambda size: f"{size} bytes" if abs(size) < MIB else f"{size / MIB:.5g} MiB",
+    "_mib": lambda size: f"{size:.5g} MiB",
+    "_pct": lambda share: f"{share:.5g} %",
+    "_mhz": lambda clock: f"{clock:.5g} MHz",
+    "_s": lambda seconds: f"{seconds:.5g} s" if seconds < 60 else format_duration(seconds),
+    "_c": lambda degrees: f"{degrees:.5g} °C",
+    "_w": lambda power: f"{power:.5g} W",
 }
 #: Of an event: for programs, or told by its time and slot.
 _UNTOLD: Final = frozenset({"worker_at_unix_s", "sequence", "incarnation", "node_id", "traceback"})
@@ -81,28 +84,31 @@ def time_words(snapshot: Snapshot) -> str:
     return f"{clock(snapshot.elapsed_s)} of {clock(snapshot.duration_s)}"
 
 
-def fault_lines(faults: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+def fault_lines(faults: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return what became of injected faults, a line for each kind: "21 kill: 17 recovered after 5.9
     s (median)".
     """
-    fates: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    kinds: defaultdict[str, Counter[str]] = defaultdict(Counter)
     took_s: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
     for fault in faults:
         kind, fate = str(fault.get("kind")), str(fault.get("fate", "unknown")).replace("_", " ")
-        count, recovered_s = fault.get("count", 1), fault.get("recovered_s")
-        fates[kind][fate] += count if isinstance(count, int) else 1
+        count, recovered_s = fault.get("count"), fault.get("recovered_s")
+        kinds[kind][fate] += count if isinstance(count, int) else 1
         if isinstance(recovered_s, int | float):
             took_s[kind, fate].append(recovered_s)
-
-    def said(kind: str, fate: str, count: int) -> str:
-        known_s = took_s[kind, fate]
-        return f"{count} {fate}" + (f" after {median(known_s):.1f} s (median)" if known_s else "")
-
-    return tuple(
-        f"{counts.total()} {kind}: "
-        f"{', '.join(said(kind, fate, count) for fate, count in counts.most_common())}"
-        for kind, counts in sorted(fates.items())
-    )
+    lines = []
+    for kind, fates in sorted(kinds.items()):
+        said = [
+            f"{count} {fate}"
+            + (
+                f" after {median(known_s):.1f} s (median)"
+                if (known_s := took_s[kind, fate])
+                else ""
+            )
+            for fate, count in fates.most_common()
+        ]
+        lines.append(f"{fates.total()} {kind}: {', '.join(said)}")
+    return lines
 
 
 def section(title: str, said: Iterable[str]) -> list[str]:
@@ -160,11 +166,10 @@ def event_words(event: StoredEvent) -> tuple[str, str]:
         if key in _UNTOLD or key.startswith("from_") or value is None or value == "":
             continue
         before = details.get(f"from_{key}")
-        suffix = next((suffix for suffix in _UNITS if key.endswith(suffix)), "")
-        words = _with_unit(value, suffix)
+        name, words = fact_words(key, value)
         if before is not None and before != value:
-            words = f"{_with_unit(before, suffix)} to {words}"
-        said.append(f"{key.removesuffix(suffix).replace('_', ' ')} {words}")
+            words = f"{fact_words(key, before)[1]} to {words}"
+        said.append(f"{name} {words}")
     if event.event == "state":
         change = f"{details.get('from_state')} to {details.get('to_state')}"
         said = [f"{change}: {details.get('cause')}".removesuffix(": ")]
@@ -173,25 +178,24 @@ def event_words(event: StoredEvent) -> tuple[str, str]:
     return _EVENTS.get(event.event, event.event.replace("_", " ")), ", ".join(said)
 
 
-def _with_unit(value: object, suffix: str) -> str:
-    if isinstance(value, list | tuple):
-        return "; ".join(_with_unit(item, suffix) for item in value)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
-    if suffix == "_unix_s":
-        return time_of_day(datetime.fromtimestamp(value, UTC).isoformat())
-    unit, times = (
-        _UNITS.get(suffix, ("", 1.0))
-        if suffix != "_bytes" or abs(value) >= MIB
-        else (" bytes", 1.0)
-    )
-    return f"{value * times:.5g}{unit}" if unit or isinstance(value, float) else str(value)
+def fact_words(key: str, value: object) -> tuple[str, str]:
+    """Return a name in words and its value with its unit, which is the end of the name."""
+    ending = next((ending for ending in _UNITS if key.endswith(ending)), "")
+    if isinstance(value, bool):
+        words = "yes" if value else "no"
+    elif isinstance(value, int | float) and ending:
+        words = _UNITS[ending](value)
+    elif isinstance(value, float):
+        words = f"{value:.5g}"
+    elif isinstance(value, list | tuple):
+        words = "; ".join(fact_words(key, item)[1] for item in value)
+    elif isinstance(value, Mapping):  # settings, as they are typed
+        words = ", ".join(f"{name}={item}" for name, item in value.items())
+    else:
+        words = str(value)
+    return key.removesuffix(ending).replace("_", " "), words
 
 
 def _steps_words(counts: StepCounts) -> str:
-    good = share_pct(counts.success_rate)
-    return (
-        "no steps yet"
-        if good is None
-        else f"{good} % of {counted(counts.steps_judged, 'step')} good"
-    )
+    good, steps = share_pct(counts.success_rate), counted(counts.steps_judged, "step")
+    return "no steps yet" if good is None else f"{good} % of {steps} good"

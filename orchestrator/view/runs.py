@@ -6,12 +6,11 @@ Does not find and read them (`record/folders.py`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from datetime import UTC, datetime
 from typing import Final
 
 from orchestrator.jobs.journal import QUEUE_NAME
 from orchestrator.record.folders import Listed, run_object
-from orchestrator.view.cells import clock, share_pct, whole
+from orchestrator.view.cells import clock, moment, share_pct
 from orchestrator.view.tables import Column, Table, TableRow, Tone, row_of
 
 _COLUMNS: Final = (
@@ -48,22 +47,9 @@ def _row(one: Listed) -> TableRow:
     # A queue ends when it is empty.
     spans = ("elapsed_s", "duration_s")[: 1 if (one.folder / QUEUE_NAME).exists() else 2]
     texts = {
-        "started_at_unix_s": None if started_s is None else moment_words(started_s),
+        "started_at_unix_s": None if started_s is None else moment(started_s),
         "elapsed_s": None if workers is None else "/".join(clock(told[span]) for span in spans),
-        "workers": whole(workers),
-        "steps_ok": whole(told["steps_ok"]),
         "success_rate": share_pct(told["success_rate"]),
-        "oom_count": whole(told["oom_count"]),
-        "restart_count": whole(told["restart_count"]),
     }
     tones = {"outcome": OUTCOME_TONES.get(one.outcome, Tone.PLAIN)}
     return row_of(_COLUMNS, one.run_id, told, texts, tones)
-
-
-def moment_words(unix_s: float) -> str:
-    """Return the local time of a moment."""
-    try:
-        moment = datetime.fromtimestamp(unix_s, tz=UTC).astimezone()
-    except (ValueError, OverflowError, OSError):
-        return f"at second {unix_s:.0f}"  # no calendar goes that far
-    return moment.strftime("%Y-%m-%d %H:%M:%S")

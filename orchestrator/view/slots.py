@@ -7,7 +7,7 @@ drawn (`terminal`), nor the sums of a run in words (`phrases`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
 from orchestrator.core.slot import HeadState, SlotState
@@ -15,9 +15,9 @@ from orchestrator.record.model import (
     FIELDS,
     LOW_SUCCESS_RATE,
     STATES_WORST_FIRST,
+    Field,
     Row,
     Snapshot,
-    Value,
     finite,
     rows_by_card,
     trouble,
@@ -34,7 +34,7 @@ from orchestrator.view.cells import (
     whole,
 )
 from orchestrator.view.phrases import tflops_words, time_words
-from orchestrator.view.tables import Cell, Column, Table, TableRow, Tone
+from orchestrator.view.tables import Cell, Column, Table, TableRow, Tone, row_of
 from workers.messages import NO_PROGRESS, WorkerState
 from workers.units import GIB, MIB
 
@@ -73,13 +73,10 @@ def _card(row: Row) -> _Shown:
 
 
 def _vram_bar(row: Row) -> _Shown:
-    if row.allocated_bytes is None or row.reserved_bytes is None or not row.cap_bytes:
+    held_bytes, kept_bytes, cap_bytes = row.allocated_bytes, row.reserved_bytes, row.cap_bytes
+    if held_bytes is None or kept_bytes is None or not cap_bytes:
         return None, Tone.PLAIN
-    # min() first: two huge whole numbers cannot be divided as floats.
-    full, part = (
-        min(held, row.cap_bytes) / row.cap_bytes
-        for held in (row.allocated_bytes, row.reserved_bytes)
-    )
+    full, part = held_bytes / cap_bytes, kept_bytes / cap_bytes
     return bar(full=full, part=part, width=_BAR_CELLS), Tone.NOTE
 
 
@@ -102,145 +99,129 @@ def _eta(row: Row) -> _Shown:
 
 
 @dataclass(frozen=True, slots=True)
-class SlotColumn:
-    """A column of the health table: what it is called, and which keys of a row it shows."""
+class SlotColumn(Column):
+    """A column of the health table, and which keys of a row it shows."""
 
-    name: str
-    """In `--sort` and in filters."""
-    key: str
-    """It is sorted by this key of a row, and shows it where it names no others."""
-    title: str
-    unit: str = ""
-    """The second line of the heading."""
-    priority: int = 0
-    """As in `Column`."""
-    keys: tuple[str, ...] = ()
-    """The keys of the numbers that it shows, with slashes between them."""
+    numeric: bool = True
+    of: str = ""
+    """The keys, with blanks between them; their numbers have slashes. Empty: `key` is one."""
+    by: int = 0
+    """It is sorted by this one of them."""
     digits: int = 0
     """Significant digits of the largest number; 0 shows whole numbers."""
-    most_cells: int | None = None
-    """As in `Column`."""
     warns: bool = False
     """Whether a number above 0 is worth a look."""
     shown: Callable[[Row], _Shown] | None = None
     """Makes the cell; `None` for words and numbers as they are."""
 
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys that it shows."""
+        return tuple((self.of or self.key).split())
+
+    @property
+    def field(self) -> Field:
+        """What is known of the key that it is sorted by."""
+        return FIELDS[self.keys[self.by]]
+
 
 #: In the order of the table. Those of a training are only there where something trains.
 COLUMNS: Final = (
-    SlotColumn("slot", "slot", "slot", most_cells=32),
-    SlotColumn("card", "gpu_name", "card", priority=110, most_cells=16, shown=_card),
-    SlotColumn("state", "state", "state", shown=_state),
-    SlotColumn("train_step", "train_step", "step", "/of", keys=("train_step", "train_steps")),
-    SlotColumn("epoch", "epoch", "epoch", priority=52, digits=3),
-    SlotColumn("loss", "loss", "loss", "/first", keys=("loss", "first_loss"), digits=4),
-    SlotColumn("samples", "samples_per_s", "samples", "/s", 13, digits=3),
-    SlotColumn("tokens", "tokens_per_s", "tokens", "/s", 51, digits=3),
-    SlotColumn("micro", "micro_batch", "micro", "/acc", 15, keys=("micro_batch", "accumulation")),
-    SlotColumn("level", "memory_level", "level", priority=17),
-    SlotColumn("saved", "saved_step", "saved", "step", 16),
-    SlotColumn("redone", "redone_steps", "redone", "steps", 53),
-    SlotColumn("wait", "data_wait_pct", "data", "wait %", 18, digits=2),
-    SlotColumn("mfu", "mfu_pct", "MFU", "%", 19, digits=3),
-    SlotColumn("eta", "eta_s", "ETA", priority=14, shown=_eta),
-    SlotColumn("size", "size", "size", "/batch", keys=("size", "batch")),
-    SlotColumn("dtype", "dtype", "type", priority=180),
-    SlotColumn("tflops", "tflops", "TFLOP/s", digits=4),
-    SlotColumn("baseline", "baseline_pct", "base", "%", 60),
-    SlotColumn("peak", "peak_pct", "peak", "%", 160),
+    SlotColumn("slot", "slot", numeric=False, most_cells=32),
+    SlotColumn(
+        "card", "card", numeric=False, of="gpu_name", priority=110, most_cells=16, shown=_card
+    ),
+    SlotColumn("state", "state", numeric=False, shown=_state),
+    SlotColumn("train_step", "step", "/of", of="train_step train_steps"),
+    SlotColumn("epoch", "epoch", priority=52, digits=3),
+    SlotColumn("loss", "loss", "/first", of="loss first_loss", digits=4),
+    SlotColumn("samples", "samples", "/s", of="samples_per_s", priority=13, digits=3),
+    SlotColumn("tokens", "tokens", "/s", of="tokens_per_s", priority=51, digits=3),
+    SlotColumn("micro", "micro", "/acc", of="micro_batch accumulation", priority=15),
+    SlotColumn("level", "level", of="memory_level", priority=17),
+    SlotColumn("saved", "saved", "step", of="saved_step", priority=16),
+    SlotColumn("redone", "redone", "steps", of="redone_steps", priority=53),
+    SlotColumn("wait", "data", "wait %", of="data_wait_pct", priority=18, digits=2),
+    SlotColumn("mfu", "MFU", "%", of="mfu_pct", priority=19, digits=3),
+    SlotColumn("eta", "ETA", of="eta_s", priority=14, shown=_eta),
+    SlotColumn("size", "size", "/batch", of="size batch"),
+    SlotColumn("dtype", "type", numeric=False, priority=180),
+    SlotColumn("tflops", "TFLOP/s", digits=4),
+    SlotColumn("baseline", "base", "%", of="baseline_pct", priority=60),
+    SlotColumn("peak", "peak", "%", of="peak_pct", priority=160),
     SlotColumn(
         "vram",
-        "allocated_bytes",
         "allocated",
         "/reserved/cap",
-        40,
-        keys=("allocated_bytes", "reserved_bytes", "cap_bytes"),
+        of="allocated_bytes reserved_bytes cap_bytes",
+        priority=40,
     ),
-    SlotColumn("vram_bar", "reserved_bytes", "VRAM", "of cap", 120, shown=_vram_bar),
+    SlotColumn("vram_bar", "VRAM", "of cap", of="reserved_bytes", priority=120, shown=_vram_bar),
     SlotColumn(
-        "card_memory",
-        "device_used_bytes",
-        "card",
-        "used/all",
-        200,
-        keys=("device_used_bytes", "device_total_bytes"),
+        "card_memory", "card", "used/all", of="device_used_bytes device_total_bytes", priority=200
     ),
-    SlotColumn("success", "success_rate", "good", "%", 90, shown=_success),
-    SlotColumn(
-        "oom", "oom_count", "OOM", "/emerg", 50, keys=("oom_count", "emergency_count"), warns=True
-    ),
-    SlotColumn("restarts", "restarts", "re-", "starts", 190, warns=True),
-    SlotColumn(
-        "duty", "duty_measured", "duty %", "ask/got", 140, keys=("duty_requested", "duty_measured")
-    ),
-    SlotColumn(
-        "temperature", "temperature_c", "temp C", "/margin", 70, keys=("temperature_c", "margin_c")
-    ),
-    SlotColumn("memory_temperature", "memory_temperature_c", "VRAM", "C", 230),
-    SlotColumn("power", "power_w", "power", "/cap W", 150, keys=("power_w", "power_limit_w")),
-    SlotColumn("clock", "sm_clock_mhz", "clock", "SM MHz", 220),
-    SlotColumn("utilisation", "utilisation_pct", "card", "busy %", 210),
-    SlotColumn("throttle", "throttle_pct", "slowed", "% time", 130),
-    SlotColumn("verify", "verify_checks", "checks", "/wrong", 80, shown=_verify),
-    SlotColumn("heartbeat", "heartbeat_age_s", "seen", "s ago", 100, digits=2),
+    SlotColumn("success", "good", "%", of="success_rate", priority=90, shown=_success),
+    SlotColumn("oom", "OOM", "/emerg", of="oom_count emergency_count", priority=50, warns=True),
+    SlotColumn("restarts", "re-", "starts", priority=190, warns=True),
+    SlotColumn("duty", "duty %", "ask/got", of="duty_requested duty_measured", by=1, priority=140),
+    SlotColumn("temperature", "temp C", "/margin", of="temperature_c margin_c", priority=70),
+    SlotColumn("memory_temperature", "VRAM", "C", of="memory_temperature_c", priority=230),
+    SlotColumn("power", "power", "/cap W", of="power_w power_limit_w", priority=150),
+    SlotColumn("clock", "clock", "SM MHz", of="sm_clock_mhz", priority=220),
+    SlotColumn("utilisation", "card", "busy %", of="utilisation_pct", priority=210),
+    SlotColumn("throttle", "slowed", "% time", of="throttle_pct", priority=130),
+    SlotColumn("verify", "checks", "/wrong", of="verify_checks", priority=80, shown=_verify),
+    SlotColumn("heartbeat", "seen", "s ago", of="heartbeat_age_s", priority=100, digits=2),
 )
-
-_OF_CARD: Final = frozenset(
-    column.name for column in COLUMNS if FIELDS[column.key].of == "card"
-) - {"card"}
 
 #: A column that is made for some rows, and what makes its cells.
 _Made: TypeAlias = tuple[Column, Callable[[Row], Cell]]
 
 
-def slots_table(snapshot: Snapshot, rows: Sequence[Row] | None = None) -> Table:
-    """Return the slots of a run with their reasons.
-
-    `rows` are some of the snapshot's in an order of their own; `None`: all, the worst first. Units
-    and decimals are chosen for all rows.
-    """
+def slots_table(snapshot: Snapshot) -> Table:
+    """Return the slots of a run with their reasons, the worst first."""
     made = _made(snapshot.rows)
-    return Table(
-        name="slots",
-        columns=tuple(column for column, _ in made),
-        rows=tuple(
-            TableRow(
-                key=row.slot,
-                cells=tuple(cell(row) for _, cell in made),
-                reason=clean(row.reason),
-                tone=_reason_tone(row),
-            )
-            for row in (worst_first(snapshot.rows) if rows is None else rows)
-        ),
+    rows = (
+        TableRow(
+            key=row.slot,
+            cells=tuple(cell(row) for _, cell in made),
+            reason=clean(row.reason),
+            tone=_reason_tone(row),
+        )
+        for row in worst_first(snapshot.rows)
     )
+    return Table(name="slots", columns=tuple(column for column, _ in made), rows=tuple(rows))
+
+
+_CARDS: Final = (
+    Column(key="node", title="node"),
+    Column(key="card", title="card"),
+    Column(key="workers", title="workers", numeric=True),
+    Column(key="tflops", title="TFLOP/s", unit="sum", numeric=True),
+)
+_SENSORS: Final = tuple(each for each in COLUMNS if each.field.of == "card")[1:]
+"""Columns with what is known of a card, besides its name."""
 
 
 def cards_table(snapshot: Snapshot) -> Table:
     """Return the cards of a run with what their sensors say, in the order of their first slots."""
-    columns = (
-        Column(key="node", title="node"),
-        Column(key="card", title="card"),
-        Column(key="workers", title="workers", numeric=True),
-        Column(key="tflops", title="TFLOP/s", unit="sum", numeric=True),
-    )
-    of_card = [each for each in _made(snapshot.rows) if each[0].key in _OF_CARD]
+    sensors = [_make(each, snapshot.rows, each.priority) for each in _SENSORS]
     rows = []
     for (node, card), workers in rows_by_card(snapshot.rows).items():
-        flops = [known for row in workers if (known := finite(row.tflops)) is not None]
-        total = sum(flops) if flops else None
-        own = (
-            _cell(clean(node)),
-            _cell(next((name for row in workers if (name := _card(row)[0])), None)),
-            _cell(str(len(workers)), value=len(workers)),
-            _cell(number(total, decimals_for((total,))), value=total),
-        )
+        total = replace(snapshot, rows=tuple(workers)).tflops_total
+        name = next((name for row in workers if (name := _card(row)[0])), None)
+        values = {"node": node, "card": name, "workers": len(workers), "tflops": total}
+        texts = {"tflops": number(total, decimals_for((total,)))}
+        own = row_of(_CARDS, f"{node}/{card}", values, texts)
         # A worker that has ended says nothing of the card: the first one that does is asked.
-        cells = (list(map(cell, workers)) for _, cell in of_card)
-        told = (next((one for one in each if one.text != MISSING), each[0]) for each in cells)
-        rows.append(TableRow(key=f"{node}/{card}", cells=(*own, *told)))
-    return Table(
-        name="cards", columns=(*columns, *(column for column, _ in of_card)), rows=tuple(rows)
-    )
+        cells = (map(cell, workers) for _, cell in sensors)
+        told = (
+            next((one for one in each if one.text != MISSING), Cell(tone=Tone.DIM))
+            for each in cells
+        )
+        rows.append(replace(own, cells=(*own.cells, *told)))
+    columns = (*_CARDS, *(column for column, _ in sensors))
+    return Table(name="cards", columns=columns, rows=tuple(rows))
 
 
 def headline(snapshot: Snapshot) -> tuple[Cell, ...]:
@@ -279,50 +260,40 @@ def _reason_tone(row: Row) -> Tone:
 def _made(rows: Sequence[Row]) -> list[_Made]:
     """Return the columns of these rows, with units and decimals for their values."""
     is_training = any(row.progress.train_step is not None for row in rows)
-    made = []
-    for column in COLUMNS:
-        if is_training or not hasattr(NO_PROGRESS, column.key):
-            is_last = is_training and column.name in _LAST_IN_TRAINING
-            made.append(_make(column, rows, _LAST_PRIORITY if is_last else column.priority))
-    return made
+    priorities = dict.fromkeys(_LAST_IN_TRAINING, _LAST_PRIORITY) if is_training else {}
+    return [
+        _make(column, rows, priorities.get(column.key, column.priority))
+        for column in COLUMNS
+        if is_training or not hasattr(NO_PROGRESS, column.field.key)
+    ]
 
 
-def _make(declared: SlotColumn, rows: Sequence[Row], priority: int) -> _Made:
-    field = FIELDS[declared.key]
-    is_words = field.type is str
-    title, shown = declared.title, declared.shown
-    if shown is None and is_words:
-        shown = lambda row: (clean(row.value(declared.key) or "") or None, Tone.PLAIN)  # noqa: E731
+def _make(column: SlotColumn, rows: Sequence[Row], priority: int) -> _Made:
+    field, title, shown = column.field, column.title, column.shown
+    if shown is None and column.numeric:
+        title, shown = _figures(column, rows)
     elif shown is None:
-        title, shown = _figures(declared, rows)
+        shown = lambda row: (clean(row.value(field.key) or "") or None, Tone.PLAIN)  # noqa: E731
 
     def cell(row: Row) -> Cell:
         text, tone = shown(row)
-        return _cell(text, tone, text if is_words else field.value(row))
+        value = field.value(row) if column.numeric else text
+        return Cell(tone=Tone.DIM) if text is None else Cell(text=text, tone=tone, value=value)
 
-    column = Column(
-        key=declared.name,
-        title=title,
-        unit=declared.unit,
-        numeric=not is_words,
-        priority=priority,
-        most_cells=declared.most_cells,
-    )
-    return column, cell
+    return replace(column, title=title, priority=priority), cell
 
 
-def _figures(declared: SlotColumn, rows: Sequence[Row]) -> tuple[str, Callable[[Row], _Shown]]:
+def _figures(column: SlotColumn, rows: Sequence[Row]) -> tuple[str, Callable[[Row], _Shown]]:
     """Return the title of a column of numbers, with the unit of bytes, and what shows a row's."""
-    unit, keys = FIELDS[declared.key].unit, declared.keys or (declared.key,)
-    title, times, decimals = declared.title, 1.0, 0
+    keys, title, times, decimals = column.keys, column.title, 1.0, 0
     values = [finite(row.value(key)) for row in rows for key in keys]
-    if declared.digits:
-        decimals = decimals_for(values, significant=declared.digits)
-    elif unit == "ratio":
+    largest = max((value for value in values if value is not None), default=GIB)
+    if column.digits:
+        decimals = decimals_for(values, significant=column.digits)
+    elif column.field.unit == "ratio":
         times = 100.0
-    elif unit == "bytes":
+    elif column.field.unit == "bytes":
         # The caps of a rehearsal are a sixteenth of the real ones: in GiB they would all read 0.2.
-        largest = max((value for value in values if value is not None), default=GIB)
         name, unit_bytes = ("GiB", GIB) if largest >= GIB else ("MiB", MIB)
         title, times = f"{name} {title}", 1 / unit_bytes
         decimals = decimals_for((largest * times,), significant=3)
@@ -331,7 +302,7 @@ def _figures(declared: SlotColumn, rows: Sequence[Row]) -> tuple[str, Callable[[
         numbers = [row.value(key) for key in keys]
         texts = [_number(value, times, decimals) for value in numbers]
         text = "/".join(text or MISSING for text in texts) if any(texts) else None
-        return text, Tone.WARN if declared.warns and any(numbers) else Tone.PLAIN
+        return text, Tone.WARN if column.warns and any(numbers) else Tone.PLAIN
 
     return title, shown
 
@@ -341,9 +312,3 @@ def _number(value: int | float | None, times: float, decimals: int) -> str | Non
         return whole(value)
     known = finite(value)
     return None if known is None else number(known * times, decimals)
-
-
-def _cell(text: str | None, tone: Tone = Tone.PLAIN, value: Value = None) -> Cell:
-    if text is None:
-        return Cell(tone=Tone.DIM, value=value)
-    return Cell(text=text, tone=tone, value=text if value is None else value)

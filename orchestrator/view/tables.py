@@ -15,7 +15,7 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Any
 
-from orchestrator.view.cells import MISSING, clean
+from orchestrator.view.cells import MISSING, clean, whole
 
 
 class Tone(StrEnum):
@@ -29,7 +29,7 @@ class Tone(StrEnum):
     BAD = "bad"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Column:
     """A column of a table."""
 
@@ -74,38 +74,18 @@ class TableRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """Columns and rows, the worst row first.
-
-    Raises:
-        ValueError: A row has more or fewer cells than there are columns.
-    """
+    """Columns and rows, the worst row first. Each row has a cell for each column."""
 
     name: str
     columns: tuple[Column, ...]
     rows: tuple[TableRow, ...]
 
-    def __post_init__(self) -> None:
-        for row in self.rows:
-            if len(row.cells) != len(self.columns):
-                raise ValueError(
-                    f"table {self.name!r}: row {row.key!r} has {len(row.cells)} cells for "
-                    f"{len(self.columns)} columns"
-                )
-
     def to_json(self) -> dict[str, Any]:
         """Return it for the page and the report: `columns`, and `rows` of `cells`."""
+        told = ("key", "title", "unit", "numeric", "priority")
         return {
             "name": self.name,
-            "columns": [
-                {
-                    "key": column.key,
-                    "title": column.title,
-                    "unit": column.unit,
-                    "numeric": column.numeric,
-                    "priority": column.priority,
-                }
-                for column in self.columns
-            ],
+            "columns": [{name: getattr(column, name) for name in told} for column in self.columns],
             "rows": [
                 {
                     "key": row.key,
@@ -125,6 +105,7 @@ def row_of(
     texts: Mapping[str, str | None] = MappingProxyType({}),
     tones: Mapping[str, Tone] = MappingProxyType({}),
     reason: str = "",
+    tone: Tone = Tone.PLAIN,
 ) -> TableRow:
     """Return a row; what is known of its cells is under the keys of the columns.
 
@@ -133,10 +114,10 @@ def row_of(
     cells = []
     for column in columns:
         value = values.get(column.key)
-        text = texts.get(column.key, None if value is None else str(value))
-        tone = tones.get(column.key, Tone.PLAIN)
-        cells.append(Cell(text=clean(text or "") or MISSING, tone=tone, value=value))
-    return TableRow(key=key, cells=tuple(cells), reason=reason)
+        text = whole(value) if isinstance(value, int) else str("" if value is None else value)
+        shown = clean(texts.get(column.key, text) or "") or MISSING
+        cells.append(Cell(text=shown, tone=tones.get(column.key, Tone.PLAIN), value=value))
+    return TableRow(key=key, cells=tuple(cells), reason=reason, tone=tone)
 
 
 def _known(cell: Cell) -> str | float | None:

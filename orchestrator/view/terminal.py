@@ -8,7 +8,7 @@ reasons a table has.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Final, Literal
+from typing import Final
 
 from rich.cells import cell_len
 from rich.text import Text
@@ -30,10 +30,6 @@ _LEAST_CELLS: Final = 6
 """Words are not cut to less than this."""
 _NAMES_MOST: Final = 3
 """How many rows with the same reason are named; the others are counted."""
-_REASONS_OF_ROOM: Final = 4
-"""Where not all rows fit, one line in so many may be a reason: the worst rows say little without
-theirs.
-"""
 
 
 def table_lines(table: Table, width: int | None, height: int | None = None) -> list[Text]:
@@ -49,13 +45,13 @@ def table_lines(table: Table, width: int | None, height: int | None = None) -> l
     if height is not None and height < 2 * len(headings):
         headings = []  # so small a terminal has room for rows only
     room = None if height is None else max(1, height - len(headings))
-    count = _fitting_rows(table, room)
-    shown = table.rows[:count]
-    lines = [_line(table, widths, [row.cells[at] for at in widths]) for row in shown]
-    hidden = len(table.rows) - count
-    if hidden and room != 1:
+    count = len(table.rows)
+    if room is not None and count > room:
+        count = max(1, room - 1)
+    lines = [_line(table, widths, row.cells) for row in table.rows[:count]]
+    if (hidden := len(table.rows) - count) and room != 1:
         lines.append(Text(f"{ELLIPSIS} and {hidden} more", "dim"))
-    reasons = _reason_lines(shown, width, is_cut=room is not None)
+    reasons = _reason_lines(table.rows[:count], width, is_cut=room is not None)
     if room is not None:
         reasons = reasons[: max(0, room - len(lines) - 1)]
     drawn = [*headings, *lines]
@@ -72,13 +68,10 @@ def plain_text(lines: Sequence[Text]) -> str:
 
 def _heading_lines(table: Table, widths: Mapping[int, int]) -> list[Text]:
     """Return the titles of columns; where one has a unit, a line of units and a rule as well."""
-    columns = [table.columns[at] for at in widths]
-    texts = [[column.title for column in columns]]
-    if any(column.unit for column in columns):
-        texts.append([column.unit for column in columns])
-    lines = [_line(table, widths, [Cell(text=text) for text in line]) for line in texts]
-    if len(lines) > 1:
-        lines.append(Text(RULE * _used(widths)))
+    lines = [_line(table, widths, [Cell(text=column.title) for column in table.columns])]
+    if any(table.columns[at].unit for at in widths):
+        units = [Cell(text=column.unit) for column in table.columns]
+        lines += [_line(table, widths, units), Text(RULE * _used(widths))]
     for line in lines:
         line.stylize("dim")
     return lines
@@ -118,44 +111,23 @@ def fitting(table: Table, width: int | None) -> dict[int, int]:
 
 
 def cell_text(table: Table, at: int, cell: Cell, width: int) -> Text:
-    """Return what a cell of the column with this index shows within its width."""
+    """Return what a cell of the column with this index shows, in exactly its width."""
     text = clean(cell.text)
-    # The first column names the row: what tells names apart is often at their end.
-    shown = _without_middle(text, width) if at == 0 else shorten(text, width)
-    side: Literal["left", "right"] = "right" if table.columns[at].numeric else "left"
-    return Text(shown, STYLES[cell.tone], justify=side, no_wrap=True)
+    if at == 0 and cell_len(text) > width:
+        # The first column names the row: what tells names apart is often at their end.
+        shown = shorten(text, width // 2) + text[width // 2 - width :]
+    else:
+        shown = shorten(text, width)
+    drawn = Text(shown, STYLES[cell.tone], no_wrap=True)
+    drawn.align("right" if table.columns[at].numeric else "left", width)
+    return drawn
 
 
 def _line(table: Table, widths: Mapping[int, int], cells: Sequence[Cell]) -> Text:
-    line = Text()
-    for index, ((at, width), cell) in enumerate(zip(widths.items(), cells, strict=True)):
-        text = cell_text(table, at, cell, width)
-        padding = " " * (width - text.cell_len)
-        is_right = table.columns[at].numeric
-        line.append(_GAP if index else "").append(padding if is_right else "")
-        line.append_text(text).append("" if is_right else padding)
+    texts = (cell_text(table, at, cells[at], width) for at, width in widths.items())
+    line = Text(_GAP).join(texts)
     line.rstrip()
     return line
-
-
-def _without_middle(text: str, width: int) -> str:
-    """Return a name cut to a width: its beginning and its end."""
-    if cell_len(text) <= width:
-        return text
-    begin = shorten(text, max(1, width // 2))
-    end = text
-    while cell_len(begin) + cell_len(end) > width:
-        end = end[1:]
-    return begin + end
-
-
-def _fitting_rows(table: Table, room: int | None) -> int:
-    """Return how many rows are shown in so many lines, the line that counts the others aside."""
-    if room is None or len(table.rows) <= room:
-        return len(table.rows)
-    reasons = len({row.reason for row in table.rows if row.reason})
-    of_reasons = min(reasons + 1, room // _REASONS_OF_ROOM) if reasons else 0
-    return max(1, room - 1 - (of_reasons if of_reasons > 1 else 0))
 
 
 def _reason_lines(rows: Sequence[TableRow], width: int | None, *, is_cut: bool) -> list[Text]:

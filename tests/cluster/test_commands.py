@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 from tests.cluster.conftest import SMALL, Head, Starter
@@ -34,12 +32,9 @@ def wait_for_state(head: Head, state: str, *slots: str) -> None:
 
 
 def sent_by_page(head: Head, do: str, *slots: str) -> int:
-    async def scene() -> int:
-        async with serving(head.folder(), control=True) as server:
-            told = {"id": "of the page", "do": do, "slots": list(slots)}
-            return (await server.ask("/api/v1/commands", json=told)).status
-
-    return asyncio.run(scene())
+    with serving(head.folder(), control=True) as server:
+        told = {"id": "of the page", "do": do, "slots": list(slots)}
+        return server.ask("/api/v1/commands", json=told).status
 
 
 def test_slots_are_held_capped_and_saved_also_by_the_next_head(start: Starter) -> None:

@@ -16,10 +16,9 @@ from orchestrator.jobs.journal import JOURNAL_NAME, QUEUE_NAME, Journal
 from orchestrator.jobs.model import Assigned, AttemptEnded, Cause, Submitted
 from orchestrator.record.store import STORE_NAME, RunStore
 from orchestrator.view import html_report
-from tests.factories import FACTS, event, make_job, make_row, make_snapshot, record
-from tests.fleet.in_process import CONFIG, IN_PROCESS
-from tests.scene import ROOT, python, wait_for
+from tests.factories import FACTS, STARTED_UNIX_S, event, make_job, make_row
 from tests.web.browser import browser, needs_chromium
+from tests.web.scene import put_turn
 
 HOSTILE = "</script><script>window.evil=1</script><img src=x onerror='window.evil=2'>"
 
@@ -28,33 +27,22 @@ DRAWN = """[...document.querySelectorAll('canvas')].filter((one) => one.offsetPa
     one.getContext('2d').getImageData(0, 0, one.width, one.height).data.some((value) => value))"""
 
 
-def make_run(place: Path, tflops: float, slots: int, **facts: object) -> Path:
+def make_run(place: Path, slots: int = 2) -> Path:
     """Make a run of some slots and 60 s, with texts that want to be code."""
     place.mkdir(parents=True)
     store = RunStore(place / STORE_NAME)
-    store.begin(replace(FACTS, run_id=place.name, **facts))  # type: ignore[arg-type]  # of any field
+    store.begin(replace(FACTS, run_id=place.name))
     for second in range(60):
+        heat = {"temperature_c": 50.0 + second, "oom_count": second}
         rows = [
-            make_row(
-                slot=f"pc1/{index}",
-                tflops=tflops,
-                temperature_c=50.0 + second,
-                reason=HOSTILE,
-                oom_count=second,
-            )
+            make_row(slot=f"pc1/{index}", tflops=9.0, reason=HOSTILE, **heat)
             for index in range(slots)
         ]
-        store.slots(record(row.slot, reason=row.reason, row=row.to_dict()) for row in rows)
-        store.update(make_snapshot(*rows, elapsed_s=float(second), notices=(HOSTILE,)))
-    store.event(
-        {
-            **event(name="state", from_state="RUNNING", to_state="BACKOFF", cause=HOSTILE),
-            "slot": "pc1/0",
-        }
-    )
-    store.event(
-        {**event(name="workload_error", traceback=f"Traceback\n{HOSTILE}"), "slot": "pc1/0"}
-    )
+        put_turn(store, float(second), rows, started_at=STARTED_UNIX_S, notices=(HOSTILE,))
+    change = event(name="state", from_state="RUNNING", to_state="BACKOFF", cause=HOSTILE)
+    error = event(name="workload_error", traceback=f"Traceback\n{HOSTILE}")
+    for told in (change, error):
+        store.event({**told, "slot": "pc1/0"})
     store.event(event(name="run_ended", missed=[f"pc1/0: {HOSTILE}"]))
     store.end("good", 0, None, ())
     return place
@@ -62,7 +50,7 @@ def make_run(place: Path, tflops: float, slots: int, **facts: object) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return make_run(tmp_path / "runs" / FACTS.run_id, tflops=9.0, slots=2)
+    return make_run(tmp_path / "runs" / FACTS.run_id)
 
 
 def test_the_file_has_the_document_and_the_courses(folder: Path) -> None:
@@ -111,19 +99,16 @@ def test_jobs_that_share_a_card_have_lanes_of_their_own(queue: Path, tmp_path: P
     path = tmp_path / "r.html"
     html_report.write_report(path, queue)
 
-    async def look() -> None:
-        async with browser(tmp_path) as shown:
-            await shown.do("Page.navigate", url=f"{path.as_uri()}#view=jobs")
-            await shown.until("document.querySelectorAll('.lane').length === 2")
-            lanes = "[...document.querySelectorAll('.lane')].map((each) => each.textContent)"
-            assert await shown.js(lanes) == ["lr-0", "<b>lr-1"]
-            assert shown.complaints() == []
-
-    asyncio.run(look())
+    with asyncio.Runner() as runner, browser(tmp_path, runner) as shown:
+        shown.do("Page.navigate", url=f"{path.as_uri()}#view=jobs")
+        shown.until("document.querySelectorAll('.lane').length === 2")
+        lanes = "[...document.querySelectorAll('.lane')].map((each) => each.textContent)"
+        assert shown.js(lanes) == ["lr-0", "<b>lr-1"]
+        assert shown.complaints() == []
 
 
 def test_many_slots_have_fewer_parts_each(tmp_path: Path) -> None:
-    many = make_run(tmp_path / FACTS.run_id, tflops=9.0, slots=60)
+    many = make_run(tmp_path / FACTS.run_id, slots=60)
     course = html_report.frozen(many)["slots"]["pc1/59"]
     assert len(course["times"]) == 5_000 // 60
 
@@ -153,64 +138,20 @@ def test_a_browser_shows_it_without_a_request(folder: Path, tmp_path: Path) -> N
     path = tmp_path / "r.html"
     path.write_text(html_report.html(html_report.frozen(folder), HOSTILE))
 
-    async def look() -> None:
-        async with browser(tmp_path) as shown:
-            await shown.do("Page.navigate", url=path.as_uri())
-            await shown.until("document.querySelectorAll('#table td').length > 10")
-            assert await shown.js("document.getElementById('mark').textContent") == "ended: good"
-            assert HOSTILE in await shown.js("document.getElementById('table').textContent")
-            assert HOSTILE in await shown.js("document.getElementById('missed').textContent")
-            await shown.until(f"document.querySelectorAll('#overview canvas').length && {DRAWN}")
-            await shown.js("location.hash = '#sort=tflops&filter=pc1%2F1'")
-            await shown.until("document.querySelectorAll('#table tbody').length === 1")
-            await shown.js("location.hash = '#view=slot&slot=pc1%2F0&last_s=600'")
-            await shown.until(f"document.querySelectorAll('#charts canvas').length > 1 && {DRAWN}")
-            assert HOSTILE in await shown.js("document.getElementById('traceback').textContent")
-            assert await shown.js("window.evil === undefined")
-            assert [
-                url for url in shown.requests() if not url.startswith(("file:", "data:", "about:"))
-            ] == []
-            assert shown.complaints() == []
-
-    asyncio.run(look())
-
-
-#: A step that takes no time.
-WORKLOAD = """
-from workers.workloads.base import StepResult, Workload
-
-class Mine(Workload):
-    def step(self, size, batch):
-        return StepResult(flop=1.0)
-
-    def release(self):
-        pass
-"""
-
-
-@pytest.mark.torch
-def test_a_run_writes_its_report_at_its_end_if_wanted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.py").write_text(WORKLOAD, encoding="utf-8")
-    (tmp_path / "cluster.yaml").write_text(CONFIG, encoding="utf-8")
-    run = (*IN_PROCESS, "run", "--duration", "1s", "--workload", "mine:Mine")
-    assert python(*run, PYTHONPATH=ROOT).returncode == 0
-    (without,) = Path("runs").iterdir()
-    assert not (without / "report.html").exists()
-    browser = tmp_path / "browser"
-    browser.write_text(f"#!/bin/sh\necho $1 >> {tmp_path}/opened\n")
-    browser.chmod(0o700)
-    done = python(
-        *run, "--set", "run.report=true", PYTHONPATH=ROOT, DISPLAY=":99", BROWSER=f"{browser} %s"
-    )
-    assert done.returncode == 0, done.stderr
-    (folder,) = set(Path("runs").iterdir()) - {without}
-    path = folder / "report.html"
-    assert f"Report: {path}" in done.stderr
-    opened = wait_for(
-        lambda: (tmp_path / "opened").exists() and (tmp_path / "opened").read_text(), "the browser"
-    )
-    assert opened == f"{path.resolve().as_uri()}\n"
-    assert "ended: good" in path.read_text(encoding="utf-8")
+    with asyncio.Runner() as runner, browser(tmp_path, runner) as shown:
+        shown.do("Page.navigate", url=path.as_uri())
+        shown.until("document.querySelectorAll('#table td').length > 10")
+        assert shown.js("document.getElementById('mark').textContent") == "ended: good"
+        assert HOSTILE in shown.js("document.getElementById('table').textContent")
+        assert HOSTILE in shown.js("document.getElementById('missed').textContent")
+        shown.until(f"document.querySelectorAll('#overview canvas').length && {DRAWN}")
+        shown.js("location.hash = '#sort=tflops&filter=pc1%2F1'")
+        shown.until("document.querySelectorAll('#table tbody').length === 1")
+        shown.js("location.hash = '#view=slot&slot=pc1%2F0&last_s=600'")
+        shown.until(f"document.querySelectorAll('#charts canvas').length > 1 && {DRAWN}")
+        assert HOSTILE in shown.js("document.getElementById('traceback').textContent")
+        assert shown.js("window.evil === undefined")
+        assert [
+            url for url in shown.requests() if not url.startswith(("file:", "data:", "about:"))
+        ] == []
+        assert shown.complaints() == []

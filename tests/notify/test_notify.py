@@ -1,36 +1,44 @@
-"""A run store whose slots change state, followed by the verb in a process of its own, with real receivers."""
+"""A run store whose slots change state, followed by `notify`, with a real receiver."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import signal
 import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import pytest
 
 from orchestrator.config.notify_urls import URLS_VARIABLE
-from orchestrator.config.schema import NotifyConfig, Severity
+from orchestrator.config.schema import NotifyConfig
+from orchestrator.core.slot import HeadState
 from orchestrator.errors import UsageError
-from orchestrator.view.notify.notifier import Notifier
+from orchestrator.record.store import STORE_NAME, RunStore
+from orchestrator.view.notify.notifier import LOCK_NAME, Notifier
+from orchestrator.view.notify.outbox import Pace
+from tests.factories import event, make_row
 from tests.fleet.in_process import CONFIG, IN_PROCESS
-from tests.notify.head import RUN_ID, Head, head_of
-from tests.notify.receivers import Receiver, black_hole, http_receiver
-from tests.scene import COMMAND, PATIENCE_S, ROOT, orchestrator, python, wait_for
+from tests.notify.receivers import Receiver, http_receiver
+from tests.scene import COMMAND, PATIENCE_S, orchestrator, python, wait_for
+from tests.web.scene import facts_here, put_turn
+from workers.files import locked
+from workers.host.processes import start_time
 
 pytestmark = pytest.mark.filterwarnings("ignore:'(imghdr|cgi)':DeprecationWarning")  # apprise
+RUN_ID = "20261123-101500-0b76"
 HUSH = "hush-hush"
-LOST = {
-    slot: {"state": "LOST", "reason": "its node has left"} for slot in ("pc2/0", "pc2/1", "pc2/2")
-}
+NODES = {"pc1": 7, "pc2": 3}
+LOST = {f"pc2/{number}": HeadState.LOST for number in range(3)}
+BROKEN = {f"pc1/{number}": HeadState.QUARANTINED for number in range(7)}
 #: Writes down what workers see of their environment.
 WORKLOAD = """
 import os
 from pathlib import Path
+from types import MappingProxyType
 from workers.workloads.base import StepResult, Workload
 
 class Mine(Workload):
@@ -44,42 +52,64 @@ class Mine(Workload):
 SMALL = "nodes: {pc1: {gpu: rtx-3090, workers: 1, vram_per_worker_gib: 1}}\n"
 
 
+def turn(
+    store: RunStore,
+    states: Mapping[str, HeadState] = MappingProxyType({}),
+    *,
+    gone: str = "",
+    reason: str = "of it",
+) -> None:
+    """Store a turn in which slots work that have no state, and a node is gone."""
+    troubled = {slot: {"state": state, "reason": reason} for slot, state in states.items()}
+    rows = [
+        make_row(slot=slot, node=node, gpu_uuid=f"GPU-{node}", **troubled.get(slot, {}))
+        for node, slots in NODES.items()
+        for slot in (f"{node}/{number}" for number in range(slots))
+    ]
+    put_turn(store, 10.0, rows, nodes_seen=tuple(node for node in NODES if node != gone))
+    store.commit()
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tmp_path / "runs" / RUN_ID
 
 
+def begun(folder: Path, **facts: object) -> RunStore:
+    """Make the folder of a run whose slots all work."""
+    folder.mkdir(parents=True)
+    store = RunStore(folder / STORE_NAME)
+    store.begin(facts_here(RUN_ID, **facts))
+    turn(store)
+    return store
+
+
 @pytest.fixture
-def head(folder: Path) -> Iterator[Head]:
-    with head_of(folder) as head:
-        yield head
+def store(folder: Path) -> Iterator[RunStore]:
+    made = begun(folder)
+    yield made
+    made.end("good", 0, None, [])
 
 
-@contextlib.contextmanager
-def teller(
-    folder: Path, *receivers: Receiver, deadline_s: float = PATIENCE_S
-) -> Iterator[subprocess.Popen[str]]:
-    """Let the verb follow a run at a quick pace; it is killed at the end if it has not ended."""
-    urls = " ".join(receiver.json_url(HUSH) for receiver in receivers)
-    command = [sys.executable, "-m", "tests.notify.notifier_process", str(folder), str(deadline_s)]
-    with subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env={**os.environ, URLS_VARIABLE: urls},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
+@pytest.fixture
+def told(folder: Path) -> Iterator[Callable[..., tuple[int, str]]]:
+    """Return what follows the run without pauses, and lets a step happen after each look."""
 
+    def follow(receiver: Receiver, *steps: Callable[[], object]) -> tuple[int, str]:
+        said, waiting = list[str](), [*steps]
+        notifier = Notifier(
+            folder=folder,
+            settings=NotifyConfig(),
+            urls=[receiver.json_url(HUSH)],
+            say=said.append,
+            pace=Pace(gather_s=0.0, between_s=0.0, over_s=1e-9, head_back_s=0.0),
+            sleep=lambda _: waiting.pop(0)() if waiting else None,
+        )
+        return notifier.follow(), "\n".join(said)
 
-def message(receiver: Receiver, number: int) -> str:
-    """Wait for a message; return its title and text."""
-    wait_for(lambda: len(receiver.messages) >= number, f"message {number}")
-    return "\n".join(receiver.messages[number - 1])
+    before = signal.getsignal(signal.SIGTERM)
+    yield follow
+    signal.signal(signal.SIGTERM, before)
 
 
 def holders(folder: Path) -> list[Path]:
@@ -92,99 +122,83 @@ def holders(folder: Path) -> list[Path]:
     ]
 
 
-def test_start_node_slots_and_end_are_a_message_each(folder: Path, head: Head) -> None:
-    with http_receiver() as http, teller(folder, http) as process:
-        assert message(http, 1).startswith("0b76: the run has started; 10 RUNNING\n")
-        head.store(gone=["pc2"], states=LOST)
-        second = message(http, 2)
-        assert second.startswith("0b76: NodeMissing pc2\n")
-        assert "pc2/0" not in second, "its slots went with it"
-        head.store()
-        assert message(http, 3).startswith("0b76: over: NodeMissing pc2\n")
-        why = "died 5 times in 300 s: \x1b[31mthe card\nis broken"
-        slots = [f"pc1/{number}" for number in range(7)]
-        quarantined = {slot: {"state": "QUARANTINED", "reason": why} for slot in slots}
-        head.store(states=quarantined)
-        fourth = message(http, 4)
-        assert fourth.startswith(f"0b76: SlotQuarantined {' '.join(slots)}\n")
-        assert "died 5 times in 300 s: [31mthe card is broken" in fourth
-        assert "pc1 RTX 3090: workers 7, " in fourth
-        head.store(states=quarantined, end="degraded", code=1, missed=["pc1/0 ended QUARANTINED"])
-        last = message(http, 5)
-        assert last.startswith("0b76: the run has ended: degraded, exit code 1\n")
-        assert "\npc1/0 ended QUARANTINED\n" in last
-        assert f"still: SlotQuarantined {' '.join(slots)}, for" in last
-        said, _ = process.communicate(timeout=PATIENCE_S)
-        assert process.returncode == 0, said
-    assert len(http.messages) == 5
-    assert said.count("  taken\n") == 5
+def test_start_node_slots_and_end_are_a_message_each(
+    folder: Path, store: RunStore, told: Any
+) -> None:
+    def end() -> None:
+        store.event(event(name="run_ended", missed=["pc1/0 ended QUARANTINED"]))
+        store.end("degraded", 1, None, [])
+
+    why = "died 5 times in 300 s: \x1b[31mthe card\nis broken"
+    with http_receiver() as http:
+        code, said = told(
+            http,
+            partial(turn, store, LOST, gone="pc2"),
+            partial(turn, store),
+            partial(turn, store, BROKEN, reason=why),
+            end,
+        )
+    first, second, third, fourth, last = ("\n".join(message) for message in http.messages)
+    assert first.startswith("0b76: the run has started; 10 RUNNING\n")
+    assert second.startswith("0b76: NodeMissing pc2\n")
+    assert "pc2/0" not in second, "its slots went with it"
+    assert third.startswith("0b76: over: NodeMissing pc2\n")
+    assert fourth.startswith(f"0b76: SlotQuarantined {' '.join(BROKEN)}\n")
+    assert "died 5 times in 300 s: [31mthe card is broken" in fourth
+    assert "pc1 RTX 3090: workers 7, " in fourth
+    assert last.startswith("0b76: the run has ended: degraded, exit code 1\n")
+    assert "\npc1/0 ended QUARANTINED\n" in last
+    assert f"still: SlotQuarantined {' '.join(BROKEN)}, for" in last
+    assert (code, said.count("  taken")) == (0, 5)
     assert HUSH not in said + http.text()
     assert holders(folder.parent) == []
 
 
-def test_a_killed_head_is_told_of_and_the_process_ends(folder: Path, head: Head) -> None:
-    with http_receiver() as http, teller(folder, http) as process:
-        message(http, 1)
-        head.process.kill()
-        head.process.wait()
-        last = message(http, 2)
-        assert last.startswith("0b76: the head is gone")
-        assert f"run --resume {RUN_ID}" in last
-        assert process.wait(PATIENCE_S) == 0
-    assert len(http.messages) == 2
+def test_a_killed_head_is_told_of_and_the_telling_ends(folder: Path, told: Any) -> None:
+    with subprocess.Popen(["sleep", "1000"]) as process, http_receiver() as http:
+        begun(folder, head_pid=process.pid, head_started=start_time(process.pid))
+
+        def kill() -> None:
+            process.kill()
+            process.wait()
+
+        assert told(http, kill)[0] == 0
+    (_, (title, body)) = http.messages
+    assert title.startswith("0b76: the head is gone")
+    assert f"run --resume {RUN_ID}" in body
 
 
-def test_only_one_process_tells_of_a_run(folder: Path, head: Head) -> None:
-    said: list[str] = []
-    with http_receiver() as http, teller(folder, http) as process:
-        message(http, 1)
-        second = Notifier(
-            folder=folder, settings=NotifyConfig(), urls=[], say=said.append, lock_patience_s=0.1
-        )
-        with pytest.raises(UsageError, match="another process tells of run"):
-            second.follow()
-        assert "once no other process does" in said[0]
-        process.kill()
-        process.wait()
-        with teller(folder, http):
-            message(http, 2)
-
-
-@pytest.mark.parametrize(("severity", "is_told"), [("warning", True), ("critical", False)])
-def test_what_is_less_severe_than_asked_for_is_not_sent(
-    folder: Path, head: Head, severity: Severity, is_told: bool
-) -> None:
-    head.store(incomplete=True)
-    settings = NotifyConfig(severity=severity)
-    with http_receiver() as http:
-        notifier = Notifier(folder=folder, settings=settings, urls=[http.json_url()], say=print)
-        assert notifier.once() == 0
-    assert ("still: RecordsIncomplete" in http.text()) is is_told
-
-
-def test_a_silent_server_costs_its_deadline(folder: Path, head: Head) -> None:
+def test_only_one_process_tells_of_a_run(folder: Path, store: RunStore) -> None:
+    second = Notifier(
+        folder=folder, settings=NotifyConfig(), urls=[], say=print, lock_patience_s=0.1
+    )
     with (
-        black_hole() as hole,
-        http_receiver() as http,
-        teller(folder, hole, http, deadline_s=3.0) as process,
+        locked(folder / LOCK_NAME, PATIENCE_S),
+        pytest.raises(UsageError, match="another process tells of run"),
     ):
-        message(http, 1)
-        head.store(end="good", code=0, missed=[])
-        message(http, 2)
-        said, _ = process.communicate(timeout=PATIENCE_S)
-        assert process.returncode == 0
-    assert f"json://bot:****@127.0.0.1:{hole.port}  not taken: no answer within 3 s" in said
-    assert HUSH not in said
+        second.follow()
 
 
-def test_without_an_answer_the_process_ends_after_some_tries(folder: Path, head: Head) -> None:
-    head.store(end="good", code=0, missed=[])
-    with http_receiver(status=500) as http, teller(folder, http) as process:
-        said, _ = process.communicate(timeout=PATIENCE_S)
-        assert process.returncode == 1
+def test_what_is_less_severe_than_asked_for_is_not_sent(folder: Path, store: RunStore) -> None:
+    store.incomplete = True
+    turn(store)
+    for severity, is_told in (("warning", True), ("critical", False)):
+        settings = NotifyConfig(severity=severity)  # type: ignore[arg-type]  # two of the three
+        with http_receiver() as http:
+            notifier = Notifier(folder=folder, settings=settings, urls=[http.json_url()], say=print)
+            assert notifier.once() == 0
+        assert ("still: RecordsIncomplete" in http.text()) is is_told
+
+
+def test_without_an_answer_the_telling_ends_after_some_tries(
+    folder: Path, store: RunStore, told: Any
+) -> None:
+    store.end("good", 0, None, [])
+    with http_receiver(status=500) as http:
+        code, said = told(http)
+    assert (code, len(http.messages)) == (1, 3)
     assert "not taken: " in said
     assert HUSH not in said, "neither in reasons nor in warnings of apprise"
-    assert len(http.messages) == 3
 
 
 @pytest.fixture
@@ -201,7 +215,7 @@ def typed(nowhere: Path, urls_file: Path, receiver: Receiver) -> list[str]:
 
 
 def test_the_command_keeps_its_pace_and_ends_when_asked_to(
-    nowhere: Path, urls_file: Path, folder: Path, head: Head
+    nowhere: Path, urls_file: Path, folder: Path, store: RunStore
 ) -> None:
     with http_receiver() as http:
         options = typed(nowhere, urls_file, http)
@@ -209,11 +223,11 @@ def test_the_command_keeps_its_pace_and_ends_when_asked_to(
         with subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         ) as process:
-            message(http, 1)
-            head.store(gone=["pc2"], states=LOST)
+            wait_for(lambda: len(http.messages) == 1, "the first message")
+            turn(store, LOST, gone="pc2")
             done = orchestrator("notify", "--once", *options)
             assert done.returncode == 0, done.stderr
-            assert "still: NodeMissing pc2" in message(http, 2)
+            assert "still: NodeMissing pc2" in http.messages[1][1]
             process.send_signal(signal.SIGTERM)
             said, _ = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 130, said
@@ -222,15 +236,20 @@ def test_the_command_keeps_its_pace_and_ends_when_asked_to(
 
 
 @pytest.mark.torch
-def test_a_run_tells_of_its_end_by_a_process_that_outlives_it(
+def test_a_run_writes_its_report_and_tells_of_its_end_by_a_process_that_outlives_it(
     nowhere: Path, urls_file: Path
 ) -> None:
+    browser, opened = nowhere / "browser", nowhere / "opened"
+    browser.write_text(f"#!/bin/sh\necho $1 >> {opened}\n")
+    browser.chmod(0o700)
+    shown = {"DISPLAY": ":99", "BROWSER": f"{browser} %s"}
     with http_receiver() as http:
         typed(nowhere, urls_file, http)
         (nowhere / "mine.py").write_text(WORKLOAD, encoding="utf-8")
         (nowhere / "cluster.yaml").write_text(CONFIG, encoding="utf-8")
         run = (*IN_PROCESS, "run", "--duration", "1s", "--workload", "mine:Mine")
-        done = python(*run, **{URLS_VARIABLE: http.json_url(HUSH)})
+        wanted = (*run, "--set", "run.report=true")
+        done = python(*wanted, **{URLS_VARIABLE: http.json_url(HUSH), **shown})
         assert done.returncode == 0, done.stderr
         wait_for(lambda: "the run has ended: good, exit code 0" in http.text(), "the end")
         (folder,) = Path("runs").iterdir()
@@ -239,6 +258,11 @@ def test_a_run_tells_of_its_end_by_a_process_that_outlives_it(
     assert refused.returncode == 2
     assert f"chmod 600 {urls_file}" in refused.stderr
     assert list(Path("runs").iterdir()) == [folder], "it was refused before there was a run"
+    report = folder / "report.html"
+    assert f"Report: {report}" in done.stderr
+    assert "ended: good" in report.read_text(encoding="utf-8")
+    wait_for(opened.exists, "the browser")
+    assert opened.read_text() == f"{report.resolve().as_uri()}\n"
     wait_for(lambda: "taken" in (folder / "notify.log").read_text(), "line of the log")
     assert HUSH not in done.stdout + done.stderr + refused.stderr
     assert "PYTHONPATH" in (nowhere / "environment.txt").read_text()

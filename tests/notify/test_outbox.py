@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -32,10 +32,9 @@ NODE = alert("pc2", NODE_MISSING)
 
 def course(
     there: Mapping[float, Iterable[Alert]],
-    until_s: float,
+    until_s: int,
     every_s: float | None = None,
     fails: Iterable[int] = (),
-    step_s: int = 1,
 ) -> list[tuple[float, Message]]:
     """Look every second; what is there changes at moments. Return the messages with their moments.
 
@@ -43,7 +42,7 @@ def course(
     """
     status_at_s = math.inf if every_s is None else every_s
     outbox, now, sent = Outbox(every_s=every_s, status_at_s=status_at_s), tuple[Alert, ...](), []
-    for second in range(0, int(until_s) + 1, step_s):
+    for second in range(until_s + 1):
         now = tuple(there.get(second, now))
         outbox = outbox.after_look(now, second)
         if message := outbox.due(second):
@@ -54,43 +53,48 @@ def course(
 
 def words(sent: Iterable[tuple[float, Message]]) -> list[str]:
     """Return each message as its moment, and what it says: + begun, - over."""
-    return [
-        f"{second:g}: "
-        + " ".join(
-            [
-                *(f"+{one.subject}" for one in message.begun),
-                *(f"-{one.subject}" for one in message.over),
-            ]
-        )
+    told = [
+        (second, [f"+{one.subject}" for one in message.begun], message.over)
         for second, message in sent
+    ]
+    return [
+        f"{second:g}: {' '.join([*begun, *(f'-{one.subject}' for one in over)])}"
+        for second, begun, over in told
     ]
 
 
-def test_a_lost_node_is_one_message_and_one_when_over() -> None:
-    sent = words(course({10: [NODE], 200: []}, until_s=7200))
-    assert sent == ["15: +pc2", "324: -pc2"]
+PAUSED, PC3, PC4 = alert("GPU-0", "CardPaused"), alert("pc3", NODE_MISSING), alert("pc4")
+SLOT = alert("pc2/0", "SlotNotWorking")
 
 
-def test_seven_slots_within_five_seconds_are_one_message() -> None:
-    there = {10 + number: SEVEN[: number + 1] for number in range(4)} | {14: SEVEN}
-    ((second, message),) = course(there, until_s=3600)
-    assert (second, message.begun) == (15, SEVEN)
-
-
-def test_what_comes_within_the_minute_waits_for_it() -> None:
-    others = alert("pc3", NODE_MISSING), alert("pc4", NODE_MISSING)
-    sent = words(course({10: [NODE], 20: [NODE, others[0]], 50: [NODE, *others]}, until_s=200))
-    assert sent == ["15: +pc2", "75: +pc3 +pc4"]
-
-
-def test_a_card_that_pauses_and_goes_on_is_told_once() -> None:
-    paused = alert("GPU-0", "CardPaused")
-    there = {second: [paused] if second // 40 % 2 else [] for second in range(40, 3600, 40)}
-    assert words(course(there | {3600: []}, until_s=7200)) == ["45: +GPU-0", "3724: -GPU-0"]
+@pytest.mark.parametrize(
+    ("there", "fails", "told"),
+    [
+        ({10: [NODE], 200: []}, (), ["15: +pc2", "324: -pc2"]),
+        (
+            {10 + at: SEVEN[: 2 + at] for at in range(4)},
+            (),
+            ["15: +pc1/0 +pc1/1 +pc1/2 +pc1/3 +pc1/4"],
+        ),
+        ({10: [NODE], 20: [NODE, PC3], 50: [NODE, PC3, PC4]}, (), ["15: +pc2", "75: +pc3 +pc4"]),
+        (
+            {at: [PAUSED] if at // 40 % 2 else [] for at in range(40, 3601, 40)},
+            (),
+            ["45: +GPU-0", "3724: -GPU-0"],
+        ),
+        ({10: [NODE], 900: []}, (0, 1), ["15: +pc2", "75: +pc2", "135: +pc2", "1024: -pc2"]),
+        ({0: [SLOT], 100: [NODE], 2000: [SLOT]}, (), ["5: +pc2/0", "105: +pc2", "2124: -pc2"]),
+    ],
+    ids=["node", "together", "minute", "again and again", "not taken", "slot of a node"],
+)
+def test_what_is_wrong_is_one_message_and_one_when_over(
+    there: Mapping[float, Iterable[Alert]], fails: Iterable[int], told: list[str]
+) -> None:
+    assert words(course(there, 4000, fails=fails)) == told
 
 
 def test_statuses_come_at_their_interval() -> None:
-    sent = course({100: [NODE]}, until_s=1900, every_s=600)
+    sent = course({100: [NODE]}, 1900, every_s=600)
     assert words(sent) == ["105: +pc2", "600: ", "1200: ", "1800: "]
     assert sent[1][1].still == (NODE,)
 
@@ -104,11 +108,6 @@ def test_the_first_message_says_that_telling_begins() -> None:
     assert outbox.due(10**9) is None, "without `every` there is no other status"
 
 
-def test_an_untaken_message_is_tried_later_each_time() -> None:
-    sent = words(course({10: [NODE], 900: []}, until_s=7200, fails=[0, 1, 2]))
-    assert sent == ["15: +pc2", "135: +pc2", "375: +pc2", "855: +pc2", "1024: -pc2"]
-
-
 def test_the_last_message_waits_only_after_a_failure() -> None:
     outbox = Outbox(every_s=None, status_at_s=0.0)
     taken = outbox.after_sending(0.0, is_taken=True).after_look(SEVEN, 1.0)
@@ -116,23 +115,8 @@ def test_the_last_message_waits_only_after_a_failure() -> None:
     assert last is not None
     assert (last.begun, last.is_last) == (SEVEN, True)
     failed = outbox.after_sending(0.0, is_taken=False)
-    assert failed.due(119.0, is_last=True) is None
-    assert failed.due(120.0, is_last=True) is not None
-
-
-def test_what_is_on_a_missing_node_stays_as_it_was() -> None:
-    slot = alert("pc2/0", "SlotNotWorking")
-    sent = words(course({0: [slot], 100: [NODE], 2000: [slot]}, until_s=4000))
-    assert sent == ["5: +pc2/0", "105: +pc2", "2124: -pc2"]
-
-
-def test_the_newest_text_is_told() -> None:
-    outbox = Outbox(every_s=None, status_at_s=math.inf)
-    for second in range(3):
-        outbox = outbox.after_look([replace(NODE, text=f"text {second}")], second)
-    message = outbox.due(10.0)
-    assert message is not None
-    assert message.begun[0].text == "text 2"
+    assert failed.due(59.0, is_last=True) is None
+    assert failed.due(60.0, is_last=True) is not None
 
 
 STEPS = st.lists(

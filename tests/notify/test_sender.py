@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ from orchestrator.config.schema import NotifyConfig
 from orchestrator.errors import ConfigError, UsageError
 from orchestrator.view.notify.message import MessageText
 from orchestrator.view.notify.sender import deliver
-from tests.notify.receivers import Receiver, black_hole, http_receiver, smtp_receiver
+from tests.notify.receivers import Receiver, black_hole, http_receiver
 from tests.scene import PATIENCE_S, python
 
 pytestmark = pytest.mark.filterwarnings("ignore:'(imghdr|cgi)':DeprecationWarning")  # apprise
@@ -24,19 +24,12 @@ TEXT = MessageText(title="title", body="body", severity="info")
 SMALL = {"nodes": {"pc1": {"gpu": "rtx-3090", "workers": 1, "vram_per_worker_gib": 1}}}
 
 
-def test_a_message_reaches_http_and_mail_without_a_secret() -> None:
-    with http_receiver() as http, smtp_receiver() as mail:
-        sent = deliver(
-            [http.json_url(), mail.mail_url()],
-            MessageText(title="pc2 is gone", body="first\nsecond", severity="critical"),
-            PATIENCE_S,
-        )
-        assert [one.taken for one in sent] == [True, True], sent
-        assert http.messages == [("pc2 is gone", "first\nsecond")]
-        (subject, text) = mail.messages[0]
-        assert subject == "pc2 is gone"
-        assert "first" in text
-        assert sent[0].name == f"json://bot:****@127.0.0.1:{http.port}"
+def test_a_message_reaches_its_server_without_a_secret() -> None:
+    with http_receiver() as http:
+        text = MessageText(title="pc2 is gone", body="first\nsecond", severity="critical")
+        (sent,) = deliver([http.json_url()], text, PATIENCE_S)
+    assert str(sent) == f"json://bot:****@127.0.0.1:{http.port}  taken"
+    assert http.messages == [("pc2 is gone", "first\nsecond")]
     assert "hush" not in repr(sent)
     assert "deep-path" not in repr(sent)
 
@@ -45,26 +38,21 @@ def test_a_refusing_server_is_named_and_the_others_get_it() -> None:
     with http_receiver(status=401) as refusing, http_receiver() as http:
         urls = [refusing.json_url("Verification"), "nonsense://hush-hush", http.json_url()]
         sent = deliver(urls, TEXT, PATIENCE_S)
-    assert [one.taken for one in sent] == [False, False, True]
-    assert "401" in sent[0].reason
-    assert "Verification" not in sent[0].reason, "a word of the address"
-    assert "no address that apprise knows" in sent[1].reason
+    assert [one.reason is None for one in sent] == [False, False, True]
+    assert "401" in str(sent[0])
+    assert "Verification" not in str(sent[0]), "a word of the address"
+    assert "no address that apprise knows" in str(sent[1])
     assert "hush" not in repr(sent)
     assert len(http.messages) == 1
 
 
-@pytest.mark.parametrize("scheme", ["http", "smtp"])
-def test_a_silent_server_is_given_up_and_delays_no_other(scheme: str) -> None:
+def test_a_silent_server_is_given_up_and_delays_no_other() -> None:
     with black_hole() as hole, http_receiver() as http:
-        # Longer than the test may take: apprise's own limits must not be what ends it.
-        url = f"{hole.json_url() if scheme == 'http' else hole.mail_url()}&cto={PATIENCE_S}&rto={PATIENCE_S}"
-        began_s = time.monotonic()
-        sent = deliver([url, http.json_url()], TEXT, 8.0)
-        took_s = time.monotonic() - began_s
-    assert [one.taken for one in sent] == [False, True], sent
-    assert sent[0].reason == "no answer within 8 s"
+        # apprise's own limits must not be what ends it.
+        sent = deliver([f"{hole.json_url()}&cto=8&rto=8", http.json_url()], TEXT, 2.0)
+    assert [one.reason is None for one in sent] == [False, True], sent
+    assert "did not finish within 2" in str(sent[0])
     assert str(hole.port) in sent[0].name
-    assert took_s < PATIENCE_S / 2
 
 
 @pytest.fixture
@@ -85,20 +73,19 @@ def test_addresses_come_from_a_private_file_or_environment(
     assert notify_urls(settings) == ("json://c/", "json://d/")
 
 
-@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620])
-def test_a_file_of_addresses_that_others_can_read_is_refused(urls_file: Path, mode: int) -> None:
-    urls_file.chmod(mode)
-    with pytest.raises(UsageError, match=f"chmod 600 {urls_file}"):
-        notify_urls(NotifyConfig(urls_file=str(urls_file)))
-
-
-def test_a_file_without_addresses_or_none_at_all_is_refused(urls_file: Path) -> None:
+def test_a_file_of_addresses_that_is_open_empty_or_gone_is_refused(urls_file: Path) -> None:
+    settings = NotifyConfig(urls_file=str(urls_file))
+    for mode in (0o640, 0o604, 0o620):
+        urls_file.chmod(mode)
+        with pytest.raises(UsageError, match=f"chmod 600 {urls_file}"):
+            notify_urls(settings)
+    urls_file.chmod(0o600)
     urls_file.write_text("# none yet\n", encoding="utf-8")
     with pytest.raises(UsageError, match="has 0 addresses"):
-        notify_urls(NotifyConfig(urls_file=str(urls_file)))
+        notify_urls(settings)
     urls_file.unlink()
     with pytest.raises(UsageError, match="cannot be read"):
-        notify_urls(NotifyConfig(urls_file=str(urls_file)))
+        notify_urls(settings)
 
 
 def test_an_address_in_cluster_yaml_is_refused_unrepeated() -> None:
@@ -108,14 +95,12 @@ def test_an_address_in_cluster_yaml_is_refused_unrepeated() -> None:
     assert "hush" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("typed", "seconds"), [("10m", 600.0), (2, 120.0), ("off", None), (False, None)]
-)
-def test_the_interval_of_digests(typed: object, seconds: float | None) -> None:
+@pytest.mark.parametrize(("typed", "seconds"), [("10m", 600.0), (2, 120.0), ("off", None)])
+def test_the_interval_of_statuses(typed: object, seconds: float | None) -> None:
     assert config_from_data({**SMALL, "notify": {"every": typed}}).notify.every_s == seconds
 
 
-@pytest.mark.parametrize("typed", ["59s", 0.5, "often", 0, True])
+@pytest.mark.parametrize("typed", ["59s", "often", True])
 def test_an_interval_that_cannot_be_is_refused(typed: object) -> None:
     with pytest.raises(ConfigError, match=r"notify\.every"):
         config_from_data({**SMALL, "notify": {"every": typed}})
@@ -124,9 +109,7 @@ def test_an_interval_that_cannot_be_is_refused(typed: object) -> None:
 def test_the_test_message_says_which_addresses_took_it(
     nowhere: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Path("cluster.yaml").write_text(
-        "nodes: {pc1: {gpu: rtx-3090, workers: 1, vram_per_worker_gib: 1}}\n", encoding="utf-8"
-    )
+    Path("cluster.yaml").write_text(json.dumps(SMALL), encoding="utf-8")
     with http_receiver() as good, http_receiver(status=500) as bad:
         monkeypatch.setenv(URLS_VARIABLE, f"{good.json_url()} {bad.json_url()}")
         done = CliRunner().invoke(app, ["notify", "--test"])
@@ -141,9 +124,7 @@ def test_the_test_message_says_which_addresses_took_it(
 
 def test_without_addresses_or_apprise_the_verb_says_what_to_do(nowhere: Path) -> None:
     """Python without the packages of its environment stands for one without apprise."""
-    Path("cluster.yaml").write_text(
-        "nodes: {pc1: {gpu: rtx-3090, workers: 1, vram_per_worker_gib: 1}}\n", encoding="utf-8"
-    )
+    Path("cluster.yaml").write_text(json.dumps(SMALL), encoding="utf-8")
     done = python("-m", "orchestrator", "notify", "--test")
     assert done.returncode == 2
     assert "notify.urls_file" in done.stderr

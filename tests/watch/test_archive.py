@@ -6,11 +6,10 @@ And names that lead elsewhere.
 from __future__ import annotations
 
 import os
-import random
+import shutil
 import signal
 import socket
 import sqlite3
-import stat
 import subprocess
 import sys
 import time
@@ -35,7 +34,6 @@ from tests.factories import FACTS, event, make_row, make_snapshot, record
 from tests.scene import namespaced
 from tests.watch.scene import head_process
 from workers.host.processes import start_time
-from workers.messages import WorkerState
 
 #: Of a run whose head is this process.
 MINE = replace(
@@ -51,16 +49,18 @@ MINE = replace(
 READ_ONLY = """
 import os, sys
 from pathlib import Path
-from orchestrator.record.archive import head_of, read_events, read_run
+from orchestrator.record.archive import read_events, read_run
 
-folder = Path(sys.argv[1])
-before = sorted(os.listdir(folder))
+place = Path(sys.argv[1])
 try:
-    (folder / "trial").touch()
+    (place / "trial").touch()
 except OSError:
     print("read-only")
-print(read_run(folder).outcome, [event.event for event in read_events(folder, ["run_started"])])
-assert sorted(os.listdir(folder)) == before
+for folder in sorted(place.iterdir()):
+    before = sorted(os.listdir(folder))
+    told = [event.event for event in read_events(folder, ["run_started"])]
+    print(folder.name, read_run(folder).outcome, told)
+    assert sorted(os.listdir(folder)) == before
 """
 
 IDS = ("20261120-051500-0b76", "20261120-051501-0b76", "20261121-000000-ffff")
@@ -146,27 +146,8 @@ def test_losses_and_restarts_are_what_the_slots_add_up_to(folder: Path, store: R
         assert (snapshot.steps_lost_upper_bound, snapshot.restart_count) == (35 + 2 * 12, 3)
 
 
-def test_a_run_without_slots_has_lost_what_it_said_itself(folder: Path) -> None:
-    store = RunStore(folder / STORE_NAME)
-    store.begin(MINE)
-    store.update(make_snapshot(make_row(), restart_count=4, steps_lost_upper_bound=7))
-    snapshot = read_run(folder).snapshot()
-    assert (snapshot.steps_lost_upper_bound, snapshot.restart_count) == (7, 4)
-
-
-@pytest.mark.parametrize("nonsense", [-5, None, "7", float("nan")])
-def test_a_counter_that_is_no_count_is_none(
-    folder: Path, store: RunStore, nonsense: object
-) -> None:
-    counters = {"steps_lost_upper_bound": nonsense, "restarts": nonsense}
-    store.slots([record(counters=counters, steps_at_risk=-40), record("pc2/0", counters={})])
-    store.end("good", 0, None, [])
-    snapshot = read_run(folder).snapshot()
-    assert (snapshot.steps_lost_upper_bound, snapshot.restart_count) == (12, 0)
-
-
 @pytest.mark.parametrize("elapsed_s", [0.0, 29.0, 29.1])
-@pytest.mark.parametrize("outcome", ["interrupted", "failed", "degraded", "good", "running"])
+@pytest.mark.parametrize("outcome", ["interrupted", "failed", "running"])
 def test_what_is_offered_to_be_resumed_is_what_resuming_accepts(
     folder: Path, store: RunStore, outcome: str, elapsed_s: float
 ) -> None:
@@ -189,28 +170,6 @@ def test_what_is_offered_to_be_resumed_is_what_resuming_accepts(
             environment_of(run)
 
 
-def test_a_row_keeps_what_makes_sense_of_it(folder: Path, store: RunStore) -> None:
-    store.slots(
-        [
-            record(
-                row={
-                    "steps_ok": 5,
-                    "size": "huge",
-                    "tflops": 1,
-                    "from_the_future": 1,
-                    "state": "NEW",
-                }
-            )
-        ]
-    )
-    store.commit()
-    row = read_run(folder).snapshot().rows[0]
-    assert row.counts.steps_ok == 5
-    assert row.size is None
-    assert row.tflops == 1
-    assert row.state == WorkerState.RUNNING
-
-
 def test_a_run_under_way_is_read_without_disturbing_it(folder: Path, store: RunStore) -> None:
     for number in range(50):
         store.event(event(number))
@@ -224,13 +183,7 @@ def test_a_run_under_way_is_read_without_disturbing_it(folder: Path, store: RunS
 
 @pytest.mark.parametrize(
     "changed",
-    [
-        {"head_started": "1"},
-        {"head_pid": 2**40},
-        {"head_pid": -1},
-        {"host": "elsewhere"},
-        {"head_started": None},
-    ],
+    [{"head_started": "1"}, {"head_pid": 2**40}, {"host": "elsewhere"}, {"head_started": None}],
 )
 def test_a_head_whose_process_is_another_now_was_killed(
     folder: Path, changed: dict[str, Any]
@@ -254,30 +207,32 @@ def test_a_killed_head_is_interrupted_before_its_parent_notes(tmp_path: Path) ->
     assert read_run(folder).outcome == "interrupted"
 
 
-@pytest.mark.parametrize(
-    ("kept", "files"),
-    [("all", 3), ("no shared memory", 2), ("closed in WAL mode", 1), ("ended", 1)],
-)
-def test_a_folder_that_cannot_be_written_can_be_read(tmp_path: Path, kept: str, files: int) -> None:
-    folder = tmp_path / IDS[0]
-    with begun_head(folder):
+def test_folders_that_cannot_be_written_can_be_read(tmp_path: Path) -> None:
+    with begun_head(tmp_path / "all"):
         pass
-    if kept == "no shared memory":
-        (folder / f"{STORE_NAME}-shm").unlink()
-    elif kept == "closed in WAL mode":
-        with closing(sqlite3.connect(folder / STORE_NAME)) as other:
-            other.execute("SELECT count(*) FROM runs").fetchone()
-    elif kept == "ended":
-        again = RunStore(folder / STORE_NAME)
-        again.begin(replace(MINE, head_started="1", run_id=IDS[0]))
-        again.end("good", 0, None, [])
-    assert len(list(folder.glob(f"{STORE_NAME}*"))) == files
+    for kept in ("no shared memory", "closed in WAL mode"):
+        shutil.copytree(tmp_path / "all", tmp_path / kept)
+    (tmp_path / "no shared memory" / f"{STORE_NAME}-shm").unlink()
+    with closing(sqlite3.connect(tmp_path / "closed in WAL mode" / STORE_NAME)) as other:
+        other.execute("SELECT count(*) FROM runs").fetchone()
+    shutil.copytree(tmp_path / "closed in WAL mode", tmp_path / "ended")
+    again = RunStore(tmp_path / "ended" / STORE_NAME)
+    again.begin(replace(MINE, head_started="1", run_id="ended"))
+    again.end("good", 0, None, [])
+    files = {place.name: len(list(place.glob(f"{STORE_NAME}*"))) for place in tmp_path.iterdir()}
+    assert files == {"all": 3, "no shared memory": 2, "closed in WAL mode": 1, "ended": 1}
 
     mount = 'mount --bind "$1" "$1"; mount -o remount,ro,bind "$1"; exec "$2" -c "$3" "$1"'
-    done = namespaced(mount, str(folder), sys.executable, READ_ONLY)
+    done = namespaced(mount, str(tmp_path), sys.executable, READ_ONLY)
     assert done.returncode == 0, done.stderr
-    outcome = "good" if kept == "ended" else "interrupted"
-    assert done.stdout.splitlines() == ["read-only", f"{outcome} ['run_started']"]
+    read = "['run_started']"
+    assert done.stdout.splitlines() == [
+        "read-only",
+        f"all interrupted {read}",
+        f"closed in WAL mode interrupted {read}",
+        f"ended good {read}",
+        f"no shared memory interrupted {read}",
+    ]
 
 
 def test_a_folder_without_a_store_says_so(tmp_path: Path) -> None:
@@ -332,29 +287,23 @@ ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELEC
     ("harm", "word"),
     [
         (b"this is a text" * 1000, "not a database"),
-        (random.Random(1).randbytes(100_000), "not a database"),  # noqa: S311 - no secrets
         ("UPDATE meta SET value = '3'", "another version"),
         ("UPDATE meta SET value = 'two'", "damaged"),
         ("DELETE FROM meta", "which schema"),
         ("DROP TABLE slots", "no such table"),
         ("ALTER TABLE runs DROP COLUMN mode", "damaged"),
         ("UPDATE runs SET elapsed_s = 'long'", "elapsed_s cannot be"),
-        ("UPDATE runs SET elapsed_s = 9e999", "elapsed_s cannot be"),
         ("UPDATE runs SET faults = '[1]'", "faults"),
-        ("UPDATE runs SET notices = '{}'", "notices"),
-        ("UPDATE runs SET nodes_planned = '[[]]'", "nodes_planned"),
         ("UPDATE slots SET state = 'HAPPY'", "HAPPY"),
         ("UPDATE slots SET row = x'ff'", "row cannot be"),
         ("UPDATE slots SET row = '" + "[" * 100_000 + "'", "damaged"),
         # Made to keep its reader busy.
         (f"ALTER TABLE runs RENAME TO r; CREATE VIEW runs AS {ENDLESS}", "runs is no table"),
-        (f"ALTER TABLE meta RENAME TO m; CREATE VIEW META AS {ENDLESS}", "meta is no table"),
         ("DROP TABLE slots; CREATE VIRTUAL TABLE slots USING fts5(slot)", "slots is no table"),
         (
             "ALTER TABLE runs ADD COLUMN more AS (instr(hex(zeroblob(8000000)), 'x'))",
             "computed columns",
         ),
-        ("UPDATE runs SET config_yaml = zeroblob(16777217)", "too big"),
         ("UPDATE slots SET row = hex(zeroblob(9000000))", "too big"),
     ],
     ids=lambda value: repr(value[:40]),
@@ -396,20 +345,7 @@ def test_ctrl_c_ends_a_look_that_takes_long(folder: Path, store: RunStore) -> No
         signal.signal(signal.SIGALRM, before)
 
 
-def test_no_more_slots_and_events_are_read_than_there_can_be(
-    folder: Path, store: RunStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(archive, "_SLOTS_MOST", 3)
-    monkeypatch.setattr(archive, "EVENTS_MOST", 3)
-    store.slots(record(f"pc3/{index}") for index in range(5))
-    for number in range(5):
-        store.event(event(number))
-    store.commit()
-    assert [slot.slot for slot in read_run(folder).slots] == ["pc1/0", "pc2/0", "pc3/0"]
-    assert [event.details["number"] for event in read_events(folder, ["numbered"])] == [2, 3, 4]
-
-
-@pytest.mark.parametrize("kind", ["pipe", "link", "folder", "socket", "huge"])
+@pytest.mark.parametrize("kind", ["pipe", "link", "folder", "huge"])
 @pytest.mark.parametrize("name", [STORE_NAME, "summary.json", "head.json"])
 def test_what_only_has_the_name_of_a_file_of_ours_is_not_read(
     folder: Path, name: str, kind: str
@@ -422,8 +358,6 @@ def test_what_only_has_the_name_of_a_file_of_ours_is_not_read(
         path.symlink_to("elsewhere")
     elif kind == "folder":
         path.mkdir()
-    elif kind == "socket":
-        os.mknod(path, stat.S_IFSOCK | 0o600)
     else:
         path.write_bytes(b"{}" + b" " * (16 * 2**20 - 1))
     assert (summary_of(folder), head_of(folder)) == (None, None)
@@ -454,9 +388,9 @@ def test_a_run_is_found_by_its_name_its_end_or_as_the_latest(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "run_id",
     [
-        "", ".", "..", "../secret", "/etc", "20261120-051500-0b76/..", "20261120-051500-0b76\n", "20261120-051500-0B76",
-        "\u0662026112-051500-0b76", "%", "*", "20261120-051500-zzzz", "\0", "\ud800", "x" * 100_000, "-", "----",
-        "20261122-000000-aaaa", "20261123-000000-aaaa", "20261124-000000-aaaa", "secret", "\x1b[2J",
+        "", "..", "../secret", "20261120-051500-0b76/..", "20261120-051500-0b76\n", "20261120-051500-0B76",
+        "\u0662026112-051500-0b76", "*", "\0", "\ud800", "x" * 100_000, "-", "20261122-000000-aaaa",
+        "20261123-000000-aaaa", "20261124-000000-aaaa", "secret", "\x1b[2J",
     ],
 )  # fmt: skip
 def test_a_hostile_name_leads_nowhere(tmp_path: Path, run_id: str) -> None:

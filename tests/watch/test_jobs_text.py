@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -53,20 +54,17 @@ def test_a_table_of_jobs_says_why_those_wait_that_do_not_work() -> None:
     assert [line.plain for line in lines[-2:]] == ["lr-2: memory ran out", "lr-1: pc1 runs lr-0"]
 
 
-def test_a_narrow_table_of_jobs_keeps_name_state_and_step() -> None:
-    (title, line) = table_lines(view.jobs_table(queue_of(TRAINED)), 22)
-    assert title.plain.split() == ["job", "state", "step"]
-    assert line.plain.split() == ["lr-0", "RUNNING", "40/100"]
-
-
 def test_hostile_text_is_one_harmless_line() -> None:
-    hostile = make_standing(HOSTILE, "FAILED", reason=HOSTILE, last_error=HOSTILE)
+    broken = {"value": math.nan, "best": math.inf}
+    hostile = make_standing(HOSTILE, "FAILED", reason=HOSTILE, last_error=HOSTILE, **broken)
     queue = queue_of(hostile, held=HOSTILE)
     tables = (view.jobs_table(queue), view.results_table(queue))
     said = [line.plain for table in tables for line in table_lines(table, 100)]
     said += [view.summary_line(queue), *view.job_lines(hostile, (), queue)]
     said += view.results_csv(queue).splitlines()
     assert all(line.isprintable() for line in said)
+    (job,) = json.loads(view.object_text(view.queue_object(queue)))["jobs"]
+    assert (job["job_metric"], job["job_best"]) == (None, None)
 
 
 def test_what_a_process_told_last_counts() -> None:
@@ -144,8 +142,8 @@ def test_a_job_in_full_tells_its_attempts() -> None:
     lines = view.job_lines(TRAINED, records, queue_of(TRAINED))
     happened = lines[lines.index("what happened") + 1 :]
     assert [line.split(maxsplit=1)[1] for line in happened] == [
-        "attempt 1 on pc1 with 9.00 GiB, alone",
-        "attempt 1 ended at step 12: out of memory: no room",
+        "assigned: attempt 1, card pc1, budget 9216 MiB, alone yes",
+        "attempt ended: attempt 1, cause out of memory, text no room, step 12",
     ]
 
 
@@ -156,15 +154,8 @@ def test_a_lost_node_is_told_apart_from_an_asked_end() -> None:
     rested = Rested(at_s=NOW_S, job="lr-0", attempt=1, step=7)
     records = [place, asked, word, rested, place, rested]
     lines = view.job_lines(TRAINED, records, queue_of(TRAINED))
-    said = [line.split(maxsplit=1)[1] for line in lines if "node" in line or "saved" in line]
-    assert said == ["saved and ended at step 7", "its node was lost"]
-
-
-def test_json_has_flat_keys_and_no_value_that_is_not_finite() -> None:
-    queue = queue_of(make_standing("a", "RUNNING", value=float("nan"), best=float("inf")))
-    (job,) = json.loads(view.json_text(queue))["jobs"]
-    assert {key.partition("_")[0] for key in job} == {"job"}
-    assert (job["job_metric"], job["job_best"]) == (None, None)
+    said = [line.split(maxsplit=1)[1] for line in lines if "step 7" in line]
+    assert said == ["rested: attempt 1, step 7", "its node was lost: attempt 1, step 7"]
 
 
 def results_of(*, is_min: bool) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import re
@@ -21,7 +20,6 @@ from orchestrator.record.events import EventLog
 from orchestrator.record.store import (
     COUNTERS,
     EVENTS_KEPT,
-    FAULTS_KEPT,
     STORE_NAME,
     ProgressLine,
     RunStore,
@@ -127,14 +125,6 @@ def test_samples_go_on_after_the_clock_was_set_back(path: Path, store: RunStore)
     assert read(path, "SELECT at_unix_s FROM samples") == [(1000.0,), (1001.0,), (5000.0,)]
 
 
-def test_the_last_sample_may_fall_on_the_one_before(path: Path, store: RunStore) -> None:
-    store.update(make_snapshot(make_row()))
-    store.close(make_snapshot(make_row(steps_ok=500)))
-
-    assert store.problem is None
-    assert read(path, "SELECT steps_ok FROM samples") == [(500,)]
-
-
 def test_a_transaction_holds_all_that_waited(path: Path, store: RunStore) -> None:
     store.slots([record(), record("pc1/1")])
     store.slots([record(next_sequence=4)])
@@ -180,7 +170,7 @@ def test_progress_counts_before_the_record_of_its_slot(path: Path, store: RunSto
     assert (second.next_sequence, second.counters) == (3, record().counters)
 
 
-@pytest.mark.parametrize(("counted", "told"), [(2**70, 2**63 - 1), (math.nan, 0), (math.inf, 0)])
+@pytest.mark.parametrize(("counted", "told"), [(2**70, 2**63 - 1), (math.nan, 0)])
 def test_progress_with_an_impossible_counter_is_written(
     path: Path, store: RunStore, counted: float, told: int
 ) -> None:
@@ -189,13 +179,6 @@ def test_progress_with_an_impossible_counter_is_written(
     store.commit()
     assert store.problem is None
     assert read_run(path.parent).slots[0].counters["steps_ok"] == told
-
-
-def test_many_workers_are_sampled_less_often(path: Path, store: RunStore) -> None:
-    rows = tuple(make_row(slot=f"pc1/{number}") for number in range(300))
-    for second in range(15):
-        store.update(make_snapshot(*rows, elapsed_s=float(second)))
-    assert read(path, "SELECT count(DISTINCT at_unix_s) FROM samples") == [(3,)], "every 7 s"
 
 
 def test_another_head_goes_on_where_the_first_one_stopped(path: Path) -> None:
@@ -237,39 +220,9 @@ def test_another_head_keeps_the_chaos_of_the_heads_before(path: Path) -> None:
     assert read(path, query) == [("oom=1", both)]
 
 
-def test_the_faults_of_all_heads_are_bounded(path: Path) -> None:
-    for head in range(3):
-        own = [{"head": head, "number": number} for number in range(4000)]
-        resumed(path, "kill=3", head).end("interrupted", 130, None, own)
-    ((kept,),) = read(path, "SELECT faults FROM runs")
-    faults = json.loads(kept)
-    assert len(faults) == FAULTS_KEPT
-    assert (faults[0], faults[-1]) == ({"head": 0, "number": 2000}, {"head": 2, "number": 3999})
-
-
-@pytest.mark.parametrize("nonsense", ["", "{}", "[1]", "[" * 100_000, b"\xff", 7])
-def test_faults_that_are_none_do_not_keep_the_new_ones_out(path: Path, nonsense: object) -> None:
-    resumed(path, None, 1).end("interrupted", 130, None, [])
-    with closing(sqlite3.connect(path, isolation_level=None)) as other:
-        other.execute("UPDATE runs SET faults = ?", [nonsense])
-    head = resumed(path, None, 2)
-    head.end("good", 0, None, [{"kind": "oom"}])
-    assert head.problem is None
-    assert read(path, "SELECT faults FROM runs") == [('[{"kind":"oom"}]',)]
-
-
-def test_a_run_that_never_began_is_no_problem(path: Path) -> None:
-    store = RunStore(path)
-    store.event(event(1))
-    store.end("failed", 3, "no cluster", [])
-
-    assert (store.problem, numbers(path)) == (None, [1])
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_a_killed_writer_leaves_what_it_committed(path: Path, seed: int) -> None:
+def test_a_killed_writer_leaves_what_it_committed(path: Path) -> None:
     """In several lives, each killed at a random moment after it began to write."""
-    chance = random.Random(seed)  # noqa: S311 - moments, not secrets
+    chance = random.Random()  # noqa: S311 - moments, not secrets
     turns_before = 0
     for life in range(1, 4):
         with head_process(path.parent) as head:
@@ -362,7 +315,7 @@ def test_a_sample_that_the_next_one_overtakes_is_a_gap(tmp_path: Path) -> None:
     assert read(later, "SELECT incomplete FROM runs") == [(1,)]
 
 
-@pytest.mark.parametrize("taken", ["file", "log", "both", "all"])
+@pytest.mark.parametrize("taken", ["file", "log", "all"])
 def test_a_removed_file_is_made_again_with_all_that_is_known(
     path: Path, store: RunStore, taken: str
 ) -> None:
@@ -371,9 +324,7 @@ def test_a_removed_file_is_made_again_with_all_that_is_known(
     store.progress([moved_on(500, slot="pc1/1")])
     store.event(event(1))
     store.commit()
-    suffixes = {"file": [""], "log": ["-wal"], "both": ["", "-wal"], "all": ["", "-wal", "-shm"]}[
-        taken
-    ]
+    suffixes = {"file": [""], "log": ["-wal"], "all": ["", "-wal", "-shm"]}[taken]
     for suffix in suffixes:
         path.with_name(STORE_NAME + suffix).unlink()
     store.slots([record(next_sequence=8)])
@@ -391,7 +342,7 @@ def test_a_removed_file_is_made_again_with_all_that_is_known(
     assert read_run(path.parent).outcome == "good"
 
 
-@pytest.mark.parametrize("place", ["nowhere/run", "text/run", "text", "/proc/run", "/dev/full"])
+@pytest.mark.parametrize("place", ["nowhere/run", "text", "/dev/full"])
 def test_what_cannot_be_written_at_the_end_is_a_gap(tmp_path: Path, place: str) -> None:
     (tmp_path / "text").write_bytes(b"this is no database" * 100)
     store = RunStore(tmp_path / place)
@@ -404,61 +355,30 @@ def test_what_cannot_be_written_at_the_end_is_a_gap(tmp_path: Path, place: str) 
 @pytest.mark.parametrize(
     "hostile",
     [
-        {"slot": "'; DROP TABLE samples; --"}, {"slot": "\udc80"},
-        {"reason": "a\0b\n\x1b[2J"}, {"next_sequence": 2**200},
-        {"counters": {"work_flop": math.inf}}, {"resume": {"learned": math.nan}}, {"row": {"size": 10**5000}},
-        {"row": {1: {2, 3}}}, {"row": {"text": "\ud800"}},
+        {"slot": "\udc80"},
+        {"reason": "a\0b\n\x1b[2J"},
+        {"next_sequence": 2**200},
+        {"counters": {"work_flop": math.inf}},
+        {"resume": {"learned": math.nan}},
+        {"row": {"size": 10**5000}},
+        {"row": {1: {2, 3}}},
     ],
-)  # fmt: skip
+)
 def test_a_hostile_value_does_not_keep_the_others_out(
     path: Path, store: RunStore, hostile: dict[str, Any]
 ) -> None:
     store.slots([record("pc1/7"), record(**{"node": "pc1", **hostile})])
     store.event(event(1))
-    store.commit()
+    samples = (make_row(size=2**63, steps_ok=2**70, tflops=math.inf), make_row(slot="\udc80"))
+    store.update(make_snapshot(*samples, elapsed_s=math.nan, notices=("\udc80",)))
 
     assert (store.problem, store.incomplete) == (None, False)
     assert numbers(path) == [1]
+    assert read(path, "SELECT count(*) FROM samples") == [(2,)]
     run = read_run(path.parent)
     assert [slot.node for slot in run.slots] == ["pc1", "pc1"]
     assert len(run.snapshot().rows) == 2
-    if "counters" in hostile:
-        assert run.slots[1].counters["work_flop"] == 0
-
-
-@pytest.mark.parametrize(
-    "changed", [{"size": 2**63}, {"slot": "\udc80"}, {"steps_ok": 2**70}, {"tflops": math.inf}]
-)
-def test_a_hostile_sample_does_not_keep_the_others_out(
-    path: Path, store: RunStore, changed: dict[str, Any]
-) -> None:
-    store.update(
-        make_snapshot(
-            make_row(**changed), make_row(slot="pc1/9"), elapsed_s=math.nan, notices=("\udc80",)
-        )
-    )
-    assert store.problem is None
-    assert read(path, "SELECT count(*) FROM samples") == [(2,)]
-    assert read_run(path.parent).notices == ("\udc80",)
-
-
-def test_the_diary_tells_the_store_whatever_it_is_told(
-    path: Path, store: RunStore, tmp_path: Path
-) -> None:
-    log = EventLog(tmp_path / "nowhere" / "events.jsonl", lambda: 1_700_000_000.5, also=store.event)
-    log.write("boom\udc80", slot="pc1/0", number=math.nan, at="mine", huge=10**5000, path=Path("x"))
-    log.write("quiet")
-    store.commit()
-
-    assert log.incomplete
-    assert not store.incomplete
-    assert read(path, "SELECT at, event, slot FROM events") == [
-        ("2023-11-14T22:13:20.500Z", "boom\\udc80", "pc1/0"),
-        ("2023-11-14T22:13:20.500Z", "quiet", None),
-    ]
-    ((details,), _) = read(path, "SELECT details FROM events")
-    assert json.loads(details).keys() == {"number", "at_", "huge", "path"}
-    assert json.loads(details)["number"] is None
+    assert run.notices == ("\udc80",)
 
 
 def test_a_gap_is_still_told_when_writing_goes_on(tmp_path: Path) -> None:

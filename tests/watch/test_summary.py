@@ -8,11 +8,11 @@ import pickle
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.core.slot import HeadState, slot_state
-from orchestrator.record.model import STATES_WORST_FIRST, Row, natural_order, worst_first
+from orchestrator.record.model import STATES_WORST_FIRST, Row, worst_first
 from orchestrator.record.summary import (
     failure_dict,
     summary_dict,
@@ -70,20 +70,6 @@ def test_worst_first_by_state_then_trouble_then_natural_slot() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", ["", "7", "pc/٣", "a" * 50 + "9" * 5000, "1/2/3"])
-def test_natural_order_takes_any_name(name: str) -> None:
-    assert natural_order(name) < natural_order("z")
-
-
-def test_sums_before_anything_is_known() -> None:
-    snapshot = make_snapshot(
-        make_row(tflops=None, steps_ok=0), make_row(tflops=math.nan, steps_ok=0)
-    )
-
-    assert snapshot.tflops_total is None
-    assert snapshot.counts.success_rate is None
-
-
 def test_oom_steps_count_against_the_success_rate() -> None:
     snapshot = make_snapshot(
         make_row(steps_ok=90, steps_oom=6), make_row(steps_ok=0, steps_error=4, tflops=None)
@@ -101,14 +87,10 @@ def test_a_row_survives_json_and_pickle() -> None:
     assert pickle.loads(pickle.dumps(row)) == row  # noqa: S301 - our own bytes
 
 
-def test_a_row_from_a_newer_version_is_read_without_its_news() -> None:
-    assert Row.from_dict({**make_row().to_dict(), "fan_rpm": 1200}) == make_row()
-
-
 def test_a_value_of_a_wrong_type_is_left_unknown() -> None:
-    told = {**make_row().to_dict(), "size": "big", "steps_ok": True}
+    told = {**make_row(tflops=math.inf).to_dict(), "size": "big", "steps_ok": True, "fan_rpm": 1}
     row = Row.from_dict(told)
-    assert (row.size, row.counts.steps_ok, row.batch) == (None, 0, 128)
+    assert (row.size, row.counts.steps_ok, row.batch, row.tflops) == (None, 0, 128, None)
 
 
 def test_a_row_without_a_state_is_refused() -> None:
@@ -116,10 +98,6 @@ def test_a_row_without_a_state_is_refused() -> None:
         Row.from_dict({"slot": "pc1/0"})
     with pytest.raises(ValueError, match="HAPPY"):
         Row.from_dict({**make_row().to_dict(), "state": "HAPPY"})
-
-
-def test_numbers_that_are_not_finite_become_unknown() -> None:
-    assert make_row(tflops=math.inf, power_w=math.nan).to_dict()["tflops"] is None
 
 
 AT = "2026-01-01T00:00:00Z"
@@ -132,6 +110,7 @@ KEYS = (
 )
 
 
+@settings(max_examples=30)
 @given(st.lists(ANY_ROW, max_size=4), st.floats(), st.text(max_size=20))
 def test_any_rows_make_valid_json(rows: list[Row], elapsed_s: float, notice: str) -> None:
     snapshot = make_snapshot(*rows, elapsed_s=elapsed_s, notices=(notice,), now_unix_s=0.0)

@@ -7,9 +7,10 @@ import base64
 import json
 import os
 import shutil
-import signal
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import aiohttp
 import psutil
 import pytest
 
-from tests.scene import PATIENCE_S
+from tests.scene import PATIENCE_S, wait_for
 
 CHROMIUM = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -30,13 +31,11 @@ needs_chromium = pytest.mark.skipif(
 class Browser:
     """One page in a browser of its own."""
 
-    def __init__(
-        self, socket: aiohttp.ClientWebSocketResponse, process: asyncio.subprocess.Process
-    ) -> None:
+    def __init__(self, runner: asyncio.Runner, socket: aiohttp.ClientWebSocketResponse) -> None:
+        self._run = runner.run
         self._socket = socket
         self._number = 0
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
-        self.process = process
         self.events: list[dict[str, Any]] = []
         """All that the browser told: requests, responses, messages of the console."""
 
@@ -48,51 +47,56 @@ class Browser:
             else:
                 self.events.append(told)
 
-    async def do(self, method: str, **parameters: object) -> dict[str, Any]:
-        self._number += 1
-        answer = self._waiting[self._number] = asyncio.get_running_loop().create_future()
-        await self._socket.send_json({"id": self._number, "method": method, "params": parameters})
-        told = await asyncio.wait_for(answer, PATIENCE_S)
+    def do(self, method: str, **parameters: object) -> dict[str, Any]:
+        async def done() -> dict[str, Any]:
+            self._number += 1
+            answer = self._waiting[self._number] = asyncio.get_running_loop().create_future()
+            order = {"id": self._number, "method": method, "params": parameters}
+            await self._socket.send_json(order)
+            return await asyncio.wait_for(answer, PATIENCE_S)
+
+        told = self._run(done())
         assert "error" not in told, told
         return told["result"]
 
-    async def js(self, code: str) -> Any:
-        told = await self.do(
-            "Runtime.evaluate", expression=code, awaitPromise=True, returnByValue=True
-        )
+    def js(self, code: str) -> Any:
+        told = self.do("Runtime.evaluate", expression=code, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in told, told
         return told["result"].get("value")
 
-    async def until(self, code: str) -> Any:
+    def until(self, code: str) -> Any:
         """Wait until an expression is true; return its value.
 
         While a page loads there may be nothing to ask.
         """
-        return await until(
-            lambda: self.js(f"(() => {{ try {{ return {code} }} catch {{ return null }} }})()"),
-            code,
-        )
+        tried = f"(() => {{ try {{ return {code} }} catch {{ return null }} }})()"
+        ends_s = time.monotonic() + PATIENCE_S
+        while time.monotonic() < ends_s:
+            if answer := self.js(tried):
+                return answer
+            self.rest(0.05)
+        raise AssertionError(f"no {code} within {PATIENCE_S:.0f} s")
 
-    async def key(self, key: str, text: str | None = None) -> None:
+    def rest(self, seconds: float) -> None:
+        """Leave the time to the server and the browser."""
+        self._run(asyncio.sleep(seconds))
+
+    def key(self, key: str, text: str | None = None) -> None:
         for kind in ("keyDown", "keyUp"):
             more = {"text": text or key} if kind == "keyDown" and (text or len(key) == 1) else {}
-            await self.do("Input.dispatchKeyEvent", type=kind, key=key, **more)
+            self.do("Input.dispatchKeyEvent", type=kind, key=key, **more)
 
-    async def resize(self, width: int, height: int, *, dark: bool, to: Path | None) -> None:
+    def resize(self, width: int, height: int, *, dark: bool, to: Path | None) -> None:
         """Give the window this size and scheme; keep a picture of it in a file, if one is named."""
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
-        await self.do("Emulation.setEmulatedMedia", features=scheme)
-        await self.do(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=height,
-            deviceScaleFactor=1,
-            mobile=False,
-        )
-        await asyncio.sleep(0.3 if to is None else 1.0)
+        self.do("Emulation.setEmulatedMedia", features=scheme)
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self.do("Emulation.setDeviceMetricsOverride", **size)
+        self.rest(0.3 if to is None else 1.0)
         if to is not None:
-            told = await self.do("Page.captureScreenshot", format="png")
-            to.write_bytes(base64.b64decode(told["data"]))
+            to.write_bytes(
+                base64.b64decode(self.do("Page.captureScreenshot", format="png")["data"])
+            )
 
     def requests(self) -> list[str]:
         return [
@@ -103,66 +107,49 @@ class Browser:
 
     def complaints(self) -> list[str]:
         """What the console said: errors of scripts, and what the content security policy has blocked."""
-        exceptions = [
-            str(told["params"])
-            for told in self.events
-            if told["method"] == "Runtime.exceptionThrown"
-        ]
-        entries = [
-            told["params"]["entry"] for told in self.events if told["method"] == "Log.entryAdded"
-        ]
+        told = [(each["method"], each["params"]) for each in self.events]
+        exceptions = [str(more) for method, more in told if method == "Runtime.exceptionThrown"]
+        entries = [more["entry"] for method, more in told if method == "Log.entryAdded"]
         return exceptions + [
             f"{each['text']} {each.get('url')}" for each in entries if each["source"] != "network"
         ]
 
 
-async def until(ask: Callable[[], Any], what: str) -> Any:
-    """Ask until the answer is true; return it. `wait_for` of `tests.scene` for coroutines."""
-    ends_s = asyncio.get_running_loop().time() + PATIENCE_S
-    while asyncio.get_running_loop().time() < ends_s:
-        if answer := await ask():
-            return answer
-        await asyncio.sleep(0.05)
-    raise AssertionError(f"no {what} within {PATIENCE_S:.0f} s")
-
-
-@asynccontextmanager
-async def browser(folder: Path, *options: str) -> AsyncIterator[Browser]:
+@contextmanager
+def browser(folder: Path, runner: asyncio.Runner) -> Iterator[Browser]:
     """Start a browser with its own profile in `folder`; it ends with all its children."""
     assert CHROMIUM is not None
-    process = await asyncio.create_subprocess_exec(
+    command = [
         CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
-        "--remote-debugging-port=0", f"--user-data-dir={folder / 'profile'}", *options, "about:blank",
-        stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL, start_new_session=True,
-        env={**os.environ, "HOME": str(folder)},
-    )  # fmt: skip
+        "--remote-debugging-port=0", f"--user-data-dir={folder / 'profile'}", "about:blank",
+    ]  # fmt: skip
+    silent, home = subprocess.DEVNULL, {**os.environ, "HOME": str(folder)}
+    process = psutil.Popen(command, stdout=silent, stderr=silent, start_new_session=True, env=home)
     told = folder / "profile" / "DevToolsActivePort"
+
+    async def opened(session: aiohttp.ClientSession, port: str) -> aiohttp.ClientWebSocketResponse:
+        async with session.get(f"http://127.0.0.1:{port}/json") as answer:
+            (page,) = [each for each in await answer.json() if each["type"] == "page"]
+        return await session.ws_connect(page["webSocketDebuggerUrl"], max_msg_size=0)
+
+    async def begun() -> aiohttp.ClientSession:
+        return aiohttp.ClientSession()
+
+    session = runner.run(begun())
     try:
-        async with aiohttp.ClientSession() as session:
-
-            async def port() -> str:
-                lines = told.read_text().splitlines() if told.exists() else []
-                return lines[0] if len(lines) == 2 else ""
-
-            found = await until(port, "port of the browser")
-            async with session.get(f"http://127.0.0.1:{found}/json") as answer:
-                (page,) = [each for each in await answer.json() if each["type"] == "page"]
-            async with session.ws_connect(page["webSocketDebuggerUrl"], max_msg_size=0) as socket:
-                made = Browser(socket, process)
-                listening = asyncio.create_task(made.listen())
-                for domain in ("Page", "Network", "Runtime", "Log", "Performance"):
-                    await made.do(f"{domain}.enable")
-                yield made
-                listening.cancel()
-    finally:
-        children = (
-            psutil.Process(process.pid).children(recursive=True)
-            if process.returncode is None
-            else []
+        lines = wait_for(
+            lambda: told.exists() and len(lines := told.read_text().splitlines()) == 2 and lines,
+            "port of the browser",
         )
-        for each in children:
+        made = Browser(runner, runner.run(opened(session, lines[0])))
+        listening = runner.get_loop().create_task(made.listen())
+        for domain in ("Page", "Network", "Runtime", "Log"):
+            made.do(f"{domain}.enable")
+        yield made
+        listening.cancel()
+    finally:
+        runner.run(session.close())
+        for each in [*process.children(recursive=True), process]:
             with suppress(psutil.Error):
-                each.send_signal(signal.SIGKILL)
-        with suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
+                each.kill()
+        process.wait()

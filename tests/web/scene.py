@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import os
 import socket
 import time
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+from aiohttp import web
 
+from orchestrator.jobs.journal import JOURNAL_NAME, QUEUE_NAME, Journal
+from orchestrator.jobs.model import Submitted
 from orchestrator.record.model import STATES_WORST_FIRST, Row
 from orchestrator.record.store import STORE_NAME, RunFacts, RunStore
 from orchestrator.view.web.guard import Access
 from orchestrator.view.web.server import Site
-from orchestrator.view.web.serving import port_of, started
-from tests.factories import FACTS, GIB, event, make_row, make_snapshot, record
+from orchestrator.view.web.serving import SERVED
+from tests.factories import FACTS, GIB, event, make_job, make_row, make_snapshot, record
+from tests.scene import PATIENCE_S
 from workers.host.processes import start_time
 from workers.messages import WorkerState
 
@@ -49,21 +54,14 @@ def facts_here(run_id: str, **changed: object) -> RunFacts:
     return replace(here, **changed)  # type: ignore[arg-type]  # of any field
 
 
-def rows_at(second: float, slots: int, *, varied: bool = True) -> list[Row]:
-    """Return rows that change from second to second.
-
-    With `varied` the first ones are in trouble.
-    """
-    states = (
-        [*STATES_WORST_FIRST[:10], *([WorkerState.RUNNING] * slots)]
-        if varied
-        else [WorkerState.RUNNING] * slots
-    )
+def rows_at(second: float, slots: int) -> list[Row]:
+    """Return rows that change from second to second; the first ones are in trouble."""
+    states = [*STATES_WORST_FIRST[:10], *([WorkerState.RUNNING] * slots)]
     per_node = max(1, (slots + 1) // 2)
     made = []
     for index in range(slots):
         wave, node = math.sin(second / 40 + index), 1 + index // per_node
-        state = states[(index * 7) % len(states)] if varied else states[index]
+        state = states[(index * 7) % len(states)]
         gib = 1.9 + 0.5 * wave
         row = make_row(
             slot=f"pc{node}/{index % per_node}",
@@ -88,32 +86,23 @@ def rows_at(second: float, slots: int, *, varied: bool = True) -> list[Row]:
 def put_turn(store: RunStore, second: float, rows: list[Row], **changed: object) -> None:
     """Write what one turn of the head writes."""
     store.slots(
-        record(
-            row.slot,
-            node=row.node,
-            state=row.state.value,
-            reason=row.reason,
-            counters={},
-            row=row.to_dict(),
-        )
+        record(row.slot, node=row.node, state=row.state.value, reason=row.reason, row=row.to_dict())
         for row in rows
     )
     usual = {"started_at": STARTED_UNIX_S, "duration_s": 3600.0}
     store.update(make_snapshot(*rows, elapsed_s=second, **{**usual, **changed}))
 
 
-def make_run(
-    folder: Path, slots: int = 10, seconds: int = SECONDS, *, varied: bool = True, run: str = ""
-) -> RunStore:
+def make_run(folder: Path, slots: int = 10, seconds: int = SECONDS) -> RunStore:
     """Make a run that goes on: its store is open.
 
     It has samples of every tenth second, and some events.
     """
     folder.mkdir(parents=True, exist_ok=True)
     store = RunStore(folder / STORE_NAME)
-    store.begin(facts_here(run or folder.name, duration_s=3600.0, started_at_unix_s=STARTED_UNIX_S))
+    store.begin(facts_here(folder.name, duration_s=3600.0, started_at_unix_s=STARTED_UNIX_S))
     for second in range(0, seconds + 1, 10):
-        rows = rows_at(second, slots, varied=varied)
+        rows = rows_at(second, slots)
         if second == 0:
             for row in rows[:20]:
                 add_state(store, 5, row.slot, "STARTING", "RUNNING", "opened its device")
@@ -123,34 +112,50 @@ def make_run(
     return store
 
 
-def at(second: float) -> str:
-    """Return a moment of the run as events tell it."""
-    return (
-        datetime.fromtimestamp(STARTED_UNIX_S + second, tz=UTC).isoformat().replace("+00:00", "Z")
-    )
+def with_queue(folder: Path, *names: str) -> Path:
+    """Give the folder of a run a queue of jobs."""
+    (folder / QUEUE_NAME).mkdir()
+    journal = Journal(folder / QUEUE_NAME / JOURNAL_NAME)
+    journal.append([Submitted(at_s=0.0, job=make_job(name)) for name in names])
+    journal.close()
+    return folder
 
 
 def add_state(
     store: RunStore, second: float, slot: str, before: str, after: str, cause: str
 ) -> None:
     """Add a change of state to the events."""
+    at = datetime.fromtimestamp(STARTED_UNIX_S + second, tz=UTC)
     told = event(name="state", from_state=before, to_state=after, cause=cause)
-    store.event({**told, "at": at(second), "slot": slot})
+    store.event({**told, "at": at.isoformat().replace("+00:00", "Z"), "slot": slot})
 
 
-@asynccontextmanager
-async def serving(
-    folder: Path, *, port: int = 0, control: bool = False, run_id: str = "latest"
-) -> AsyncIterator[Server]:
-    """Serve the page of the runs beside a folder in this very process."""
+@contextmanager
+def serving(
+    folder: Path,
+    *,
+    port: int = 0,
+    control: bool = False,
+    run_id: str = "latest",
+    runner: asyncio.Runner | None = None,
+) -> Iterator[Server]:
+    """Serve the page of the runs beside a folder, whenever the test asks or waits."""
     access = Access(token="page" * 10, metrics_token="metrics" * 6, with_control=control)
     site = Site(folder.parent, access, run_id)
-    runner = await started(site.page_application(), "127.0.0.1", port)
-    try:
-        async with aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True)) as session:
-            yield Server(site=site, port=port_of(runner), session=session)
-    finally:
-        await runner.cleanup()
+    with asyncio.Runner() if runner is None else nullcontext(runner) as loop:
+        served = web.AppRunner(site.application(), **SERVED)
+
+        async def begin() -> aiohttp.ClientSession:
+            await served.setup()
+            await web.TCPSite(served, "127.0.0.1", port, reuse_address=True).start()
+            return aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True))
+
+        session = loop.run(begin())
+        try:
+            yield Server(site=site, port=served.addresses[0][1], session=session, runner=loop)
+        finally:
+            loop.run(session.close())
+            loop.run(served.cleanup())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +165,7 @@ class Server:
     site: Site
     port: int
     session: aiohttp.ClientSession
+    runner: asyncio.Runner
 
     @property
     def url(self) -> str:
@@ -170,29 +176,53 @@ class Server:
         """What `web` prints."""
         return f"{self.url}/?token={self.site.access.token}"
 
-    async def ask(self, path: str, token: str | None = None, **more: Any) -> Answer:
+    def ask(self, path: str, token: str | None = None, **more: Any) -> Answer:
         """Ask as a program does: with the token of the page, or another one; "" sends none."""
         token = self.site.access.token if token is None else token
         headers = {"Authorization": f"Bearer {token}"} if token else {}
-        headers |= more.pop("headers", {})
-        method = "POST" if more else "GET"
-        async with self.session.request(
-            method, f"{self.url}{path}", headers=headers, allow_redirects=False, **more
-        ) as answer:
-            return Answer(answer.status, answer.headers, await answer.read())
 
-    async def events(self, query: str = "") -> AsyncIterator[tuple[str, Any]]:
+        async def asked() -> Answer:
+            async with self.session.request(
+                "POST" if more else "GET",
+                f"{self.url}{path}",
+                headers=headers,
+                allow_redirects=False,
+                **more,
+            ) as answer:
+                return Answer(answer.status, answer.headers, await answer.read())
+
+        return self.runner.run(asked())
+
+    def events(self) -> Iterator[tuple[str, Any]]:
         """Follow the stream: yield the kind and the data of each event."""
         headers = {"Authorization": f"Bearer {self.site.access.token}"}
-        async with self.session.get(f"{self.url}/api/v1/stream{query}", headers=headers) as answer:
-            assert answer.status == 200, await answer.text()
-            kind = ""
-            async for line in answer.content:
-                name, _, value = line.decode().rstrip("\n").partition(": ")
-                if name == "event":
-                    kind = value
-                elif name == "data":
-                    yield kind, json.loads(value)
+
+        async def lines(count: int) -> list[str]:
+            return [(await answer.content.readline()).decode().strip() for _ in range(count)]
+
+        async def open_stream() -> aiohttp.ClientResponse:
+            return await self.session.get(f"{self.url}/api/v1/stream", headers=headers)
+
+        answer = self.runner.run(open_stream())
+        try:
+            while True:
+                kind, value, _ = self.runner.run(lines(3))
+                yield kind.removeprefix("event: "), json.loads(value.removeprefix("data: "))
+        finally:
+            answer.close()
+
+    def until(self, ask: Callable[[], Any], what: str) -> Any:
+        """Serve until the answer is true; return it."""
+        ends_s = time.monotonic() + PATIENCE_S
+        while time.monotonic() < ends_s:
+            if answer := ask():
+                return answer
+            self.rest(0.05)
+        raise AssertionError(f"no {what} within {PATIENCE_S:.0f} s")
+
+    def rest(self, seconds: float) -> None:
+        """Serve for some time."""
+        self.runner.run(asyncio.sleep(seconds))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 
@@ -27,11 +26,8 @@ def test_a_run_top_page_and_report_say_the_same_numbers(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / RUN_ID
     make_run(folder, slots=10, seconds=60).end("degraded", 1, None, ())
 
-    async def of_page() -> object:
-        async with serving(folder) as server:
-            return (await server.ask("/api/v1/document")).told
-
-    page = asyncio.run(of_page())
+    with serving(folder) as server:
+        page = server.ask("/api/v1/document").told
     assert isinstance(page, dict)
     reported = json.loads(json.dumps(html_report.frozen(folder)["document"]))
     for part in ("head", "events"):
@@ -60,10 +56,6 @@ def test_a_document_is_json_whatever_the_rows_hold() -> None:
     text = json.dumps(document(frame), allow_nan=False)
     assert "\\u001b" not in text
     assert json.loads(text)["tables"]["slots"]["rows"]
-
-
-def test_a_document_has_the_jobs_only_of_a_queue() -> None:
-    assert "jobs" not in document(frame_at(60))["tables"]
 
 
 @pytest.mark.parametrize(

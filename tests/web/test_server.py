@@ -9,9 +9,7 @@ import re
 import signal
 import socket
 import subprocess
-import threading
-import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,24 +18,19 @@ import pytest
 from typer.testing import CliRunner
 
 from orchestrator.cli.app import app
-from orchestrator.control.listener import Listener
-from orchestrator.control.wire import Answer, command_of
-from orchestrator.core.user_commands import Command, Do
+from orchestrator.core.user_commands import Do
 from orchestrator.errors import UsageError
 from orchestrator.jobs import inbox
-from orchestrator.jobs.journal import JOURNAL_NAME, QUEUE_NAME, Journal
-from orchestrator.jobs.model import Submitted
+from orchestrator.jobs.journal import QUEUE_NAME
 from orchestrator.record.store import STORE_NAME, RunStore
 from orchestrator.view.charts import courses_of
 from orchestrator.view.web.looks import LOOK_EVERY_S
 from orchestrator.view.web.server import PAGE
-from tests.factories import make_job
-from tests.scene import COMMAND, PATIENCE_S, ROOT, orchestrator
-from tests.web.browser import until
-from tests.web.scene import Server, facts_here, make_run, put_turn, rows_at, serving
+from orchestrator.view.web.serving import SERVED
+from tests.scene import COMMAND, PATIENCE_S, ROOT
+from tests.web.scene import Server, facts_here, make_run, put_turn, rows_at, serving, with_queue
 
 RUN_ID = "20261123-101500-aaaa"
-OLDER = "20261122-101500-bbbb"
 NEWER = "20261124-101500-cccc"
 CONFIG = str(ROOT / "cluster.yaml")
 GOOD = {"id": "1", "do": "pause", "slots": ["pc1/0"]}
@@ -45,7 +38,7 @@ GOOD = {"id": "1", "do": "pause", "slots": ["pc1/0"]}
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[RunStore]:
-    made = make_run(tmp_path / "runs" / RUN_ID, slots=10, seconds=600)
+    made = make_run(tmp_path / "runs" / RUN_ID)
     yield made
     made.end("good", 0, None, [])
 
@@ -55,309 +48,221 @@ def folder(store: RunStore, tmp_path: Path) -> Path:
     return tmp_path / "runs" / RUN_ID
 
 
-def ask(folder: Path, scene: Callable[[Server], Coroutine[Any, Any, None]], **options: Any) -> None:
-    """Serve a folder, and ask it."""
-
-    async def served() -> None:
-        async with serving(folder, **options) as server:
-            await scene(server)
-
-    asyncio.run(served())
-
-
 def test_the_address_opens_the_page_and_leaves_its_token(folder: Path) -> None:
-    async def scene(server: Server) -> None:
-        assert (await server.ask("/api/v1/document", token="")).status == 401
-        assert (await server.ask("/?token=wrong", token="")).status == 401
-        answer = await server.ask(server.address.removeprefix(server.url), token="")
+    with serving(folder) as server:
+        assert server.ask("/api/v1/document", token="").status == 401
+        assert server.ask("/?token=wrong", token="").status == 401
+        answer = server.ask(server.address.removeprefix(server.url), token="")
         assert (answer.status, answer.headers["Location"]) == (303, "/")
         cookie = answer.headers["Set-Cookie"]
         assert all(word in cookie for word in ("HttpOnly", "SameSite=Strict", "Path=/"))
-        told = (await server.ask("/api/v1/document", token="")).told
+        told = server.ask("/api/v1/document", token="").told
         assert told["head"]["run"] == RUN_ID
         assert len(told["tables"]["slots"]["rows"]) == 10
 
-    ask(folder, scene)
-
 
 def test_every_answer_keeps_a_browser_from_more(folder: Path) -> None:
-    async def scene(server: Server) -> None:
+    with serving(folder) as server:
         for path in ("/", "/app.js", "/healthz", "/api/v1/document", "/nothing"):
-            answer = await server.ask(path)
+            answer = server.ask(path)
             policy = answer.headers["Content-Security-Policy"]
             assert policy.startswith("default-src 'self'; base-uri 'none'")
             assert "Access-Control-Allow-Origin" not in answer.headers
-        assert b"<script>" not in (await server.ask("/")).content
-
-    ask(folder, scene)
+        assert b"<script>" not in server.ask("/").content
 
 
-@pytest.mark.parametrize(
-    ("path", "status", "word"),
-    [
-        ("/api/v1/document?run=20991123-101500-dddd", 404, "no run"),
-        ("/api/v1/document?run=../../etc", 404, "no run"),
-        ("/api/v1/history?last_s=soon", 400, "soon"),
-        ("/api/v1/history?last_s=nan", 400, "seconds"),
-        ("/api/v1/history?last_s=-5", 400, "seconds"),
-        ("/api/v1/", 404, "Not Found"),
-        ("/../../etc/passwd", 404, "Not Found"),
-        ("/VENDORED.md", 404, "Not Found"),
-        ("/api/v1/commands", 405, "Not Allowed"),
-    ],
-)
-def test_what_makes_no_sense_is_refused_with_a_sentence(
-    folder: Path, path: str, status: int, word: str
-) -> None:
-    async def scene(server: Server) -> None:
-        answer = await server.ask(path)
-        assert (answer.status, list(answer.told)) == (status, ["error"])
-        assert word in answer.told["error"]
-
-    ask(folder, scene)
+def test_what_makes_no_sense_is_refused_with_a_sentence(folder: Path) -> None:
+    with serving(folder) as server:
+        for path, status, word in (
+            ("/api/v1/document?run=20991123-101500-dddd", 404, "no run"),
+            ("/api/v1/document?run=../../etc", 404, "no run"),
+            ("/api/v1/history?last_s=soon", 400, "soon"),
+            ("/api/v1/history?last_s=nan", 400, "seconds"),
+            ("/api/v1/", 404, "Not Found"),
+            ("/api/v1/commands", 405, "Not Allowed"),
+            ("/nothing.js", 404, "Not Found"),
+            ("/..%2Fserver.py", 404, "Not Found"),
+        ):
+            answer = server.ask(path)
+            assert (answer.status, list(answer.told)) == (status, ["error"]), path
+            assert word in answer.told["error"]
 
 
 def test_a_slot_has_its_course_states_and_events(folder: Path) -> None:
-    async def scene(server: Server) -> None:
-        told = (await server.ask("/api/v1/history?slot=pc1/0")).told
+    with serving(folder) as server:
+        told = server.ask("/api/v1/history?slot=pc1/0").told
         assert [span["state"][0] for span in told["spans"]] == ["RUNNING", "QUARANTINED"]
         assert [event["event"] for event in told["events"]] == ["state", "state"]
         charts = {chart["label"]: chart for chart in told["charts"]}
         memory = charts["allocated, MiB"]
         assert [name for name, _ in memory["lines"]] == ["mean", "cap"]
         assert len(memory["lines"][0][1]) == len(told["times"])
-        last = (await server.ask("/api/v1/history?slot=pc1/0&last_s=60")).told
+        few = courses_of(folder, ["pc1/0"], parts=20)["pc1/0"]["charts"]
+        (memory,) = (chart for chart in few if chart["label"] == "allocated, MiB")
+        known = [pair for pair in zip(*memory["band"], strict=True) if None not in pair]
+        assert len(known) >= 19, "without the last moment"
+        assert all(1400 <= least < most <= 2500 for least, most in known)
+        last = server.ask("/api/v1/history?slot=pc1/0&last_s=60").told
         assert last["to"] - last["from"] == pytest.approx(60.0)
-        together = (await server.ask("/api/v1/history")).told
+        together = server.ask("/api/v1/history").told
         assert together["charts"][0]["label"] == "TFLOP/s of all slots"
 
-    ask(folder, scene)
 
-
-def test_a_band_has_the_least_and_the_most(folder: Path) -> None:
-    charts = courses_of(folder, ["pc1/0"], parts=20)["pc1/0"]["charts"]
-    (memory,) = (chart for chart in charts if chart["label"] == "allocated, MiB")
-    known = [pair for pair in zip(*memory["band"], strict=True) if None not in pair]
-    assert len(known) >= 19, "without the last moment"
-    assert all(1400 <= least < most <= 2500 for least, most in known)
-
-
-def test_before_the_first_sample_there_are_no_charts(tmp_path: Path) -> None:
+def test_before_the_first_sample_there_are_no_charts_and_before_the_store_a_sentence(
+    tmp_path: Path,
+) -> None:
     folder = tmp_path / "runs" / RUN_ID
     folder.mkdir(parents=True)
-    store = RunStore(folder / STORE_NAME)
-    store.begin(facts_here(RUN_ID))
-    store.commit()
-
-    async def scene(server: Server) -> None:
+    with serving(folder) as server:
+        for path in ("document", "history"):
+            answer = server.ask(f"/api/v1/{path}")
+            assert (answer.status, "no record of a run" in answer.told["error"]) == (503, True)
+        stream = server.events()
+        assert next(stream)[0] == "problem"
+        store = RunStore(folder / STORE_NAME)
+        store.begin(facts_here(RUN_ID))
+        store.commit()
+        while next(stream)[0] != "document":
+            pass
+        stream.close()
         for query in ("", "?slot=pc1/0", "?last_s=600"):
-            answer = await server.ask(f"/api/v1/history{query}")
+            answer = server.ask(f"/api/v1/history{query}")
             assert (answer.status, answer.told["charts"]) == (200, [])
-
-    ask(folder, scene)
     store.end("good", 0, None, ())
 
 
 def test_a_page_is_sent_the_document_when_it_changes(folder: Path, store: RunStore) -> None:
-    async def scene(server: Server) -> None:
+    with serving(folder) as server:
         stream = server.events()
-        kind, told = await anext(stream)
+        kind, told = next(stream)
         assert (kind, told["head"]["run"], told["control"]) == ("document", RUN_ID, False)
         leased = {"at": "2026-11-23T10:00:00Z", "event": "leased", "slot": "pc1/0"}
         store.event({**leased, "lease_bytes": 5})
         put_turn(store, 601, rows_at(601, 10))
         while told["events"][-1]["event"] != "leased":
-            _, told = await anext(stream)
+            _, told = next(stream)
         assert told["events"][-1]["words"] == "was allowed memory"
         assert len(told["events"]) > 1, "with those before it"
-        await stream.aclose()
-
-    ask(folder, scene)
+        stream.close()
 
 
 def test_the_page_and_metrics_follow_the_newest_run(folder: Path) -> None:
-    async def scene(server: Server) -> None:
-        metrics_token = server.site.access.metrics_token
+    def shown(server: Server) -> tuple[str, bool]:
+        token = server.site.access.metrics_token
+        metrics = server.ask("/metrics", token=token).content.decode()
+        run = server.ask("/api/v1/document?run=latest").told["head"]["run"]
+        return run, f'run_id="{run}"' in metrics
 
-        async def shown() -> tuple[str, bool]:
-            metrics = (await server.ask("/metrics", token=metrics_token)).content.decode()
-            run = (await server.ask("/api/v1/document?run=latest")).told["head"]["run"]
-            return run, f'run_id="{run}"' in metrics
-
+    with serving(folder) as server:
         stream = server.events()
-        assert (await anext(stream))[1]["head"]["run"] == RUN_ID
-        assert await shown() == (RUN_ID, True)
+        assert next(stream)[1]["head"]["run"] == RUN_ID
+        assert shown(server) == (RUN_ID, True)
         newer = make_run(folder.parent / NEWER, slots=2, seconds=10)
-        while (told := (await anext(stream))[1]) and told["head"]["run"] != NEWER:
+        while next(stream)[1]["head"]["run"] != NEWER:
             pass
-        assert await until(shown, "metrics") == (NEWER, True)
-        assert (await server.ask(f"/api/v1/document?run={RUN_ID}")).told["head"]["run"] == RUN_ID
+        server.until(lambda: shown(server) == (NEWER, True), "newest run")
+        assert server.ask(f"/api/v1/document?run={RUN_ID}").told["head"]["run"] == RUN_ID
         newer.end("good", 0, None, [])
-        await stream.aclose()
-
-    ask(folder, scene)
-
-
-def test_a_run_that_is_named_stays(folder: Path) -> None:
-    make_run(folder.parent / OLDER, slots=2, seconds=10).end("good", 0, None, [])
-
-    async def scene(server: Server) -> None:
-        assert (await server.ask("/api/v1/document")).told["head"]["run"] == OLDER
-
-    ask(folder, scene, run_id=OLDER)
+        stream.close()
+    with serving(folder, run_id=RUN_ID) as server:
+        assert server.ask("/api/v1/document").told["head"]["run"] == RUN_ID
 
 
 def test_one_look_serves_all_pages_and_none_without_one(folder: Path) -> None:
-    async def scene(server: Server) -> None:
+    with serving(folder) as server:
         looks = server.site.looks
         assert looks.count == 0
         streams = [server.events() for _ in range(6)]
         for stream in streams:
-            await anext(stream)
+            next(stream)
         assert looks.count <= 2
         for stream in streams:
-            await stream.aclose()
-        counts = [0]
+            stream.close()
 
-        async def is_still() -> bool:
-            """The count of a look is the one of some seconds ago."""
-            await asyncio.sleep(LOOK_EVERY_S * 2)
-            counts.append(looks.count)
-            return counts[-1] == counts[-2]
+        def is_still() -> bool:
+            """No look in some seconds."""
+            before = looks.count
+            server.rest(LOOK_EVERY_S * 2)
+            return looks.count == before
 
-        await until(is_still, "end of following")
-
-    ask(folder, scene)
+        server.until(is_still, "end of following")
 
 
-@pytest.mark.parametrize("fault", [RuntimeError("no such luck"), UsageError("no run")])
 def test_a_fault_of_a_look_is_told_and_the_next_succeeds(
-    folder: Path, fault: Exception, monkeypatch: pytest.MonkeyPatch, capfd: Any
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
-    async def scene(server: Server) -> None:
+    with serving(folder) as server:
+
         def fails(_run_id: str) -> None:
-            raise fault
+            raise RuntimeError("no such luck")
 
         stream = server.events()
-        assert (await anext(stream))[0] == "document"
+        assert next(stream)[0] == "document"
         with monkeypatch.context() as patched:
             patched.setattr(server.site.looks, "folder", fails)
-            kind, told = await anext(stream)
-            assert (kind, str(fault) in told["error"]) == ("problem", True)
-            answer = await server.ask("/api/v1/history")
-            assert answer.status == (500 if isinstance(fault, RuntimeError) else 404)
-        assert (await anext(stream))[0] == "document"
-        await stream.aclose()
+            kind, told = next(stream)
+            assert (kind, "no such luck" in told["error"]) == ("problem", True)
+            assert server.ask("/api/v1/history").status == 500
+        assert next(stream)[0] == "document"
+        stream.close()
 
-    ask(folder, scene)
-    assert ("no such luck" in capfd.readouterr().err) == isinstance(fault, RuntimeError)
+    assert "no such luck" in capfd.readouterr().err
 
 
-def test_a_run_without_records_is_a_sentence(tmp_path: Path) -> None:
-    folder = tmp_path / "runs" / RUN_ID
-    folder.mkdir(parents=True)
+def test_a_command_that_makes_no_sense_is_refused(folder: Path) -> None:
+    of_jobs = {"id": "1", "do": "hold", "jobs": ["lr-9"]}
 
-    async def scene(server: Server) -> None:
-        for path in ("document", "history"):
-            answer = await server.ask(f"/api/v1/{path}")
-            assert (answer.status, "no record of a run" in answer.told["error"]) == (503, True)
-        stream = server.events()
-        assert (await anext(stream))[0] == "problem"
-        make_run(folder, slots=2, seconds=10).end("good", 0, None, [])
-        while (await anext(stream))[0] != "document":
-            pass
-        await stream.aclose()
-
-    ask(folder, scene)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "word"),
-    [
-        ({"id": None}, "id"),
-        ({"id": "x" * 65}, "id"),
-        ({"do": 5}, "do"),
-        ({"slots": "pc1/0"}, "slots"),
-        ({"slots": []}, "slots"),
-        ({"slots": [1]}, "slots"),
-        ({"slots": None}, "either slots or jobs"),
-        ({"jobs": ["lr-0"]}, "either slots or jobs"),
-        ({"slots": None, "jobs": ["lr-9"], "do": "hold"}, "no job"),
-        ({"slots": None, "jobs": ["lr-0"], "do": "submit"}, "hold"),
-        ({"amount": "2 apples"}, "GiB"),
-        ({"command": "rm"}, "command"),
-    ],
-)
-def test_a_command_that_makes_no_sense_is_refused(
-    folder: Path, wrong: dict[str, object], word: str
-) -> None:
-    async def scene(server: Server) -> None:
-        answer = await server.ask("/api/v1/commands", json={**GOOD, **wrong})
-        assert (answer.status, word in answer.told["error"]) == (400, True), answer.told
-
-    ask(folder, scene, control=True)
-
-
-@pytest.mark.parametrize(
-    ("content", "status"), [(b"", 400), (b"[]", 400), (b"[" * 50_000, 400), (b"x" * 70_000, 413)]
-)
-def test_a_body_that_is_no_command_is_refused(folder: Path, content: bytes, status: int) -> None:
-    async def scene(server: Server) -> None:
-        answer = await server.ask("/api/v1/commands", data=content)
-        assert (answer.status, list(answer.told)) == (status, ["error"])
-
-    ask(folder, scene, control=True)
+    with serving(folder, control=True) as server:
+        for command, word in (
+            (GOOD | {"id": "x" * 65}, "id"),
+            (GOOD | {"slots": []}, "slots"),
+            (GOOD | {"slots": [1]}, "slots"),
+            (GOOD | {"jobs": ["lr-0"]}, "either slots or jobs"),
+            (GOOD | {"do": "hold"}, "pause"),
+            (GOOD | {"amount": "2 apples"}, "GiB"),
+            (GOOD | {"command": "rm"}, "command"),
+            (of_jobs, "no job"),
+            (of_jobs | {"do": "submit"}, "hold"),
+        ):
+            answer = server.ask("/api/v1/commands", json=command)
+            assert (answer.status, word in answer.told["error"]) == (400, True), answer.told
+        for content, status in ((b"[" * 50_000, 400), (b"x" * 70_000, 413)):
+            answer = server.ask("/api/v1/commands", data=content)
+            assert (answer.status, list(answer.told)) == (status, ["error"])
 
 
 def test_words_about_jobs_go_into_the_inbox(folder: Path) -> None:
-    queue = folder / QUEUE_NAME
-    queue.mkdir()
-    journal = Journal(queue / JOURNAL_NAME)
-    journal.append([Submitted(at_s=0.0, job=make_job("lr-0"))])
-    journal.close()
-    word = {"id": "1", "do": "hold", "jobs": ["lr-0"]}
-
-    async def scene(server: Server) -> None:
-        told = (await server.ask("/api/v1/document")).told
+    with serving(with_queue(folder, "lr-0"), control=True) as server:
+        told = server.ask("/api/v1/document").told
         assert "jobs: 1 queued" in [text for text, *_ in told["head"]["headline"]]
-        assert told["control"]
         assert [row["key"] for row in told["tables"]["jobs"]["rows"]] == ["lr-0"]
-        assert (await server.ask("/api/v1/history?jobs=1")).told["bars"] == []
-        assert (await server.ask("/api/v1/commands", json=word)).status == 200
-
-    ask(folder, scene, control=True)
-    ((_, message),) = inbox.waiting(queue)
+        word = {"id": "1", "do": "hold", "jobs": ["lr-0"]}
+        assert server.ask("/api/v1/commands", json=word).status == 200
+    ((_, message),) = inbox.waiting(folder / QUEUE_NAME)
     assert [(one.word.value, one.job, one.by) for one in message] == [("hold", "lr-0", "web")]
 
 
-def test_a_command_reaches_the_head_under_its_own_id(folder: Path) -> None:
-    taken: list[Command] = []
+def test_a_command_reaches_the_head_under_its_own_id(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[tuple[object, ...]] = []
 
-    def listen(ears: Listener) -> None:
-        while len(taken) < 2:
-            for connection, line in ears.received():
-                taken.append(command := command_of(line))
-                is_refused = command.do is Do.UNPAUSE
-                answer = Answer(ok=True, id=command.id, effect="held")
-                refused = Answer(ok=False, id=command.id, error="pc1/0 is not held")
-                ears.answer(connection, refused if is_refused else answer)
-            time.sleep(0.01)
+    def head(*order: object, by: str, identity: str) -> str:
+        given.append((*order, by, identity))
+        if order[1] is Do.UNPAUSE:
+            raise UsageError("pc1/0 is not held")
+        return "held"
 
-    async def scene(server: Server) -> None:
-        cap = {**GOOD, "id": "b", "do": "cap", "amount": "2.5 GiB"}
-        told = (await server.ask("/api/v1/commands", json=cap)).told
+    monkeypatch.setattr("orchestrator.view.web.server.give", head)
+    with serving(folder, control=True) as server:
+        cap = GOOD | {"id": "b", "do": "cap", "amount": "2.5 GiB"}
+        told = server.ask("/api/v1/commands", json=cap).told
         assert told == {"id": "b", "ok": True, "effect": "held"}
-        refused = await server.ask("/api/v1/commands", json={**GOOD, "do": "unpause"})
+        refused = server.ask("/api/v1/commands", json=GOOD | {"do": "unpause"})
         assert (refused.status, refused.told) == (409, {"error": "pc1/0 is not held"})
-
-    with closing(Listener(folder)) as ears:
-        head = threading.Thread(target=listen, args=[ears], daemon=True)
-        head.start()
-        ask(folder, scene, control=True)
-        head.join()
-    assert [(command.id, command.amount_bytes, command.by) for command in taken] == [
-        ("b", 5 * 2**29, "web"),
-        ("1", None, "web"),
+    assert given == [
+        (folder, Do.CAP, ["pc1/0"], 5 * 2**29, "web", "b"),
+        (folder, Do.UNPAUSE, ["pc1/0"], None, "web", "1"),
     ]
 
 
@@ -416,31 +321,43 @@ def test_idle_sockets_and_garbage_hinder_no_page(
 def test_a_connection_that_says_half_a_request_is_closed(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("orchestrator.view.web.serving.SILENT_MOST_S", 0.2)
+    monkeypatch.setitem(SERVED, "keepalive_timeout", 0.2)
 
-    async def scene(server: Server) -> None:
+    async def answer(port: int, content: bytes) -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(content)
+        told = await asyncio.wait_for(reader.read(), PATIENCE_S)
+        writer.close()
+        return told
+
+    with serving(folder) as server:
         whole = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
         for content in (b"", b"GET / HTTP/1.1\r\nHost: ", whole):
-            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-            writer.write(content)
-            told = await asyncio.wait_for(reader.read(), PATIENCE_S)
+            told = server.runner.run(answer(server.port, content))
             assert told.startswith(b"HTTP/1.1 200" if content is whole else b"")
-            writer.close()
 
-    ask(folder, scene)
+
+def refused(folder: Path, *arguments: str) -> str:
+    """Return why the verb does not serve."""
+    where = ["--config", CONFIG, "--run-dir", str(folder.parent), "--port", "0"]
+    done = CliRunner().invoke(app, ["web", *where, *arguments])
+    assert isinstance(done.exception, UsageError)
+    return str(done.exception)
 
 
 def test_the_verb_says_how_to_get_in(folder: Path, nowhere: Path, state_dir: Path) -> None:
     with verb(folder) as (url, token):
         assert RUN_ID.encode() in asked(url, "/api/v1/document", token)[1]
-        port = url.rpartition(":")[2]
-        again = ("web", "--config", CONFIG, "--run-dir", str(folder.parent), "--port", port)
-        taken = orchestrator(*again)
-        assert (taken.returncode, f"port {port} is in use" in taken.stderr) == (2, True)
+        for path in ("/../server.py", "/..%2fserver.py", "/..", "/%2e%2e"):
+            assert asked(url, path, token)[0] in {403, 404}
+        why = refused(folder, "--port", url.rpartition(":")[2])
+        assert "Address already in use, perhaps by another page" in why
     path = state_dir / "web" / "metrics.token"
     assert path.stat().st_mode & 0o777 == 0o600
     page = (ROOT / "docs" / "web.md").read_text(encoding="utf-8")
     assert f"~/.local/state/oom-orchestrator/web/{path.name}" in page
+    path.chmod(0o644)
+    assert "others can read the token" in refused(folder)
 
 
 def own_address() -> str | None:
@@ -466,25 +383,9 @@ def test_other_pcs_get_metrics_alone(folder: Path, nowhere: Path, state_dir: Pat
             assert asked(there, path, token)[0] == 401
 
 
-@pytest.mark.parametrize("address", ["0.0.0.0", "127.0.0.1", "pc1", "::", "192.0.2.77"])  # noqa: S104
-def test_an_address_that_prometheus_cannot_name_is_refused(
-    folder: Path, nowhere: Path, address: str
-) -> None:
-    where = ["--config", CONFIG, "--run-dir", str(folder.parent), "--port", "0"]
-    done = CliRunner().invoke(app, ["web", *where, "--bind", address])
-    assert isinstance(done.exception, UsageError)
-    assert re.search("name the one IP address|cannot be served", str(done.exception))
-
-
-def test_a_token_that_others_can_read_is_refused(
-    folder: Path, nowhere: Path, state_dir: Path
-) -> None:
-    path = state_dir / "web" / "metrics.token"
-    path.parent.mkdir()
-    path.write_text("x" * 43)
-    path.chmod(0o644)
-    done = orchestrator("web", "--config", CONFIG, "--run-dir", str(folder.parent), "--port", "0")
-    assert (done.returncode, "others can read" in done.stderr) == (2, True)
+def test_an_address_that_is_none_of_this_pc_is_refused(folder: Path, nowhere: Path) -> None:
+    for address in ("0.0.0.0", "127.0.0.1", "no host", "192.0.2.77"):  # noqa: S104
+        assert f"{address}, port" in refused(folder, "--bind", address)
 
 
 def test_what_is_vendored_is_what_was_published() -> None:

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 from orchestrator.config.schema import NotifyConfig
-from orchestrator.errors import ArchiveError, NothingStoredError, UsageError, one_line
+from orchestrator.errors import ArchiveError, UsageError, one_line
 from orchestrator.record.archive import Follower, Frame, Freshness, head_of
 from orchestrator.view.alerts import SEVEREST_FIRST, Since, alerts, is_up
 from orchestrator.view.jobs import with_jobs
 from orchestrator.view.notify.message import MessageText, message_text
 from orchestrator.view.notify.outbox import USUAL_PACE, Message, Outbox, Pace
-from orchestrator.view.notify.sender import DEADLINE_S, deliver
+from orchestrator.view.notify.sender import deliver
 from orchestrator.view.phrases import counted
 from workers.files import locked
 
@@ -37,7 +37,7 @@ def send_test(urls: Sequence[str], say: Say) -> int:
     sent = deliver(urls, MessageText(title="orchestrator: test", body=body, severity="info"))
     for one in sent:
         say(f"{one.number}  {one}")
-    return 0 if all(one.taken for one in sent) else 1
+    return 1 if any(one.reason for one in sent) else 0
 
 
 @dataclass(kw_only=True)
@@ -49,7 +49,7 @@ class Notifier:
     urls: Sequence[str]
     say: Say
     pace: Pace = USUAL_PACE
-    deadline_s: float = DEADLINE_S
+    sleep: Callable[[float], None] = time.sleep
     lock_patience_s: float = 90.0
     """So long a process that tells of a head's end may stay when the next head has begun."""
 
@@ -88,46 +88,43 @@ class Notifier:
                     f"another process tells of run {run_id} already; end it first"
                 ) from late
             except OSError as failure:
-                raise UsageError(
-                    one_line(f"{lock} cannot be made: {failure.strerror}")
-                ) from failure
+                why = f"{lock} cannot be made: {failure.strerror}"
+                raise UsageError(one_line(why)) from failure
             signal.signal(signal.SIGTERM, signal.default_int_handler)
             return self._until_the_end()
 
     def _until_the_end(self) -> int:
-        tries, last = 0, None
-        while tries < _LAST_TRIES:
-            frame, now_s = self._look(), time.monotonic()
-            last = frame or last
-            if last is None and head_of(self.folder) is None:
-                return 0  # it ended before its work began, and its terminal has the reason
+        frame, tries_left = None, _LAST_TRIES
+        while tries_left:
+            frame, now_s = self._look(frame), time.monotonic()
             if frame is not None:
                 self._take(frame, now_s)
-            is_last = self._is_over(frame, now_s)
-            has_begun = last is not None and (is_last or last.run.updated_at_unix_s is not None)
-            message = self._outbox.due(now_s, is_last=is_last) if has_begun else None
-            if message is not None and last is not None:
-                is_taken = self._send(message, last)
-                self._outbox = self._outbox.after_sending(now_s, is_taken=is_taken)
-                if is_taken and is_last:
-                    return 0
-                tries += is_last
-            time.sleep(min(_LOOK_EVERY_S, self.pace.between_s))
+                is_last = self._is_over(frame, now_s)
+                has_begun = is_last or frame.run.updated_at_unix_s is not None
+                message = self._outbox.due(now_s, is_last=is_last) if has_begun else None
+                if message is not None:
+                    is_taken = self._send(message, frame)
+                    self._outbox = self._outbox.after_sending(now_s, is_taken=is_taken)
+                    if is_taken and is_last:
+                        return 0
+                    tries_left -= is_last
+            elif head_of(self.folder) is None:
+                return 0  # it ended before its work began, and its terminal has the reason
+            self.sleep(_LOOK_EVERY_S)
         return 1
 
-    def _look(self) -> Frame | None:
-        """Return the run as it is.
-
-        `None` if nothing has been stored yet, or it cannot be read just now.
+    def _look(self, before: Frame | None) -> Frame | None:
+        """Return the run as it is, or where it cannot be read just now, as it was; `None`: nothing
+        has been stored yet.
         """
         try:
             return self._follower.look()
-        except NothingStoredError:
-            return None
         except ArchiveError:
             if not self.folder.is_dir():
                 raise
-            return None
+        if before is not None and head_of(self.folder) is None:
+            return replace(before, freshness=Freshness.HEAD_GONE)
+        return before
 
     def _take(self, frame: Frame, now_s: float) -> None:
         """Take in what is wrong; while no head works, only the last message says that."""
@@ -137,15 +134,10 @@ class Notifier:
             found = tuple(one for one in found if one.severity in wanted)
             self._outbox = self._outbox.after_look(found, now_s)
 
-    def _is_over(self, frame: Frame | None, now_s: float) -> bool:
-        is_gone = (
-            head_of(self.folder) is None
-            if frame is None
-            else frame.freshness is Freshness.HEAD_GONE
-        )
-        if not is_gone:
+    def _is_over(self, frame: Frame, now_s: float) -> bool:
+        if frame.freshness is not Freshness.HEAD_GONE:
             self._gone_since_s = None
-            return frame is not None and frame.freshness is Freshness.ENDED
+            return frame.freshness is Freshness.ENDED
         if self._gone_since_s is None:
             self._gone_since_s = now_s
         return now_s >= self._gone_since_s + self.pace.head_back_s
@@ -154,7 +146,7 @@ class Notifier:
         """Have a message sent; say whether an address has taken it."""
         frame = replace(frame, snapshot=with_jobs(frame.snapshot, frame.queue))
         text = message_text(message, frame, time.time())
-        sent = deliver(self.urls, text, self.deadline_s)
+        sent = deliver(self.urls, text)
         for one in sent:
             self.say(f"{text.title}: {one}")
-        return any(one.taken for one in sent)
+        return any(one.reason is None for one in sent)

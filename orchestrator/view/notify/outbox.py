@@ -28,8 +28,6 @@ class Pace:
     """An alert is over when it was away for so long: a hot card pauses and goes on, again and
     again.
     """
-    wait_most_s: float = 600.0
-    """Between two tries while no address takes anything."""
     head_back_s: float = 30.0
     """A head that is gone for so long is told of; `run --resume` may bring it back before."""
 
@@ -65,8 +63,8 @@ class Outbox:
     news_since_s: float | None = None
     """When the first of what is not told came up."""
     sent_at_s: float = -math.inf
-    wait_s: float = 0.0
-    """The least time from then to the next message."""
+    was_taken: bool = True
+    """Whether an address has taken the last message."""
 
     def after_look(self, alerts: Iterable[Alert], now_s: float) -> Outbox:
         """Take in what is wrong now.
@@ -89,8 +87,7 @@ class Outbox:
 
     def due(self, now_s: float, *, is_last: bool = False) -> Message | None:
         """Return what is to be told now; the last message follows at once on one that was taken."""
-        was_taken = self.wait_s <= self.pace.between_s
-        if now_s < self.sent_at_s + self.wait_s and not (is_last and was_taken):
+        if now_s < self.sent_at_s + self.pace.between_s and not (is_last and self.was_taken):
             return None
         is_gathered = self.news_since_s is not None and (
             now_s >= self.news_since_s + self.pace.gather_s
@@ -106,21 +103,12 @@ class Outbox:
         )
 
     def after_sending(self, now_s: float, *, is_taken: bool) -> Outbox:
-        """Return the state after the message that was due.
-
-        One that no address has taken is tried again, later each time.
+        """Return the state after the message that was due; one that no address has taken is tried
+        again.
         """
-        pace, status_at_s = self.pace, self.status_at_s
+        status_at_s = self.status_at_s
         if now_s >= status_at_s:
             status_at_s = math.inf if self.every_s is None else now_s + self.every_s
-        if not is_taken:
-            wait_s = min(2 * max(self.wait_s, pace.between_s), pace.wait_most_s)
-            return replace(self, sent_at_s=now_s, wait_s=wait_s, status_at_s=status_at_s)
-        return replace(
-            self,
-            told={key: alert for key, (alert, _) in self.there.items()},
-            news_since_s=None,
-            sent_at_s=now_s,
-            wait_s=pace.between_s,
-            status_at_s=status_at_s,
-        )
+        sent = replace(self, sent_at_s=now_s, status_at_s=status_at_s, was_taken=is_taken)
+        told = {key: alert for key, (alert, _) in self.there.items()}
+        return replace(sent, told=told, news_since_s=None) if is_taken else sent

@@ -1,17 +1,14 @@
-"""Sends one message to all addresses, each from a thread of its own, and waits for a deadline.
+"""Sends one message to all addresses at once through apprise, and waits for a deadline.
 
-Services have no limit of time that can be trusted: a thread that is late is left behind, and ends
-with the process. Neither results nor logs hold a secret of an address. Retries nothing.
+Neither results nor logs hold a secret of an address. Retries nothing.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from threading import Thread
 from typing import Any, Final
 from urllib.parse import unquote
 
@@ -28,21 +25,20 @@ for _name in ("apprise", "urllib3"):
     logging.getLogger(_name).addHandler(logging.NullHandler())
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Delivery:
-    """What became of a message at one address; its thread fills it in."""
+    """What became of a message at one address."""
 
     number: int
     """Of the address, counted from 1."""
     name: str
     """Service and host, without user, password, token or path."""
-    taken: bool = False
-    reason: str = ""
-    """Why not."""
+    reason: str | None
+    """Why it was not taken; `None`: it was."""
 
     def __str__(self) -> str:
         """Return it in words."""
-        return f"{self.name}  {'taken' if self.taken else f'not taken: {self.reason}'}"
+        return f"{self.name}  {'taken' if self.reason is None else f'not taken: {self.reason}'}"
 
 
 def deliver(
@@ -55,45 +51,36 @@ def deliver(
     asset = apprise.AppriseAsset(
         storage_mode=apprise.PersistentStoreMode.MEMORY, secure_logging=True
     )
-    deliveries, threads = list[Delivery](), list[Thread]()
-    for number, url in enumerate(urls, start=1):
-        service = apprise.Apprise.instantiate(url, asset=asset, suppress_exceptions=True)
-        delivery = Delivery(number=number, name=_name_of(service, number))
-        deliveries.append(delivery)
-        if service is None:
-            delivery.reason = "it is no address that apprise knows"
-            continue
-        delivery.reason = f"no answer within {deadline_s:g} s"
-        sender = apprise.Apprise(asset=asset)
-        sender.add(service)
-        threads.append(Thread(target=_send, args=(sender, url, message, delivery), daemon=True))
-    for thread in threads:
-        thread.start()
-    until_s = time.monotonic() + deadline_s
-    for thread in threads:
-        thread.join(max(0.0, until_s - time.monotonic()))
-    return tuple(deliveries)
-
-
-def _name_of(service: Any, number: int) -> str:  # noqa: ANN401 - a class of apprise
-    if service is None:
-        return f"address {number}"
-    # What stands before the first slash: apprise shows paths and parameters of some services as
-    # they are.
-    shown = re.match(r"[^:]+://[^/?]*", str(service.url(privacy=True)))
-    return shown.group() if shown else str(service.service_name)
-
-
-def _send(sender: Any, url: str, message: MessageText, delivery: Delivery) -> None:  # noqa: ANN401
-    result = sender.notify(
+    services = [
+        apprise.Apprise.instantiate(url, asset=asset, suppress_exceptions=True) for url in urls
+    ]
+    known = apprise.Apprise([service for service in services if service is not None], asset=asset)
+    sent = known.notify(
         title=message.title,
         body=message.body,
         notify_type=_TYPES[message.severity],
         body_format="text",
+        timeout=deadline_s,
     )
+    results = iter(sent.results)
+    return tuple(
+        _delivery(number, url, None if service is None else next(results, None))
+        for number, (url, service) in enumerate(zip(urls, services, strict=True), start=1)
+    )
+
+
+def _delivery(number: int, url: str, result: Any) -> Delivery:  # noqa: ANN401 - a class of apprise
+    if result is None:
+        reason = "it is no address that apprise knows"
+        return Delivery(number=number, name=f"address {number}", reason=reason)
+    # What stands before the first slash: apprise shows paths and parameters of some services as
+    # they are.
+    shown = re.match(r"[^:]+://[^/?]*", str(result.url))
+    name = shown.group() if shown else str(result.name)
     reasons = [entry.message for entry in result.logs()]
-    delivery.reason = "" if result else _harmless(reasons, url, delivery.name)
-    delivery.taken = bool(result)
+    return Delivery(
+        number=number, name=name, reason=None if result else _harmless(reasons, url, name)
+    )
 
 
 def _harmless(reasons: Sequence[str], url: str, name: str) -> str:

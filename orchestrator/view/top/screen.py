@@ -4,48 +4,34 @@ frame; or JSON.
 
 from __future__ import annotations
 
-import os
-import secrets
 import sys
-import time
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
+from rich.console import Console
 from rich.text import Text
 
-from orchestrator.control import client
-from orchestrator.core.user_commands import Do
-from orchestrator.errors import UsageError
-from orchestrator.jobs import inbox
-from orchestrator.jobs.journal import QUEUE_NAME
-from orchestrator.jobs.model import Said, Word
 from orchestrator.record.archive import Follower
 from orchestrator.record.summary import SCHEMA, summary_text
 from orchestrator.view.health import header_lines
 from orchestrator.view.jobs import with_jobs
-from orchestrator.view.query import WORST_FIRST, QueryError, order_of, parse
+from orchestrator.view.orders import give
 from orchestrator.view.slots import slots_table
 from orchestrator.view.terminal import plain_text, table_lines
-from orchestrator.view.top.view import View
+from orchestrator.view.top.view import View, column_of
 
 
 def view_of(sort: str | None, wanted: str | None) -> View:
-    """Return the view that the options ask for; `UsageError` where they make no sense."""
-    try:
-        order = (
-            WORST_FIRST
-            if sort is None
-            else order_of(sort.removeprefix("-"), reverse=sort.startswith("-"))
-        )
-        return View(order=order, wanted=parse(wanted or ""))
-    except QueryError as failure:
-        raise UsageError(str(failure)) from failure
+    """Return the view that the options ask for; `UsageError` where no column is called so."""
+    by = sort or ""
+    column = column_of(by.removeprefix("-")) if by else None
+    return View(words=wanted or "", column=column, reverse=by.startswith("-"))
 
 
 def frame_text(folder: Path, view: View, width: int) -> str:
     """Return the run as it is now, once, with all rows."""
     frame = Follower(folder).look()
-    table = slots_table(frame.snapshot, view.rows(frame.snapshot.rows))
+    table = view.of(slots_table(frame.snapshot))
     header = header_lines(with_jobs(frame.snapshot, frame.queue), width)
     lines = table_lines(table, width) if table.rows else [Text("no slot matches the filter")]
     return plain_text([*header, *lines])
@@ -55,6 +41,7 @@ def frame_json(folder: Path, view: View) -> str:
     """Return the same as one JSON object: the rows that are shown, in their order."""
     frame = Follower(folder).look()
     snapshot = frame.snapshot
+    rows = {row.slot: row for row in snapshot.rows}
     values = {
         "schema": SCHEMA,
         "run_id": snapshot.run_id,
@@ -64,7 +51,7 @@ def frame_json(folder: Path, view: View) -> str:
         "elapsed_s": snapshot.elapsed_s,
         "duration_s": snapshot.duration_s,
         "tflops_total": snapshot.tflops_total,
-        "workers": [row.to_dict() for row in view.rows(snapshot.rows)],
+        "workers": [rows[row.key].to_dict() for row in view.of(slots_table(snapshot)).rows],
         "notices": list(snapshot.notices),
     }
     return summary_text(values)
@@ -74,34 +61,9 @@ def watch(folder: Path, view: View, *, read_only: bool) -> None:
     """Show the run on this terminal until the person leaves."""
     from orchestrator.view.top.app import Top  # noqa: PLC0415 - Textual takes half a second to load
 
-    Top(folder, view, None if read_only else send).run()
-
-
-def send(folder: Path, order: Do | Word, names: Sequence[str], amount_bytes: int | None) -> str:
-    """Send an order for slots to the head, or one for jobs to the queue, and return what became of
-    it.
-
-    Raises:
-        OSError: The inbox of the queue cannot be written.
-        InboxError: It belongs to another user, or others may write to it.
-    """
-    if isinstance(order, Word):
-        now_s = time.time()
-        said = [
-            Said(at_s=now_s, id=secrets.token_hex(8), word=order, job=name, by="top")
-            for name in names
-        ]
-        inbox.put(folder / QUEUE_NAME, said)
-        return "said to the queue"
-    answer = client.send(folder, order.value, names, by="top", amount_bytes=amount_bytes)
-    return answer.effect if answer.ok else f"refused: {answer.error}"
+    Top(folder, view, None if read_only else partial(give, by="top")).run()
 
 
 def is_terminal() -> bool:
-    """Say whether a screen can be drawn and keys be read."""
-    streams = (sys.stdin, sys.stdout, sys.stderr)  # Textual draws on the last one
-    return all(stream.isatty() for stream in streams) and os.environ.get("TERM") not in {
-        None,
-        "",
-        "dumb",
-    }
+    """Say whether a screen can be drawn and keys be read; Textual draws on the last stream."""
+    return sys.stdin.isatty() and sys.stdout.isatty() and Console(stderr=True).is_interactive

@@ -1,8 +1,9 @@
-"""Decides whether a request is answered, by its host, origin and token. Pure.
+"""Decides whether a request is answered: by the address that it came to, its host, origin and token.
 
 A browser sends this user's cookies to every page that can name this server, and all ports of a host
-share their cookies. So a request must name this PC as localhost, must not come from another page,
-and must bring the token. Does not read the body of a request, and knows no paths of the data.
+share their cookies. So at the page's address a request must name this PC as localhost, must not
+come from another page, and must bring the token. Another address gives `/metrics` alone. Does not
+read the body of a request.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from __future__ import annotations
 import hmac
 import re
 from dataclasses import dataclass
-from http import HTTPStatus
 from typing import Final
 
+from aiohttp import web
+
+LOOPBACK: Final = "127.0.0.1"
 _HOST: Final = re.compile(r"(?:localhost|127\.0\.0\.1|\[::1\])(?::(?P<port>[0-9]{1,5}))?")
 """Any port: behind `ssh -L` the browser's port is another one than the server's."""
 
@@ -29,67 +32,35 @@ class Access:
     """Whether commands are taken."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestFacts:
-    """What counts of a request; `None` for a header that is not there."""
+def check(request: web.Request, access: Access) -> None:
+    """Let a request pass. The page's own files tell nothing of the run, so they need no token, and
+    neither does `/healthz`.
 
-    method: str
-    path: str
-    host: str | None
-    origin: str | None = None
-    authorization: str | None = None
-    cookie: str | None = None
-    """The value of our own cookie."""
-
-
-@dataclass(frozen=True, slots=True)
-class RequestRefusal:
-    """Why a request is not answered."""
-
-    status: HTTPStatus
-    error: str
-
-
-def refusal(request: RequestFacts, access: Access) -> RequestRefusal | None:
-    """Say why a request to the page is refused; `None`: it is answered.
-
-    The page's own files tell nothing of the run, so they need no token.
+    Raises:
+        web.HTTPException: It is refused; the reason is a sentence for the person who asks.
     """
-    misdirected = _misdirected(request)
-    if misdirected is not None:
-        return misdirected
-    if request.path in {"/metrics", "/healthz"}:
-        return metrics_refusal(request, access)
-    if not request.path.startswith("/api/"):
-        return None
-    if not _has_token(request, access):
-        return RequestRefusal(
-            HTTPStatus.UNAUTHORIZED, "open the address that `python -m orchestrator web` prints"
-        )
-    return _not_commanded(request, access) if request.method == "POST" else None
+    path, is_page = request.path, _address(request) == LOOPBACK
+    if is_page:
+        _check_sender(request)
+    if path == "/healthz":
+        return
+    if path == "/metrics" or not is_page:
+        if not is_same(_bearer(request) or "", access.metrics_token):
+            raise web.HTTPUnauthorized(
+                reason="the request lacks Authorization: Bearer with the token of the file that "
+                "`web` prints"
+            )
+        if path != "/metrics":
+            raise web.HTTPNotFound
+    elif path.startswith("/api/"):
+        _check_token(request, access)
 
 
-def metrics_refusal(request: RequestFacts, access: Access) -> RequestRefusal | None:
-    """Say why a request is refused where others may ask for `/metrics`; `None`: it is answered.
-
-    `/healthz` tells nothing of the run, so it needs no token.
+def cookie_name(request: web.Request) -> str:
+    """Return the name of the page's cookie under the host of a request: a browser shares cookies
+    among all ports of a host, and may show the pages of two PCs through two tunnels.
     """
-    if request.path == "/healthz":
-        return None
-    kind, _, token = (request.authorization or "").partition(" ")
-    if kind.lower() == "bearer" and is_same(token, access.metrics_token):
-        return None
-    return RequestRefusal(
-        HTTPStatus.UNAUTHORIZED,
-        "the request lacks Authorization: Bearer with the token of the file that `web` prints",
-    )
-
-
-def cookie_name(host: str | None) -> str:
-    """Return the name of the page's cookie under a host: a browser shares cookies among all ports
-    of a host, and may show the pages of two PCs through two tunnels.
-    """
-    match = _HOST.fullmatch((host or "").lower())
+    match = _HOST.fullmatch(request.headers.get("Host", "").lower())
     return f"orchestrator-{(match and match['port']) or 80}"
 
 
@@ -98,33 +69,46 @@ def is_same(text: str, secret: str) -> bool:
     return hmac.compare_digest(text.encode("utf-8", "surrogatepass"), secret.encode())
 
 
-def _misdirected(request: RequestFacts) -> RequestRefusal | None:
+def _address(request: web.Request) -> str | None:
+    """Return the address of this PC that a request came to; `None` once its sender is gone."""
+    name = None if request.transport is None else request.transport.get_extra_info("sockname")
+    return None if name is None else str(name[0])
+
+
+def _check_sender(request: web.Request) -> None:
     """Refuse what is meant for another host, or sent by a page of another host."""
-    host = (request.host or "").lower()
+    host, origin = request.headers.get("Host", "").lower(), request.headers.get("Origin")
     if _HOST.fullmatch(host) is None:
-        return RequestRefusal(
-            HTTPStatus.FORBIDDEN,
-            "this server answers to localhost and 127.0.0.1 only; use the address that `web` "
-            "prints, from another PC through `ssh -L`",
+        raise web.HTTPForbidden(
+            reason="this server answers to localhost and 127.0.0.1 only; use the address that "
+            "`web` prints, from another PC through `ssh -L`"
         )
-    if request.origin is not None and request.origin.lower() != f"http://{host}":
-        return RequestRefusal(HTTPStatus.FORBIDDEN, "the request comes from a page elsewhere")
-    return None
+    if origin is not None and origin.lower() != f"http://{host}":
+        raise web.HTTPForbidden(reason="the request comes from a page elsewhere")
 
 
-def _not_commanded(request: RequestFacts, access: Access) -> RequestRefusal | None:
-    """Refuse a POST that no page of ours has sent, and any where commands are not taken."""
-    if request.origin is None and request.authorization is None:
-        return RequestRefusal(HTTPStatus.FORBIDDEN, "the request lacks its Origin")
-    if not access.with_control:
-        return RequestRefusal(
-            HTTPStatus.FORBIDDEN, "the page takes commands only if `web --control` serves it"
+def _check_token(request: web.Request, access: Access) -> None:
+    """Refuse who lacks the page's token, a POST that no page of ours has sent, and any where
+    commands are not taken.
+    """
+    bearer = _bearer(request)
+    token = request.cookies.get(cookie_name(request), "") if bearer is None else bearer
+    if not is_same(token, access.token):
+        raise web.HTTPUnauthorized(
+            reason="open the address that `python -m orchestrator web` prints"
         )
-    return None
+    if request.method == "POST" and bearer is None and "Origin" not in request.headers:
+        raise web.HTTPForbidden(reason="the request lacks its Origin")
+    if request.method == "POST" and not access.with_control:
+        raise web.HTTPForbidden(reason="the page takes commands only if `web --control` serves it")
 
 
-def _has_token(request: RequestFacts, access: Access) -> bool:
-    if request.authorization is not None:
-        kind, _, token = request.authorization.partition(" ")
-        return kind.lower() == "bearer" and is_same(token, access.token)
-    return is_same(request.cookie or "", access.token)
+def _bearer(request: web.Request) -> str | None:
+    """Return the token that a program sends, empty where it sends something else; `None` for a
+    browser.
+    """
+    given = request.headers.get("Authorization")
+    if given is None:
+        return None
+    kind, _, token = given.partition(" ")
+    return token if kind.lower() == "bearer" else ""

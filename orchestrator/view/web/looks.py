@@ -21,9 +21,8 @@ from orchestrator.view.document import EVENTS_MOST, document
 from orchestrator.view.runs import runs_table
 
 LOOK_EVERY_S: Final = 1.0
-_RUNS_EVERY_S: Final = 10.0
-_RUNS_PAUSES: Final = 20.0
-"""The list of runs opens the store of each: it may take 5 % of the time at most."""
+_RUNS_EVERY_S: Final = 20.0
+"""The list of runs opens the store of each."""
 _KEPT: Final = 8
 """Runs of which something is kept from look to look."""
 
@@ -48,6 +47,7 @@ class _Watched:
     follower: Follower
     since: Since = field(default_factory=dict)
     events: deque[StoredEvent] = field(default_factory=lambda: deque(maxlen=EVENTS_MOST))
+    look: Look | None = None
 
 
 class Looks:
@@ -61,8 +61,7 @@ class Looks:
         self._run_id = run_id
         self._with_control = with_control
         self._lock = asyncio.Lock()
-        self._last: dict[str, Look] = {}
-        self._watched: dict[str, _Watched] = {}
+        self._watched: dict[Path, _Watched] = {}
         self._runs = runs_table(())
         self._runs_due_s = float("-inf")
 
@@ -78,29 +77,29 @@ class Looks:
             ArchiveError: Its folder cannot be read.
         """
         async with self._lock:
-            last = self._last.get(run_id)
-            if last is None or time.monotonic() - last.at_s > LOOK_EVERY_S / 2:
-                for kept in (self._last, self._watched):
-                    if len(kept) > _KEPT:
-                        kept.clear()
-                last = self._last[run_id] = await asyncio.to_thread(self._looked, run_id)
-            return last
+            return await asyncio.to_thread(self._look, run_id)
 
-    def _looked(self, run_id: str) -> Look:
-        self.count += 1
+    def _look(self, run_id: str) -> Look:
         folder, now_s = self.folder(run_id), time.monotonic()
-        if folder.name not in self._watched:
-            self._watched[folder.name] = _Watched(follower=Follower(folder))
-        watched = self._watched[folder.name]
+        if folder not in self._watched:
+            if len(self._watched) == _KEPT:
+                self._watched.clear()
+            self._watched[folder] = _Watched(follower=Follower(folder))
+        watched = self._watched[folder]
+        if watched.look is None or now_s - watched.look.at_s > LOOK_EVERY_S / 2:
+            watched.look = self._looked(watched, now_s)
+        return watched.look
+
+    def _looked(self, watched: _Watched, now_s: float) -> Look:
+        self.count += 1
         frame = watched.follower.look()
         watched.events.extend(frame.events)
         frame = replace(frame, events=tuple(watched.events))
         wrong, watched.since = alerts(frame, time.time(), watched.since)
         if now_s >= self._runs_due_s:
             self._runs = runs_table(list_runs(self._runs_dir))
-            took_s = time.monotonic() - now_s
-            self._runs_due_s = now_s + max(_RUNS_EVERY_S, _RUNS_PAUSES * took_s)
-        told = document(frame, wrong, self._runs)
-        told["control"] = self._with_control and frame.run.outcome == "running"
-        text = json.dumps(told, separators=(",", ":"), allow_nan=False)
+            self._runs_due_s = time.monotonic() + _RUNS_EVERY_S
+        shown = document(frame, wrong, self._runs)
+        shown["control"] = self._with_control and frame.run.outcome == "running"
+        text = json.dumps(shown, separators=(",", ":"), allow_nan=False)
         return Look(frame=frame, alerts=wrong, text=text, at_s=now_s)

@@ -1,4 +1,4 @@
-"""A frame as metrics of Prometheus, in its text format. Pure.
+"""A frame as metrics of Prometheus. Pure.
 
 Nothing is kept between two scrapes: a slot that is gone has no series any more, and what is unknown
 has none either. Which key of a row is which metric stands in `record/model.py`. Does not serve
@@ -7,14 +7,10 @@ them (`server.py`).
 
 from __future__ import annotations
 
-import platform
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, TypeAlias
 
-import yaml
 from prometheus_client import generate_latest
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
@@ -30,21 +26,10 @@ from orchestrator.record.archive import Frame, Freshness
 from orchestrator.record.jobs import QueueSnapshot
 from orchestrator.record.model import FIELDS, Field, Row, rows_by_card
 from orchestrator.view.alerts import Alert, is_up, nodes_up, rows
-from orchestrator.view.jobs import current, job_object
 from workers.messages import WorkerState
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
-#: Key of a job in JSON, name, help.
-_JOB_METRICS: Final = (
-    ("job_step", "job_step", "Optimiser steps that the job has done."),
-    ("job_steps", "job_steps", "Optimiser steps after which it is done."),
-    ("job_metric", "job_metric", "Its metric, at its last step."),
-    ("job_best", "job_best", "The best of its metric."),
-    ("job_ran_s", "job_ran_seconds", "Time that it was on a card."),
-    ("job_oom", "job_out_of_memory", "Times that it ran out of memory."),
-    ("job_moves", "job_moves", "Times that it went to another card."),
-)
 #: Counter of a slot, name, help.
 _WORKED: Final = (
     ("work_flop", "slot_work_flop", "Work done, in floating-point operations."),
@@ -54,12 +39,9 @@ _OUTCOMES: Final = ("running", "good", "degraded", "interrupted", "failed")
 _SLOT: Final = ("node", "slot")
 _CARD: Final = ("node", "gpu_uuid")
 
-
-#: How often the user gave each command, by name and `taken` or `refused`.
-Commands: TypeAlias = Mapping[tuple[str, str], int]
-#: Labels of a series with its value.
-_Value: TypeAlias = tuple[Sequence[str], float]
-_Values: TypeAlias = Iterable[_Value]
+#: Labels of a series with its value; `None` is unknown and has no series.
+_Values: TypeAlias = Iterable[tuple[Sequence[str], float | None]]
+_Rows: TypeAlias = Sequence[tuple[Sequence[str], Row]]
 
 
 class _Families(Collector):
@@ -73,36 +55,24 @@ class _Families(Collector):
         return self._families
 
 
-def exposition(frame: Frame, alerts: Iterable[Alert], commands: Commands) -> bytes:
+def exposition(frame: Frame, alerts: Iterable[Alert]) -> bytes:
     """Return all metrics of a run as text."""
-    families = [*_of_run(frame, commands), *_of_slots(frame), *_of_cards(frame)]
-    told = (((one.name, one.severity, one.subject, one.node or ""), 1.0) for one in alerts)
+    wrong = (((one.name, one.severity, one.subject, one.node or ""), 1) for one in alerts)
     text, labels = "1 for each thing that is wrong, else absent.", ("name", "severity", "subject")
-    families.append(_gauges("alert", text, (*labels, "node"), told))
+    families = [*_of_run(frame), *_of_slots(frame), *_of_cards(frame)]
+    families.append(_gauges("alert", text, (*labels, "node"), wrong))
     if frame.queue is not None:
         families += _of_queue(frame.queue)
     return generate_latest(_Families(families))
 
 
-def _of_run(frame: Frame, commands: Commands) -> Iterator[Metric]:
+def _of_run(frame: Frame) -> Iterator[Metric]:
     run, snapshot = frame.run, frame.snapshot
-    policies = sorted({row.policy for row in snapshot.rows if row.policy is not None})
-    build = {
-        "version": _version("oom-orchestrator"),
-        "ray": _version("ray"),
-        "python": platform.python_version(),
-    }
-    about = {
-        "run_id": run.facts.run_id,
-        "mode": run.facts.mode,
-        "policy": ",".join(policies),
-        "workload": _workload(run.facts.config_yaml),
-    }
-    yield InfoMetricFamily("orchestrator_build", "Versions of what shows the run.", value=build)
+    about = {"run_id": run.facts.run_id, "mode": run.facts.mode}
     yield InfoMetricFamily("orchestrator_run", "Which run it is.", value=about)
     # One whose head was killed has not ended, and counts as running.
     now = run.outcome if frame.freshness is Freshness.ENDED else "running"
-    outcomes = (((outcome,), float(outcome == now)) for outcome in _OUTCOMES)
+    outcomes = (((outcome,), outcome == now) for outcome in _OUTCOMES)
     yield _gauges("run_outcome", "1 for how the run stands.", ("outcome",), outcomes)
     for name, text, value in (
         ("head_up", "1 while a head works on the run.", is_up(frame)),
@@ -111,7 +81,6 @@ def _of_run(frame: Frame, commands: Commands) -> Iterator[Metric]:
         ("run_elapsed_seconds", "Time that the run has worked.", snapshot.elapsed_s),
         ("run_planned_seconds", "Planned length of the run.", snapshot.duration_s),
         ("records_incomplete", "1 if anything of the run could not be stored.", run.incomplete),
-        ("notices", "Warnings shown in the header.", len(snapshot.notices)),
         (
             "steps_lost_upper_bound",
             "Most good steps that ended processes may have done unseen.",
@@ -119,31 +88,35 @@ def _of_run(frame: Frame, commands: Commands) -> Iterator[Metric]:
         ),
         ("frame_age_seconds", "Time since the records last changed.", frame.late_s),
     ):
-        values = () if value is None else (((), float(value)),)
-        yield _gauges(name, text, (), values)
-    nodes = (((node,), float(up)) for node, up in nodes_up(frame).items())
+        yield _gauges(name, text, (), [((), value)])
+    nodes = (((node,), up) for node, up in nodes_up(frame).items())
     yield _gauges("node_up", "1 while a planned node is in the cluster.", ("node",), nodes)
-    given = sorted(commands.items())
-    yield _counters("commands", "Commands of the user.", ("command", "result"), given)
 
 
 def _of_slots(frame: Frame) -> Iterator[Metric]:
     # Counts stay true when the head has ended; what a slot is or holds does not.
-    everything = [((row.node, row.slot), row) for row in frame.snapshot.rows]
-    now = [((row.node, row.slot), row) for row in rows(frame)]
+    everything: _Rows = [((row.node, row.slot), row) for row in frame.snapshot.rows]
+    now: _Rows = [((row.node, row.slot), row) for row in rows(frame)]
     # What a slot is not has no series: with zeros, these would be most of all series.
-    states = (((*labels, row.state.value.lower()), 1.0) for labels, row in now)
+    states = (((*labels, row.state.value.lower()), 1) for labels, row in now)
     text = "1 for the state of the slot; other states are absent."
     yield _gauges("slot_state", text, (*_SLOT, "state"), states)
-    held = ((labels, 1.0) for labels, row in now if row.state is HeadState.HELD)
+    held = ((labels, 1) for labels, row in now if row.state is HeadState.HELD)
     yield _gauges("slot_held", "1 while a person holds the slot, else absent.", _SLOT, held)
-    updated = frame.snapshot.now_unix_s
-    ages = ((of, row.heartbeat_age_s) for of, row in now)
-    heard = ((of, round(updated - age_s, 1)) for of, age_s in ages if age_s is not None)
+    updated_unix_s = frame.snapshot.now_unix_s
+    heard = (
+        (labels, None if row.heartbeat_age_s is None else updated_unix_s - row.heartbeat_age_s)
+        for labels, row in now
+    )
     text = "When its worker last reported."
     yield _gauges("slot_last_report_timestamp_seconds", text, _SLOT, heard)
-    on_card = (((*of, row.gpu_uuid), 1.0) for of, row in everything if row.gpu_uuid is not None)
-    yield _gauges("slot_info", "On which card the slot is.", (*_SLOT, "gpu_uuid"), on_card)
+    on_card = (
+        ((*labels, row.gpu_uuid, row.gpu_name or ""), 1)
+        for labels, row in everything
+        if row.gpu_uuid is not None
+    )
+    labels = (*_SLOT, "gpu_uuid", "gpu_name")
+    yield _gauges("slot_info", "On which card the slot is.", labels, on_card)
     steps = (
         ((*of, result), getattr(row.counts, f"steps_{result}"))
         for of, row in everything
@@ -151,36 +124,27 @@ def _of_slots(frame: Frame) -> Iterator[Metric]:
     )
     yield _counters("slot_steps", "Steps by how they ended.", (*_SLOT, "result"), steps)
     for key, name, text in _WORKED:
-        # More digits would only take space.
-        counted = (
-            ((slot.node, slot.slot), float(f"{slot.counters[key]:.9g}"))
-            for slot in frame.run.slots
-            if key in slot.counters
-        )
-        yield _counters(name, text, _SLOT, counted)
+        worked = (((slot.node, slot.slot), slot.counters.get(key)) for slot in frame.run.slots)
+        yield _counters(name, text, _SLOT, worked)
     for field in FIELDS.values():
         if field.metric and field.of == "slot":
-            yield _family(field, _SLOT, everything if field.counter else now)
+            yield _of_field(field, _SLOT, everything if field.counter else now)
 
 
 def _of_cards(frame: Frame) -> Iterator[Metric]:
-    """Yield the metrics of each card on which the run has workers, or waits for them."""
-    names, ups, tellers = list[_Value](), list[_Value](), list[tuple[Sequence[str], Row]]()
-    waited_for = [row for row in rows(frame) if row.gpu_uuid is not None]
-    waited_for = [row for row in waited_for if row.state is not HeadState.QUARANTINED]
-    for of, slots in rows_by_card(waited_for).items():
-        reporting = [row for row in slots if isinstance(row.state, WorkerState)]
-        is_held = any(row.state is HeadState.HELD for row in slots)
-        names.append(((*of, slots[0].gpu_name or ""), 1.0))
-        ups.append((of, float(bool(reporting) or is_held)))
-        if reporting:  # the one that heard of the card's sensors last tells
-            tellers.append((of, min(reporting, key=_age_s)))
-    yield _gauges("card_info", "Which card it is.", (*_CARD, "gpu_name"), names)
-    text = "1 while a worker on the card reports, 0 while all are awaited."
-    yield _gauges("card_up", text, _CARD, ups)
+    """Yield the metrics of each card on which workers report."""
+    reporting = [
+        row
+        for row in rows(frame)
+        if row.gpu_uuid is not None and isinstance(row.state, WorkerState)
+    ]
+    # The slot that heard of the card's sensors last tells.
+    newest: _Rows = [
+        (card, min(slots, key=_age_s)) for card, slots in rows_by_card(reporting).items()
+    ]
     for field in FIELDS.values():
         if field.metric and field.of == "card":
-            yield _family(field, _CARD, tellers)
+            yield _of_field(field, _CARD, newest)
 
 
 def _age_s(row: Row) -> float:
@@ -188,27 +152,22 @@ def _age_s(row: Row) -> float:
 
 
 def _of_queue(queue: QueueSnapshot) -> Iterator[Metric]:
-    jobs = [job_object(standing, queue) for standing in current(queue)]
-    counts = Counter(standing.state.value.lower() for standing in queue.standings)
-    by_state = (((state.lower(),), counts[state.lower()]) for state in JobState)
+    counts = Counter(standing.state for standing in queue.standings)
+    by_state = (((state.value.lower(),), counts[state]) for state in JobState)
     yield _gauges("jobs", "Jobs of the queue by state.", ("state",), by_state)
-    held = ((), float(queue.held is not None))
-    yield _gauges("queue_held", "1 while the queue starts nothing.", (), (held,))
-    for key, name, text in _JOB_METRICS:
-        values = (((job["job_name"],), float(job[key])) for job in jobs if job[key] is not None)
-        yield _gauges(name, text, ("job",), values)
+    held = [((), queue.held is not None)]
+    yield _gauges("queue_held", "1 while the queue starts nothing.", (), held)
 
 
-def _family(
-    field: Field, labels: Sequence[str], rows: Iterable[tuple[Sequence[str], Row]]
-) -> Metric:
+def _of_field(field: Field, labels: Sequence[str], told: _Rows) -> Metric:
     values = []
-    for of, row in rows:
+    for of, row in told:
         value = field.value(row)
+        # A processor's temperature is not that of its card.
         if isinstance(value, int | float) and (
             field.key != "temperature_c" or row.temperature_of == "card"
         ):
-            values.append((of, value if field.factor == 1 else round(value * field.factor, 3)))
+            values.append((of, value * field.factor))
     family = _counters if field.counter else _gauges
     return family(f"{field.of}_{field.metric}", field.help, labels, values)
 
@@ -222,23 +181,8 @@ def _counters(name: str, text: str, labels: Sequence[str], values: _Values) -> M
 
 
 def _filled(family: GaugeMetricFamily | CounterMetricFamily, values: _Values) -> Metric:
-    for of, value in values:
-        family.add_metric(of, value)
+    for labels, value in values:
+        if value is not None:
+            # More digits would only take space.
+            family.add_metric(labels, float(f"{value:.12g}"))
     return family
-
-
-@cache
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
-
-
-@cache
-def _workload(config_yaml: str) -> str:
-    """Return the name of the workload in a configuration; empty if it is not in there."""
-    try:
-        return str(yaml.safe_load(config_yaml)["workload"]["name"])
-    except (yaml.YAMLError, LookupError, TypeError, ValueError, RecursionError):
-        return ""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-import time
 import traceback
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -23,27 +22,19 @@ from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from orchestrator.config.byte_size import parse_bytes
-from orchestrator.control.client import send
+from orchestrator.core.user_commands import Do
 from orchestrator.errors import ArchiveError, UsageError, one_line
-from orchestrator.jobs.inbox import put
-from orchestrator.jobs.journal import QUEUE_NAME
-from orchestrator.jobs.model import Said, Word
-from orchestrator.record.archive import count_commands
+from orchestrator.jobs.model import Word
 from orchestrator.view import charts
+from orchestrator.view.orders import give
 from orchestrator.view.web import guard, metrics
-from orchestrator.view.web.guard import Access, RequestFacts, RequestRefusal
+from orchestrator.view.web.guard import Access
 from orchestrator.view.web.looks import LOOK_EVERY_S, Looks
 
-BODY_MOST_S: Final = 10.0
 PAGE: Final = Path(__file__).parent / "page"
 
 _BODY_MOST_BYTES: Final = 64 * 2**10
-_KINDS: Final = {
-    ".html": "text/html",
-    ".js": "text/javascript",
-    ".css": "text/css",
-    ".svg": "image/svg+xml",
-}
+_BODY_MOST_S: Final = 10.0
 _HEADERS: Final = {
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'",
@@ -55,8 +46,8 @@ _HEADERS: Final = {
 }
 
 _Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
-_Guard: TypeAlias = Callable[[RequestFacts, Access], RequestRefusal | None]
 _Name: TypeAlias = Annotated[str, Field(min_length=1, max_length=64)]
+_Names: TypeAlias = Annotated[list[str], Field(min_length=1)] | None
 
 
 class _Command(BaseModel):
@@ -67,8 +58,8 @@ class _Command(BaseModel):
     id: _Name
     """Of a command that comes again with the same id, the head obeys the first one only."""
     do: _Name
-    slots: Annotated[list[str], Field(min_length=1)] | None = None
-    jobs: Annotated[list[str], Field(min_length=1)] | None = None
+    slots: _Names = None
+    jobs: _Names = None
     amount: str | None = None
     """Such as "2.5 GiB"."""
 
@@ -77,83 +68,77 @@ class Site:
     """The page of the runs of one folder."""
 
     def __init__(self, runs_dir: Path, access: Access, run_id: str = "latest") -> None:
-        """Read the page's files. `run_id` is shown where none is named."""
+        """Touch nothing yet. `run_id` is shown where none is named."""
         self.access = access
         self.looks = Looks(runs_dir, run_id, with_control=access.with_control)
-        self._files = {
-            path.name: path.read_bytes() for path in PAGE.iterdir() if path.suffix in _KINDS
-        }
 
-    def page_application(self) -> web.Application:
-        """Return the page, for an address that only this PC reaches."""
-        app = self.metrics_application(guard.refusal)
-        app.router.add_get("/", self._get_index)
-        for name in self._files:
-            app.router.add_get(f"/{name}", self._get_file)
-        app.router.add_get("/api/v1/document", self._get_document)
-        app.router.add_get("/api/v1/stream", self._get_stream)
-        app.router.add_get("/api/v1/history", self._get_history)
-        app.router.add_post("/api/v1/commands", self._post_command)
+    def application(self) -> web.Application:
+        """Return what answers at each address; `guard.py` says at which what."""
+        app = web.Application(middlewares=[self._guarded], client_max_size=_BODY_MOST_BYTES)
+        app.on_response_prepare.append(_harden)
+        app.add_routes(
+            [
+                web.get("/healthz", self._get_health),
+                web.get("/metrics", self._get_metrics),
+                web.get("/api/v1/document", self._get_document),
+                web.get("/api/v1/stream", self._get_stream),
+                web.get("/api/v1/history", self._get_history),
+                web.post("/api/v1/commands", self._post_command),
+                web.get("/", self._get_index),
+                web.get("/{name}", self._get_file),
+            ]
+        )
         return app
 
-    def metrics_application(self, refusal: _Guard = guard.metrics_refusal) -> web.Application:
-        """Return `/metrics` and `/healthz` alone, for an address that other PCs reach."""
-
-        @web.middleware
-        async def guarded(request: web.Request, handler: _Handler) -> web.StreamResponse:
-            refused = refusal(_facts(request), self.access)
-            if refused is not None:
-                return _error(refused.status, refused.error)
-            try:
-                return await handler(request)
-            except ConnectionError:
-                raise  # the client is gone
-            except Exception as error:  # noqa: BLE001 - a sentence for the client
-                return _error(*_explained(error))
-
-        app = web.Application(middlewares=[guarded], client_max_size=_BODY_MOST_BYTES)
-        app.router.add_get("/healthz", self._get_health)
-        app.router.add_get("/metrics", self._get_metrics)
-        return app
+    @web.middleware
+    async def _guarded(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+        """Answer what `guard.py` lets pass; errors are objects with a sentence."""
+        try:
+            guard.check(request, self.access)
+            return await handler(request)
+        except ConnectionError:
+            raise  # the client is gone
+        except Exception as error:  # noqa: BLE001 - a sentence for the client
+            status, text = _explained(error)
+            return web.json_response({"error": text}, status=status)
 
     async def _get_health(self, _request: web.Request) -> web.StreamResponse:
-        return _json({"ok": True})
+        return web.json_response({"ok": True})
 
     async def _get_metrics(self, _request: web.Request) -> web.StreamResponse:
         look = await self.looks.look("")
-        commands = await asyncio.to_thread(count_commands, look.frame.run.folder)
-        content = await asyncio.to_thread(metrics.exposition, look.frame, look.alerts, commands)
-        return _response(content, metrics.CONTENT_TYPE)
+        content = await asyncio.to_thread(metrics.exposition, look.frame, look.alerts)
+        return web.Response(body=content, headers={"Content-Type": metrics.CONTENT_TYPE})
 
     async def _get_index(self, request: web.Request) -> web.StreamResponse:
         """Answer with the page; a token in the address becomes a cookie first, and leaves it."""
         token = request.query.get("token")
         if token is None:
-            return self._file("index.html")
+            return web.FileResponse(PAGE / "index.html")
         if not guard.is_same(token, self.access.token):
-            return _error(
-                HTTPStatus.UNAUTHORIZED,
-                "this address is of a `web` that has ended; open the one that it printed last",
+            raise web.HTTPUnauthorized(
+                reason="this address is of a `web` that has ended; open the one that it printed "
+                "last"
             )
-        response = web.Response(status=HTTPStatus.SEE_OTHER, headers={"Location": "/", **_HEADERS})
-        name = guard.cookie_name(request.headers.get("Host"))
+        response = web.Response(status=HTTPStatus.SEE_OTHER, headers={"Location": "/"})
+        name = guard.cookie_name(request)
         response.set_cookie(name, token, path="/", httponly=True, samesite="Strict")
         return response
 
     async def _get_file(self, request: web.Request) -> web.StreamResponse:
-        return self._file(request.path.removeprefix("/"))
-
-    def _file(self, name: str) -> web.StreamResponse:
-        return _response(self._files[name], f"{_KINDS[Path(name).suffix]}; charset=utf-8")
+        path = PAGE / request.match_info["name"]
+        if path.parent != PAGE or not path.is_file():
+            raise web.HTTPNotFound
+        return web.FileResponse(path)
 
     async def _get_document(self, request: web.Request) -> web.StreamResponse:
         look = await self.looks.look(_run_id(request))
-        return _response(look.text.encode(), "application/json")
+        return web.json_response(text=look.text)
 
     async def _get_stream(self, request: web.Request) -> web.StreamResponse:
         """Send the document whenever it has changed, until the page is gone."""
         kind = {"Content-Type": "text/event-stream; charset=utf-8"}
-        response = web.StreamResponse(headers={**_HEADERS, **kind})
+        response = web.StreamResponse(headers=kind)
         await response.prepare(request)
         sent = ""
         while True:
@@ -176,53 +161,38 @@ class Site:
         folder = await asyncio.to_thread(self.looks.folder, _run_id(request))
         last_s = float(request.query.get("last_s", "inf"))
         if slot := request.query.get("slot"):
-            told = await asyncio.to_thread(charts.course_of, folder, slot, last_s)
+            course = await asyncio.to_thread(charts.course_of, folder, slot, last_s)
         elif "jobs" in request.query:
-            told = await asyncio.to_thread(charts.course_of_jobs, folder)
+            course = await asyncio.to_thread(charts.course_of_jobs, folder)
         else:
-            told = await asyncio.to_thread(charts.course_of_all, folder, last_s)
-        return _json(told)
+            course = await asyncio.to_thread(charts.course_of_all, folder, last_s)
+        return web.json_response(course)
 
     async def _post_command(self, request: web.Request) -> web.StreamResponse:
         """Tell the head what to do with slots, or its queue what to do with jobs."""
-        async with asyncio.timeout(BODY_MOST_S):
+        async with asyncio.timeout(_BODY_MOST_S):
             command = _Command.model_validate_json(await request.read())
         if (command.slots is None) == (command.jobs is None):
             raise ValueError("a command names either slots or jobs, one by one")
-        if command.jobs is not None:
-            effect = await self._tell_queue(_run_id(request), command, command.jobs)
-        else:
-            effect = await self._tell_head(_run_id(request), command, command.slots or [])
-        return _json({"id": command.id, "ok": True, "effect": effect})
-
-    async def _tell_head(self, run_id: str, command: _Command, slots: list[str]) -> str:
-        folder = await asyncio.to_thread(self.looks.folder, run_id)
-        size_bytes = None if command.amount is None else parse_bytes(command.amount)
-        answer = await asyncio.to_thread(
-            send, folder, command.do, slots, by="web", amount_bytes=size_bytes, identity=command.id
-        )
-        if not answer.ok:
-            raise web.HTTPConflict(reason=one_line(answer.error or "the head has refused it"))
-        return str(answer.effect)
-
-    async def _tell_queue(self, run_id: str, command: _Command, jobs: list[str]) -> str:
-        """Put words about jobs into the inbox; the page submits no job."""
-        frame = (await self.looks.look(run_id)).frame
+        names, orders = command.slots or command.jobs or [], Do if command.jobs is None else Word
+        if command.do not in {*orders}:
+            raise ValueError(f"do is one of {', '.join(orders)}")
+        frame = (await self.looks.look(_run_id(request))).frame
         known = {one.job.name for one in frame.queue.standings} if frame.queue else set()
-        if command.do not in {*Word}:
-            raise ValueError(f"of jobs, do is one of {', '.join(Word)}")
-        if unknown := set(jobs) - known:
+        if unknown := set(command.jobs or ()) - known:
             raise ValueError(f"the queue has no job {min(unknown)[:80]!r}")
-        word, now_s = Word(command.do), time.time()
-        words = [
-            Said(at_s=now_s, id=f"{command.id}-{name}", word=word, job=name, by="web")
-            for name in jobs
-        ]
+        amount_bytes = None if command.amount is None else parse_bytes(command.amount)
+        order = (frame.run.folder, orders(command.do), names, amount_bytes)
         try:
-            await asyncio.to_thread(put, frame.run.folder / QUEUE_NAME, words)
-        except OSError as failure:
-            raise ArchiveError(f"the inbox of the queue: {failure.strerror}") from failure
-        return f"{word}: {', '.join(jobs)}"
+            effect = await asyncio.to_thread(give, *order, by="web", identity=command.id)
+        except UsageError as refused:
+            raise web.HTTPConflict(reason=one_line(str(refused))) from refused
+        return web.json_response({"id": command.id, "ok": True, "effect": effect})
+
+
+async def _harden(_request: web.Request, response: web.StreamResponse) -> None:
+    """Keep a browser from doing more with an answer than to show it."""
+    response.headers.update(_HEADERS)
 
 
 def _explained(error: Exception) -> tuple[int, str]:
@@ -245,34 +215,6 @@ def _explained(error: Exception) -> tuple[int, str]:
     return HTTPStatus.INTERNAL_SERVER_ERROR, one_line(f"a fault of the page: {error!r}")
 
 
-def _facts(request: web.Request) -> RequestFacts:
-    headers, host = request.headers, request.headers.get("Host")
-    return RequestFacts(
-        method=request.method,
-        path=request.path,
-        host=host,
-        origin=headers.get("Origin"),
-        authorization=headers.get("Authorization"),
-        cookie=request.cookies.get(guard.cookie_name(host)),
-    )
-
-
 def _run_id(request: web.Request) -> str:
     """Return the run that is asked for; empty for the one that the page shows by itself."""
     return request.query.get("run", "")
-
-
-def _error(status: int, text: str) -> web.Response:
-    return _json({"error": text}, status)
-
-
-def _json(value: object, status: int = HTTPStatus.OK) -> web.Response:
-    content = json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
-    return _response(content, "application/json", status)
-
-
-def _response(content: bytes, kind: str, status: int = HTTPStatus.OK) -> web.Response:
-    headers = {**_HEADERS, "Content-Type": kind}
-    response = web.Response(body=content, status=status, headers=headers)
-    response.enable_compression()
-    return response
