@@ -28,9 +28,6 @@ def fetch(folder: Path, job: str, to: Path) -> str:
         UsageError: There is nothing to copy, or no place for it.
         NoClusterError: The files are on another PC, which does not answer.
     """
-    to = to.expanduser().absolute()
-    if to.exists() and not (to.is_dir() and not any(to.iterdir())):
-        raise UsageError(f"{to} is there already; name a new folder, or remove that one")
     of_run = default_path().parent / "state" / folder.name
     places = [folder / QUEUE_NAME / "files" / job, of_run / job]
     try:

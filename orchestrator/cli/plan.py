@@ -5,17 +5,16 @@ No Ray, no device.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from orchestrator.cli.plan_training import cap_about_bytes, training_lines
+from orchestrator.cli.plan_training import cap_about_bytes, training_parts, training_plan
+from orchestrator.cli.printing import Part
 from orchestrator.config.schema import Config
 from orchestrator.core.placement import NodeBudget, node_budget
 from orchestrator.view.cells import MISSING
 from orchestrator.view.phrases import counted
 from orchestrator.view.tables import Column, Table, TableRow, row_of
-from orchestrator.view.terminal import plain_text, table_lines
 from workers.settings import ASSUMED_CONTEXT_BYTES
 from workers.units import GIB
 
@@ -34,37 +33,44 @@ _COLUMNS: Final = (
 """Their keys are those of a worker in JSON."""
 
 
-def plan_json(config: Config, training: Mapping[str, Any] | None = None) -> str:
-    """Return the plan as one JSON object, with what `plan_training` says where something is
-    trained.
+def plan_object(config: Config) -> dict[str, Any]:
+    """Return the plan for JSON, with what `training_plan` says where something is trained.
+
+    Raises:
+        UsageError: The section `train:` names what cannot be trained.
     """
-    nodes = [_node(budget, config) for budget in budgets(config)]
-    common: dict[str, Any] = {
+    budgets = [node_budget(name, node, config) for name, node in config.nodes.items()]
+    training = training_plan(config, budgets)
+    return {
         "compute_share_mode": config.compute_share_mode,
         "workload": config.workload.name,
         "policy": config.memory.policy,
+        **({} if training is None else {"training": training}),
+        "nodes": [_node(budget, config) for budget in budgets],
     }
-    if training is not None:
-        common["training"] = training
-    return json.dumps({"schema": 1, **common, "nodes": nodes}, indent=2)
 
 
-def plan_text(
-    config: Config, training: Mapping[str, Any] | None = None, width: int | None = None
-) -> str:
-    """Return the plan for people, its tables within `width` cells; `None` cuts nothing."""
-    found = budgets(config)
-    rows = tuple(row for budget in found for row in _rows(_node(budget, config)))
-    table = Table(name="plan", columns=_COLUMNS, rows=rows)
-    kind = f"{config.workload.name} with the policy {config.memory.policy}"
-    context = f"the CUDA context, about {ASSUMED_CONTEXT_BYTES / GIB:.2f} GiB"
-    fits = () if training is None else ("", *training_lines(training, width))
-    notes = (
-        f"Each worker runs {kind}, and an equal share of its PC's cores as threads.",
-        f"The cap is the budget less {context}; each worker measures its own.",
+def plan_parts(plan: Mapping[str, Any]) -> Iterator[Part]:
+    """Yield the same for people."""
+    rows = tuple(row for node in plan["nodes"] for row in _rows(node))
+    yield Table(name="plan", columns=_COLUMNS, rows=rows)
+    yield ""
+    for node in plan["nodes"]:
+        yield _sum_line(node)
+    yield from (
+        "",
+        (
+            f"Each worker runs {plan['workload']} with the policy {plan['policy']}, and an equal "
+            "share of its PC's cores as threads."
+        ),
+        (
+            "The cap is the budget less the CUDA context, about "
+            f"{_gib(ASSUMED_CONTEXT_BYTES)}; each worker measures its own."
+        ),
     )
-    drawn = plain_text(table_lines(table, width))
-    return "\n".join([drawn, "", *map(_sum_line, found), "", *notes, *fits])
+    if (training := plan.get("training")) is not None:
+        yield ""
+        yield from training_parts(training)
 
 
 def _rows(node: Mapping[str, Any]) -> Iterator[TableRow]:
@@ -72,44 +78,32 @@ def _rows(node: Mapping[str, Any]) -> Iterator[TableRow]:
         texts = {
             "card": "CPU" if worker["card"] is None else f"{node['gpu']} #{worker['card']}",
             "gpu_fraction": f"{worker['gpu_fraction']:.4f}",
-            "budget_bytes": f"{worker['budget_bytes'] / GIB:.2f} GiB",
-            "cap_about_bytes": f"{worker['cap_about_bytes'] / GIB:.2f} GiB",
+            "budget_bytes": _gib(worker["budget_bytes"]),
+            "cap_about_bytes": _gib(worker["cap_about_bytes"]),
             "duty": MISSING if worker["duty"] is None else f"{worker['duty']:.0%}",
         }
         yield row_of(_COLUMNS, worker["slot"], worker, texts)
 
 
-def budgets(config: Config) -> list[NodeBudget]:
-    """Return what each worker of each node gets."""
-    return [node_budget(name, node, config) for name, node in config.nodes.items()]
-
-
-def _sum_line(budget: NodeBudget) -> str:
-    each = (
-        f"{budget.workers_per_card} x {budget.budget_bytes / GIB:.2f} GiB = "
-        f"{budget.card_budget_bytes / GIB:.2f} GiB"
-    )
-    share = budget.workers_per_card * budget.gpu_fraction
-    holder = "a card holds" if budget.gpus else "its memory holds"
-    words = [
+def _sum_line(node: Mapping[str, Any]) -> str:
+    worker, per_card, has_cards = node["workers"][0], node["workers_per_card"], node["gpus"] > 0
+    said = [
+        f"{node['node']}: {counted(len(node['workers']), 'worker')}",
+        counted(node["cpus_total"], "CPU"),
         (
-            f"{budget.node}: {counted(budget.workers, 'worker')}, "
-            f"{counted(budget.cpus_total, 'CPU')}, {holder} {each}"
-        )
+            f"{'a card' if has_cards else 'its memory'} holds {per_card} x "
+            f"{_gib(worker['budget_bytes'])} = {_gib(node['card_budget_bytes'])}"
+        ),
     ]
-    if budget.card_allowed_bytes is not None and budget.card_total_bytes is not None:
-        words.append(
-            f"of {budget.card_allowed_bytes / GIB:.2f} GiB allowed "
-            f"({budget.card_total_bytes / GIB:.2f} GiB shown)"
-        )
-    if budget.gpus:
-        words.append(f"and {share:.4f} of its Ray GPU")
-    if budget.duty is not None and budget.gpus:
-        words.append(
-            f"and {budget.duty * budget.workers_per_card:.0%} duty in sum (turns are shared when "
-            "over 100%)"
-        )
-    return ", ".join(words)
+    if node["card_total_bytes"] is not None:
+        allowed, total = _gib(node["card_allowed_bytes"]), _gib(node["card_total_bytes"])
+        said.append(f"of {allowed} allowed ({total} shown)")
+    if has_cards:
+        said.append(f"and {per_card * worker['gpu_fraction']:.4f} of its Ray GPU")
+    if has_cards and worker["duty"] is not None:
+        duty = f"{worker['duty'] * per_card:.0%}"
+        said.append(f"and {duty} duty in sum (turns are shared when over 100%)")
+    return ", ".join(said)
 
 
 def _node(budget: NodeBudget, config: Config) -> dict[str, Any]:
@@ -141,3 +135,7 @@ def _node(budget: NodeBudget, config: Config) -> dict[str, Any]:
         "card_total_bytes": budget.card_total_bytes,
         "workers": workers,
     }
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / GIB:.2f} GiB"

@@ -7,16 +7,17 @@ A child process computes it, because that needs torch. No Ray, no device.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from orchestrator.cli.printing import Part
 from orchestrator.config.schema import Config
 from orchestrator.core.placement import NodeBudget
 from orchestrator.errors import UsageError, one_line
 from orchestrator.run.prediction import memory_plan
 from orchestrator.view.tables import Cell, Column, Table, TableRow
-from orchestrator.view.terminal import table_lines
 from workers.hf.folder_files import check_folder
 from workers.settings import ASSUMED_CONTEXT_BYTES
 from workers.training.errors import TrainingError
@@ -63,11 +64,9 @@ def training_plan(config: Config, budgets: Sequence[NodeBudget]) -> dict[str, An
     """
     if config.workload.name != "train":
         return None
-    groups: dict[tuple[int, str], list[str]] = {}
+    groups = defaultdict[tuple[int, str], list[str]](list)
     for budget in budgets:
-        groups.setdefault((cap_about_bytes(budget), "cuda" if budget.gpus else "cpu"), []).append(
-            budget.node
-        )
+        groups[cap_about_bytes(budget), "cuda" if budget.gpus else "cpu"].append(budget.node)
     caps = [
         {"nodes": nodes, "device": device, "cap_bytes": bound}
         for (bound, device), nodes in groups.items()
@@ -81,8 +80,8 @@ def training_plan(config: Config, budgets: Sequence[NodeBudget]) -> dict[str, An
     }
 
 
-def training_lines(training: _Told, width: int | None = None) -> Iterator[str]:
-    """Yield the same for people: a table within `width` cells and a sentence for each cap."""
+def training_parts(training: _Told) -> Iterator[Part]:
+    """Yield the same for people: a table and a sentence for each cap."""
     kind = f"{training['preset']}, {training['precision']}, batch {training['batch']}"
     yield f"Will it fit? {kind}, train.recompute: {training['recompute']}"
     if training["not_planned"] is not None:
@@ -93,8 +92,7 @@ def training_lines(training: _Told, width: int | None = None) -> Iterator[str]:
         if more := cap["nodes"][_MOST_NAMES:]:
             names += f" and {len(more)} more"
         yield from ("", f"{names}: cap about {cap['cap_bytes'] / MIB:.0f} MiB, {cap['device']}")
-        table = _steps_table(cap["steps"], training["blocks"])
-        yield from (f"  {line.plain}" for line in table_lines(table, width and width - 2))
+        yield _steps_table(cap["steps"], training["blocks"])
         yield f"{names}: {cap['sentence']}"
     yield from (
         "",
@@ -107,26 +105,20 @@ def training_lines(training: _Told, width: int | None = None) -> Iterator[str]:
 
 def _steps_table(steps: Sequence[_Told], blocks: int) -> Table:
     """Return the parts of memory of each step, a column for each step."""
-    parts = [key for key in steps[0] if key.endswith("_bytes")]
-    rows = {
-        "recomputed blocks": [f"{step['memory_level']} of {blocks}" for step in steps],
-        **{
-            f"{key.removesuffix('_bytes')}, MiB": [f"{step[key] / MIB:.1f}" for step in steps]
-            for key in parts
-            if key not in _OPTIONAL or any(step[key] for step in steps)
-        },
-        "fits": ["yes" if step["fits"] else "no" for step in steps],
-    }
+    rows = {"recomputed blocks": [f"{step['memory_level']} of {blocks}" for step in steps]}
+    for key in (key for key in steps[0] if key.endswith("_bytes")):
+        if key not in _OPTIONAL or any(step[key] for step in steps):
+            title = f"{key.removesuffix('_bytes')}, MiB"
+            rows[title] = [f"{step[key] / MIB:.1f}" for step in steps]
+    rows["fits"] = ["yes" if step["fits"] else "no" for step in steps]
     titles = [f"{step['micro_batch']} x {step['accumulation']}" for step in steps]
+    columns = [
+        Column(key=f"step {number}", title=title, numeric=True, priority=number)
+        for number, title in enumerate(titles, start=1)
+    ]
     return Table(
         name="training",
-        columns=(
-            Column(key="part", title="micro x accumulation"),
-            *(
-                Column(key=f"step {number}", title=title, numeric=True, priority=number)
-                for number, title in enumerate(titles, start=1)
-            ),
-        ),
+        columns=(Column(key="part", title="micro x accumulation"), *columns),
         rows=tuple(
             TableRow(key=part, cells=tuple(Cell(text=text) for text in (part, *texts)))
             for part, texts in rows.items()
@@ -163,37 +155,32 @@ def _judged(cap: _Told, config: Config, blocks: int) -> dict[str, str]:
             "train.recompute: auto"
         )
         return {"verdict": "does_not_fit", "sentence": advice}
-    needs_bytes, context_bytes = (
-        smallest["total_bytes"],
-        ASSUMED_CONTEXT_BYTES if cap["device"] == "cuda" else 0,
-    )
-    gib = math.ceil(100 * (needs_bytes + context_bytes) / GIB) / 100
-    key = (
-        f"nodes.{cap['nodes'][0]}.vram_per_worker_gib"
-        if len(cap["nodes"]) == 1
-        else "their vram_per_worker_gib"
-    )
-    cures = [f"set {key} to {gib:.2f} or more"]
-    is_preset = train.preset in PRESETS
-    if (
-        is_preset
-        and train.preset.startswith("gpt")
-        and needs_bytes - smallest["activations_bytes"] < cap["cap_bytes"]
-    ):
-        cures.append("lower train.seq")
-    if needs_bytes - smallest["optimizer_bytes"] < cap[
-        "cap_bytes"
-    ] and train.states_on_host not in {"auto", _ALL_PCT}:
-        cures.append("raise train.states_on_host")
-    if smallest["micro_batch"] > 1:
-        cures.append("lower train.micro")
-    cures.append("take a smaller train.preset" if is_preset else "make the model smaller")
+    needs_bytes, has_card = smallest["total_bytes"], cap["device"] == "cuda"
+    gib = math.ceil(100 * (needs_bytes + ASSUMED_CONTEXT_BYTES * has_card) / GIB) / 100
+    node, *others = cap["nodes"]
+    key = "their vram_per_worker_gib" if others else f"nodes.{node}.vram_per_worker_gib"
+    is_preset, is_gpt = train.preset in PRESETS, train.preset.startswith("gpt")
+    cures = {
+        f"set {key} to {gib:.2f} or more": True,
+        "lower train.seq": is_preset and is_gpt and _would_fit_without("activations_bytes", cap),
+        "raise train.states_on_host": train.states_on_host not in {"auto", _ALL_PCT}
+        and _would_fit_without("optimizer_bytes", cap),
+        "lower train.micro": smallest["micro_batch"] > 1,
+        "take a smaller train.preset": is_preset,
+        "make the model smaller": not is_preset,
+    }
+    said = ", or ".join(cure for cure, helps in cures.items() if helps)
     recomputed = f", with all {blocks} blocks recomputed," if blocks else ""
     needs = (
         f"the smallest step{recomputed} needs {needs_bytes / MIB:.0f} MiB, the cap is about "
         f"{cap_text}"
     )
-    return {"verdict": "does_not_fit", "sentence": f"does not fit: {needs}; {', or '.join(cures)}"}
+    return {"verdict": "does_not_fit", "sentence": f"does not fit: {needs}; {said}"}
+
+
+def _would_fit_without(part: str, cap: _Told) -> bool:
+    smallest: _Told = cap["steps"][-1]
+    return bool(smallest["total_bytes"] - smallest[part] < cap["cap_bytes"])
 
 
 def _is_shared(step: _Told, train: TrainSettings) -> bool:

@@ -17,17 +17,18 @@ from typing import Any
 
 import yaml
 
+from orchestrator.cli.printing import Part
 from orchestrator.config.duration import format_duration
 from orchestrator.core.slot import HeadState
 from orchestrator.errors import NothingStoredError
 from orchestrator.jobs.journal import QUEUE_NAME
 from orchestrator.record.archive import StoredEvent, StoredRun, missed_of, read_events, read_run
-from orchestrator.record.folders import go_on_command, list_runs, run_object, summary_of
+from orchestrator.record.folders import Listed, go_on_command, summary_of
 from orchestrator.record.history import all_state_spans, courses, sampled_between
 from orchestrator.record.jobs import QueueReader
 from orchestrator.record.output import last_lines, slots_with_output
 from orchestrator.record.store import STORE_NAME
-from orchestrator.record.summary import SCHEMA, summary_dict, summary_text
+from orchestrator.record.summary import summary_dict
 from orchestrator.view.advice import SAMPLED, advice_lines, advice_of
 from orchestrator.view.cells import clean, whole
 from orchestrator.view.health import health_lines
@@ -50,27 +51,17 @@ _TOLD = ("state", "node_left", "node_joined", "workload_error", "run_ended", "me
 _PARTS = 120
 
 
-def runs_text(runs_dir: Path, width: int | None = None) -> str:
-    """Return a line for each run, the newest first, and how to resume the newest one if it has time
+def runs_parts(listed: Sequence[Listed], runs_dir: Path) -> Iterator[Part]:
+    """Yield a line for each run, the newest first, and how to resume the newest one if it has time
     left.
-
-    `width` is that of the terminal; `None` cuts nothing.
     """
-    listed = list_runs(runs_dir)
     if not listed:
-        return clean(f"there is no run in {runs_dir}; `python -m orchestrator run` makes one")
-    lines = [plain_text(table_lines(runs_table(listed), width))]
+        yield clean(f"there is no run in {runs_dir}; `python -m orchestrator run` makes one")
+        return
+    yield runs_table(listed)
     newest = listed[0]
-    if (run := newest.run) is not None and run.is_resumable:
-        lines += ["", _resume_line(newest.folder)]
-    return "\n".join(lines)
-
-
-def runs_json(runs_dir: Path) -> str:
-    """Return the same as one JSON object: `schema` and `runs`; `null` is unknown."""
-    return summary_text(
-        {"schema": SCHEMA, "runs": [run_object(one) for one in list_runs(runs_dir)]}
-    )
+    if newest.run is not None and newest.run.is_resumable:
+        yield from ("", _resume_line(newest.folder))
 
 
 def report_text(folder: Path, width: int) -> str:
