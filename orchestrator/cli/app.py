@@ -203,7 +203,7 @@ def stop(
     """
     from orchestrator.cli import nodes
 
-    for line in nodes.stop(where.to_read, where.config, node):
+    for line in nodes.stop(where, node):
         tell(line)
 
 

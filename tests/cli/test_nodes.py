@@ -74,11 +74,16 @@ def none_in(folder: Path) -> bool:
     return True
 
 
-def head(start: Starter) -> subprocess.Popen[str]:
-    process = start([sys.executable, "-c", INTERRUPTIBLE])
+def ready(start: Starter, *command: str, **environment: str) -> subprocess.Popen[str]:
+    """Start a process, and wait until it says that it is ready."""
+    process = start([*command], **environment)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     return process
+
+
+def head(start: Starter, body: str = INTERRUPTIBLE) -> subprocess.Popen[str]:
+    return ready(start, sys.executable, "-c", body)
 
 
 def test_all_runs_under_way_are_interrupted_and_no_bystander(
@@ -122,12 +127,12 @@ def test_no_run_interrupts_itself_and_none_is_said_to_be_none(tmp_path: Path) ->
 @pytest.mark.parametrize(
     "content",
     [
-        b"", b"{", b"null", b"[]", b'"pid"', b"{}", b'{"pid": null}', b'{"pid": "x"}', b'{"pid": [1]}', b"\xff\xfe",
+        b"", b"null", b'{"pid": null}', b'{"pid": "x"}', b"\xff\xfe", b"[" * 100_000,
         b'{"pid": true}',  # which is 1
         b'{"pid": 0}',  # every process of the group
         b'{"pid": -1}',  # every process
         b'{"pid": 1}',  # init
-        b'{"pid": 1.5}', b'{"pid": 1e400}', b'{"pid": NaN}', b'{"pid": 1000000000000000000000000}', b"[" * 100_000,
+        b'{"pid": 1e400}', b'{"pid": 1000000000000000000000000}',
     ],
     ids=lambda content: repr(content[:20]),
 )  # fmt: skip
@@ -159,10 +164,11 @@ def test_a_head_that_may_not_be_signalled_is_told(
         real(process, number)
 
     monkeypatch.setattr(psutil.Process, "send_signal", as_this_user)
-    refused, asked, *_ = stop_runs(str(tmp_path), wait_s=PATIENCE_S)
+    refused, asked, waits = stop_runs(str(tmp_path), wait_s=PATIENCE_S)
     assert refused.startswith("run run-1 cannot be asked to end: ")
     assert asked == f"asked run run-2 (process {mine.pid}) to end"
-    assert mine.wait(PATIENCE_S) == 7
+    assert waits.startswith("waiting up to ")
+    assert mine.poll() == 7
 
 
 def test_a_run_elsewhere_is_named_with_the_command_to_end_it(
@@ -174,9 +180,7 @@ def test_a_run_elsewhere_is_named_with_the_command_to_end_it(
         "from orchestrator.run.run_dir import hold_folder\nfrom pathlib import Path\n"
         f"with hold_folder(Path({str(folder)!r})):"
     )
-    process = start([sys.executable, "-c", body + INTERRUPTIBLE.replace("\n", "\n  ")])
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
+    process = head(start, body + INTERRUPTIBLE.replace("\n", "\n  "))
     # As typed, in a folder without a configuration of its own.
     typed = [*COMMAND, "stop", "-c", str(ROOT / "cluster.yaml")]
     told = ran(typed, cwd=tmp_path)
@@ -196,34 +200,18 @@ def test_a_run_elsewhere_is_named_with_the_command_to_end_it(
     assert process.wait(PATIENCE_S) == 7
 
 
-def test_a_node_is_ended_only_after_its_run(start: Starter, tmp_path: Path) -> None:
-    process = head(start)
-    recorded(tmp_path, process.pid)
-    assert [line.split()[0] for line in stop_runs(str(tmp_path), wait_s=60.0)] == [
-        "asked",
-        "waiting",
-    ]
-    assert process.poll() is not None
-
-
 def test_a_run_that_does_not_end_is_named(start: Starter, tmp_path: Path) -> None:
     body = (
         "import signal; signal.signal(2, signal.SIG_IGN); print('ready', flush=1); signal.pause()"
     )
-    deaf = start([sys.executable, "-c", body])
-    assert deaf.stdout is not None
-    assert deaf.stdout.readline() == "ready\n"
-    recorded(tmp_path, deaf.pid)
+    recorded(tmp_path, head(start, body).pid)
     assert list(stop_runs(str(tmp_path), wait_s=0.2))[-1] == "run run-1 has not ended"
 
 
 def sleeper(start: Starter, **environment: str) -> subprocess.Popen[str]:
     process = start(["sleep", "60"], **environment)
-    deadline = time.monotonic() + PATIENCE_S
     # Until it has become `sleep`, its environment is still that of this process.
-    while psutil.Process(process.pid).name() != "sleep":
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_for(lambda: psutil.Process(process.pid).name() == "sleep", "sleep")
     return process
 
 
@@ -266,11 +254,8 @@ def test_a_node_of_the_same_name_in_a_container_is_left_alone(start: Starter) ->
     trial = subprocess.run([*container, "true"], capture_output=True, text=True, check=False)
     if trial.returncode != 0:
         pytest.skip(f"a namespace of processes cannot be made here: {trial.stderr.strip()}")
-    holder = start(
-        [*container, "env", f"{NODE_MARK}={NODE}", "sh", "-c", "echo ready; sleep 60; :"]
-    )
-    assert holder.stdout is not None
-    assert holder.stdout.readline() == "ready\n"
+    body = ("env", f"{NODE_MARK}={NODE}", "sh", "-c", "echo ready; sleep 60; :")
+    holder = ready(start, *container, *body)
     assert list(stop_node(NODE)) == [f"no process of node {NODE} runs here"]
     assert holder.poll() is None
 
@@ -282,12 +267,8 @@ def test_a_marked_process_that_will_not_end_is_killed(
     start: Starter, monkeypatch: pytest.MonkeyPatch, trap: str, grace_s: float, status: int
 ) -> None:
     monkeypatch.setattr("orchestrator.cli.nodes._GRACE_S", grace_s)
-    stubborn = start(
-        ["/bin/sh", "-c", f'trap "{trap}" TERM; sleep 60 & echo ready; while :; do wait; done'],
-        **{NODE_MARK: NODE},
-    )
-    assert stubborn.stdout is not None
-    stubborn.stdout.readline()
+    body = f'trap "{trap}" TERM; sleep 60 & echo ready; while :; do wait; done'
+    stubborn = ready(start, "/bin/sh", "-c", body, **{NODE_MARK: NODE})
     assert ended_by_stop() == 2
     assert stubborn.poll() == status
 
@@ -299,35 +280,24 @@ def test_a_node_without_processes_is_said_to_have_none(start: Starter) -> None:
     assert itself.communicate(timeout=PATIENCE_S)[0] == f"no process of node {NODE} runs here\n"
 
 
-def changed(**cluster: object) -> Config:
-    data = REFERENCE.model_dump()
-    data["cluster"] = {**data["cluster"], **cluster}
-    return Config.model_validate(data)
-
-
 @pytest.mark.parametrize(
     ("typed", "configured", "host", "address"),
     [
         ("10.0.0.1:7000", "10.0.0.2:6379", "pc1.lan", "10.0.0.1:7000"),
         ("10.0.0.1", "10.0.0.2:6379", "pc1.lan", "10.0.0.1:6379"),
-        ("[fe80::1]", "auto", None, "[fe80::1]:6379"),
-        ("[fe80::1]:7000", "auto", None, "[fe80::1]:7000"),
+        ("[fe80::1]", "auto", None, r"\[fe80::1\]:6379"),
         (None, "10.0.0.2:6400", "pc1.lan", "10.0.0.2:6400"),
         (None, "auto", "pc1.lan", "pc1.lan:6379"),
+        (None, "auto", None, r"\d+\.\d+\.\d+\.\d+:6379"),
     ],
 )
-def test_the_heads_address_is_typed_else_configured_else_host(
+def test_the_heads_address_is_typed_else_configured_else_its_host_else_this_pcs(
     typed: str | None, configured: str, host: str | None, address: str
 ) -> None:
-    data = changed(address=configured).model_dump()
-    data["nodes"]["pc1"]["host"] = host
+    data = REFERENCE.model_dump()
+    data["cluster"]["address"], data["nodes"]["pc1"]["host"] = configured, host
     command = command_for(Config.model_validate(data), "pc2", typed)
-    assert f"--address={address}" in command.argv
-
-
-def test_the_heads_address_is_by_default_this_pcs() -> None:
-    command = command_for(REFERENCE, "pc2", None)
-    assert re.fullmatch(r"--address=\d+\.\d+\.\d+\.\d+:6379", command.argv[2])
+    assert re.fullmatch(f"--address={address}", command.argv[2])
 
 
 def test_executing_runs_the_steps_then_ray_with_the_mark(

@@ -12,14 +12,16 @@ from typing import Any
 
 import pytest
 
-from orchestrator.cli.runs import report_json, report_text, runs_json, runs_text
+from orchestrator.cli.printing import drawn
+from orchestrator.cli.runs import report_json, report_text, runs_parts
 from orchestrator.errors import UsageError
 from orchestrator.jobs.journal import QUEUE_NAME
-from orchestrator.record.folders import find_run
+from orchestrator.record.folders import find_run, list_runs
 from orchestrator.record.model import Snapshot
 from orchestrator.record.store import STORE_NAME, RunStore
 from orchestrator.record.summary import summary_dict, write_summary
 from orchestrator.view.curves import write_curves
+from orchestrator.view.terminal import plain_text
 from tests.cli.conftest import Command
 from tests.factories import FACTS, STARTED_UNIX_S, event, make_row, make_snapshot, record
 from tests.scene import ROOT, only_object, orchestrator
@@ -66,6 +68,10 @@ def written(runs: Path, run_id: str = RUN_ID, **changed: Any) -> RunStore:
     return store
 
 
+def runs_text(runs: Path) -> str:
+    return plain_text([*drawn(runs_parts(list_runs(runs), runs), None)])
+
+
 def test_the_list_is_one_line_for_each_run_the_newest_first(tmp_path: Path) -> None:
     written(tmp_path).end("good", 0, None, [])
     written(tmp_path, "20261121-000000-0001", mode="local").end("degraded", 1, None, [])
@@ -101,8 +107,6 @@ def test_only_the_newest_run_with_time_left_is_offered(
     ("outcome", "typed", "said"),
     [
         (None, "runs", ""),
-        ("interrupted", "./runs/", ""),
-        ("failed", "night", " --run-dir night"),
         ("degraded", "my  runs; rm", " --run-dir 'my  runs; rm'"),
         ("good", "it's", """ --run-dir 'it'"'"'s'"""),
         ("good", "a\x1b[2J\nb", " --run-dir 'a [2J b'"),
@@ -127,16 +131,7 @@ def test_a_run_is_resumed_without_a_cluster_yaml(nowhere: Path, command: Command
     assert f"run {RUN_ID} has worked all of its 300 s" in " ".join(done.stderr.split())
 
 
-def test_a_run_that_was_refused_before_it_began_is_not_offered(tmp_path: Path) -> None:
-    store = RunStore(tmp_path / RUN_ID / STORE_NAME)
-    (tmp_path / RUN_ID).mkdir()
-    store.begin(FACTS)
-    store.end("failed", 3, "no cluster", [])
-    assert "resume" not in runs_text(tmp_path)
-    assert "resume" not in report_text(tmp_path / RUN_ID, 100)
-
-
-def test_the_newest_run_is_not_one_that_was_refused(tmp_path: Path) -> None:
+def test_a_run_that_was_refused_is_neither_offered_nor_the_newest(tmp_path: Path) -> None:
     written(tmp_path)
     refused = tmp_path / f"2999{RUN_ID[4:]}"
     refused.mkdir()
@@ -145,11 +140,14 @@ def test_the_newest_run_is_not_one_that_was_refused(tmp_path: Path) -> None:
     assert find_run(tmp_path, "latest") == refused, "it may still get workers"
     store.end("failed", 3, "no cluster", [])
     assert find_run(tmp_path, "latest") == tmp_path / RUN_ID
+    assert "resume" not in runs_text(tmp_path)
+    assert "resume" not in report_text(refused, 100)
 
 
-def test_an_empty_list_says_what_to_type(tmp_path: Path) -> None:
-    assert "python -m orchestrator run" in runs_text(tmp_path / "nowhere")
-    assert json.loads(runs_json(tmp_path / "nowhere")) == {"schema": 1, "runs": []}
+def test_an_empty_list_says_what_to_type(command: Command, nowhere: Path) -> None:
+    place = ("--run-dir", "nowhere")
+    assert "`python -m orchestrator run` makes one" in command("runs", *place).stdout
+    assert json.loads(command("runs", "--json", *place).stdout) == {"schema": 1, "runs": []}
 
 
 def test_a_killed_run_is_told_with_all_that_happened(tmp_path: Path) -> None:
@@ -270,26 +268,23 @@ def test_a_run_that_only_left_a_summary_is_told_from_it(tmp_path: Path) -> None:
     assert "summary.json has how its workers ended" in text
 
 
-@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
-def test_the_verbs_tell_a_run_under_way(tmp_path: Path, encoding: str) -> None:
+def test_the_verbs_tell_a_run_under_way(command: Command, tmp_path: Path) -> None:
     written(tmp_path, head_started=start_time(os.getpid()))
     place = ("--run-dir", str(tmp_path))
-    listed = orchestrator("runs", *place, PYTHONIOENCODING=encoding)
-    assert (listed.returncode, listed.stderr) == (0, "")
-    assert "running" in listed.stdout
-    told = orchestrator("report", "0b76", "--text", *place, PYTHONIOENCODING=encoding, COLUMNS="70")
+    assert "running" in command("runs", *place).stdout
+    said = f"outcome: running (process {os.getpid()})"
+    assert said in command("report", "0b76", "--text", *place).stdout
+    assert only_object(command("report", "--json", *place).stdout)["outcome"] == "running"
+
+
+def test_what_an_ascii_terminal_cannot_show_breaks_neither_words_nor_object(tmp_path: Path) -> None:
+    written(tmp_path).end("failed", 1, "no \N{SNOWMAN}", [])
+    place = ("report", "--run-dir", str(tmp_path))
+    told = orchestrator(*place, PYTHONIOENCODING="ascii")
     assert (told.returncode, told.stderr) == (0, "")
-    assert f"outcome: running (process {os.getpid()})" in told.stdout
-    as_object = orchestrator("report", "--json", *place, PYTHONIOENCODING=encoding)
-    assert json.loads(as_object.stdout)["outcome"] == "running"
-
-
-def test_what_is_for_people_and_an_object_exclude_each_other(
-    command: Command, tmp_path: Path
-) -> None:
-    done = command("report", "--text", "--json", "--run-dir", str(tmp_path))
-    assert (done.returncode, only_object(done.stdout)["outcome"]) == (2, "failed")
-    assert "exclude each other" in done.stdout
+    assert "an error ended it (no ?)" in told.stdout
+    as_object = orchestrator("runs", "--json", *place[1:], PYTHONIOENCODING="ascii")
+    assert json.loads(as_object.stdout)["runs"][0]["error"] == "no \N{SNOWMAN}"
 
 
 def test_a_damaged_store_is_a_sentence(command: Command, tmp_path: Path) -> None:
@@ -301,9 +296,7 @@ def test_a_damaged_store_is_a_sentence(command: Command, tmp_path: Path) -> None
     assert STORE_NAME in done.stderr
 
 
-@pytest.mark.parametrize(
-    "verb", [["report"], ["runs"], ["top", "--once"], ["stop"], ["pause", "pc1/0"]]
-)
+@pytest.mark.parametrize("verb", [["report"], ["top", "--once"], ["stop"], ["pause", "pc1/0"]])
 def test_a_verb_that_only_reads_needs_no_cluster_yaml(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: list[str]
 ) -> None:
@@ -333,12 +326,9 @@ def test_stop_refuses_a_node_that_is_not_known(command: Command) -> None:
     assert (done.returncode, "valid: pc1, pc2" in done.stderr) == (2, True)
 
 
-RUN = "20261120-051500-0b76"
-
-
 def make_run(folder: Path, losses: list[float | None]) -> Path:
     """Make a run of two slots, sampled each second; one of them trains, if there are losses."""
-    store = RunStore(folder / RUN / STORE_NAME)
+    store = RunStore(folder / RUN_ID / STORE_NAME)
     store._path.parent.mkdir(parents=True)
     store.begin(FACTS)
     store.commit()
@@ -347,17 +337,11 @@ def make_run(folder: Path, losses: list[float | None]) -> Path:
         rows = make_row(slot="pc1/0", progress=progress), make_row(slot="pc1/1")
         store.update(make_snapshot(*rows, elapsed_s=float(second)))
         store.commit()
-    evaluated: dict[str, Any] = {
-        "step": 2,
-        "validation_loss": 2.5,
-        "kind": "text",
-        "worker_at_unix_s": 1.0,
-    }
-    told = {"at": "2026-11-20T05:16:00+00:00", "event": "evaluated", "slot": "pc1/0"}
     if losses:
-        store.event({**told, **evaluated})
+        figures = {"step": 2, "validation_loss": 2.5, "kind": "text", "worker_at_unix_s": 1.0}
+        store.event({**event(name="evaluated", **figures), "slot": "pc1/0"})
         store.commit()
-    return folder / RUN
+    return folder / RUN_ID
 
 
 def test_a_csv_has_each_step_once_with_its_validation(tmp_path: Path) -> None:
@@ -376,7 +360,7 @@ def test_a_csv_has_each_step_once_with_its_validation(tmp_path: Path) -> None:
 
 
 def test_a_run_without_training_has_no_curves(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=f"run {RUN} has no optimiser step"):
+    with pytest.raises(UsageError, match=f"run {RUN_ID} has no optimiser step"):
         list(write_curves(make_run(tmp_path, []), tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 
@@ -387,4 +371,5 @@ def test_the_verb_prints_each_file(nowhere: Path, command: Command) -> None:
     assert done.returncode == 0
     assert done.stdout.startswith("out/pc1-0/curves.csv\n")
     both = command("report", "latest", "--curves", "out", "--json")
-    assert both.returncode == 2
+    assert (both.returncode, only_object(both.stdout)["outcome"]) == (2, "failed")
+    assert "exclude each other" in both.stdout
