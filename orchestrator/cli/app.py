@@ -177,7 +177,8 @@ def up(
         raise UsageError(f"{where.config} has no node {node!r}; valid: {', '.join(loaded.nodes)}")
     command = nodes.command_for(loaded, node, head_address)
     if service:
-        for line in install_node(command, where.config, where.overrides or (), head_address):
+        more = () if head_address is None else ("--head-address", head_address)
+        for line in install_node(command, [*where.words, *more]):
             tell(line)
     elif not execute:
         typer.echo(command.script(node))

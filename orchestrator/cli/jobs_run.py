@@ -124,9 +124,7 @@ def _loaded(here: NewRun, typed: Mapping[str, str], *, begins: bool) -> Config:
 
 def _words(here: NewRun, duration: str | None) -> list[str]:
     """Return the options of a queue's service; paths count from its folder, which is this one."""
-    config = Path(here.config)
-    words = ["--config", str(config.absolute())] if config.exists() else []
-    words += [word for override in here.overrides or () for word in ("--set", override)]
+    words = [*here.words]
     words += [] if here.run_dir is None else ["--run-dir", here.run_dir]
     words += [] if duration is None else ["--duration", duration]
     return words if here.mode == "cluster" else [*words, f"--{here.mode}"]

@@ -107,6 +107,13 @@ class Configured:
         """Whether the user names no configuration, and there is none here."""
         return self.config == DEFAULT_CONFIG and not Path(self.config).exists()
 
+    @property
+    def words(self) -> list[str]:
+        """The same options as words of a command that may be typed in another folder."""
+        config = Path(self.config)
+        words = ["--config", str(config.absolute())] if config.exists() else []
+        return words + [word for override in self.overrides or () for word in ("--set", override)]
+
     def load(self, typed: Mapping[str, str | None] = _NOTHING) -> Config:
         """Return the configuration with what other options say of some keys, after `--set`."""
         given = [f"{key}={_quoted(value)}" for key, value in typed.items() if value is not None]

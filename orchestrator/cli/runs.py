@@ -35,14 +35,13 @@ from orchestrator.view.health import health_lines
 from orchestrator.view.jobs import jobs_table, with_jobs
 from orchestrator.view.phrases import (
     counted,
-    exception_line,
+    event_words,
     fault_lines,
     section,
     time_of_day,
 )
 from orchestrator.view.runs import moment_words, runs_table
 from orchestrator.view.terminal import plain_text, table_lines
-from workers.units import MIB
 
 _FALLEN = frozenset({HeadState.RESTARTING, HeadState.QUARANTINED, HeadState.LOST})
 _TOLD = ("state", "node_left", "node_joined", "workload_error", "run_ended", "memory_predicted")
@@ -92,11 +91,13 @@ def report_text(folder: Path, width: int) -> str:
             )
         if queue is not None:
             lines += ["", "jobs", plain_text(table_lines(jobs_table(queue), width))]
-        lines += section("memory of trainings", _predicted(events))
+        predicted = {one.slot: one for one in events if one.event == "memory_predicted"}
+        lines += section("memory of trainings", map(_event_line, predicted.values()))
         lines += section("what fell short", missed)
-        lines += section("what happened", _happenings(events))
+        lines += section("what happened", map(_event_line, filter(_is_told, events)))
         lines += section("why the cards were not busy", _advice(run))
-        lines += section("errors of the workload", _errors(events))
+        errors = (one for one in events if one.event == "workload_error")
+        lines += section("errors of the workload", map(_event_line, errors))
         lines += section(
             "printed last; more: python -m orchestrator logs SLOT", _printed(run.folder)
         )
@@ -171,30 +172,16 @@ def _verdict(ended: Mapping[str, Any]) -> str:
     return said + (f": {meaning}" if meaning else "") + (f" ({error})" if error else "")
 
 
-def _happenings(events: Sequence[StoredEvent]) -> Iterator[str]:
-    for event in events:
-        when, details = time_of_day(event.at), event.details
-        if event.event == "state" and details.get("to_state") in _FALLEN:
-            yield f"{when}  {event.slot}  {details.get('to_state')}: {details.get('cause')}"
-        elif event.event in {"node_left", "node_joined"}:
-            yield (
-                f"{when}  {details.get('node')}  "
-                f"{'has left' if event.event == 'node_left' else 'joined'}"
-            )
+def _is_told(event: StoredEvent) -> bool:
+    has_fallen = event.details.get("to_state") in _FALLEN
+    return event.event in {"node_left", "node_joined"} or (event.event == "state" and has_fallen)
 
 
-def _predicted(events: Sequence[StoredEvent]) -> Iterator[str]:
-    last = {event.slot: event.details for event in events if event.event == "memory_predicted"}
-    for slot, told in last.items():
-        sizes = (told.get("predicted_bytes"), told.get("measured_bytes"))
-        predicted, measured = (
-            f"{size / MIB:.0f} MiB" if isinstance(size, int) else "unknown" for size in sizes
-        )
-        at = (
-            f"at micro-batch {told.get('micro_batch')}, {told.get('memory_level')} blocks "
-            "recomputed"
-        )
-        yield f"{slot}: predicted {predicted}, measured {measured} {at}"
+def _event_line(event: StoredEvent) -> str:
+    """Return one event as `top` and the page show it."""
+    words, details = event_words(event)
+    told = f"{words}: {details}" if details else words
+    return "  ".join(filter(None, (time_of_day(event.at), event.slot, told)))
 
 
 def _advice(run: StoredRun) -> Iterator[str]:
@@ -214,12 +201,3 @@ def _advice(run: StoredRun) -> Iterator[str]:
 def _printed(folder: Path) -> Iterator[str]:
     for slot in slots_with_output(folder):
         yield from (f"{slot}  {line}" for line in last_lines(folder, slot, 1))
-
-
-def _errors(events: Sequence[StoredEvent]) -> Iterator[str]:
-    for event in events:
-        if event.event == "workload_error":
-            yield (
-                f"{time_of_day(event.at)}  {event.slot}  "
-                f"{exception_line(str(event.details.get('traceback')))}"
-            )

@@ -47,19 +47,17 @@ def unit_text(what: str, argv: Sequence[str], folder: str) -> str:
     )
 
 
-def install_node(
-    command: NodeCommand, config: str, overrides: Sequence[str], head_address: str | None
-) -> Iterator[str]:
+def install_node(command: NodeCommand, words: Sequence[str]) -> Iterator[str]:
     """Write the unit, enable and start it; yield what the user should know of it, a line each.
+
+    `words` are more options of `up`.
 
     Raises:
         UsageError: This user has no systemd here, Ray is not installed, there is no token, or
             another process keeps the node already. The sentence says what to do.
     """
     node = command.environment[NODE_MARK]
-    words = ["up", node, "--exec", "--stay", "--config", str(Path(config).absolute())]
-    words += [word for override in overrides for word in ("--set", override)]
-    words += [] if head_address is None else ["--head-address", head_address]
+    words = ["up", node, "--exec", "--stay", *words]
     yield from _install(node, f"Ray node {node}", words, lambda: make_ready(command))
 
 

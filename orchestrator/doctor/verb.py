@@ -9,14 +9,13 @@ import shlex
 import socket
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import psutil
 
-from orchestrator.cluster.connect import connected, head_address
+from orchestrator.cluster.connect import connected, head_address, reach
 from orchestrator.config.load import load_config
 from orchestrator.config.schema import Config
 from orchestrator.core.placement import refusals
@@ -40,9 +39,6 @@ _DEFAULT_CONFIG = "cluster.yaml"
 
 #: Commands that read the configuration.
 _READ_CONFIG = tuple(f"python -m orchestrator {verb} " for verb in ("run", "up"))
-
-#: This machine's own ports answer at once or refuse at once.
-_KNOCK_S = 1.0
 
 
 def diagnose(
@@ -146,14 +142,16 @@ def _address(config: Config | None) -> tuple[str | None, Finding]:
         return None, skipped(str(error))
     if config is None:
         return None, skipped(f"one was started at {address}; there is no configuration")
-    host, _, port = address.rpartition(":")
-    if config.cluster.address == "auto" and host in _own_addresses() and not _answers(host, port):
-        return None, warn(
-            f"the Ray head that was started here, at {address}, does not answer any more",
-            check="cluster",
-            hint="to start it again, do what this prints",
-            fix=f"python -m orchestrator up {config.head_node}",
-        )
+    if config.cluster.address == "auto" and address.rpartition(":")[0] in _own_addresses():
+        try:
+            reach(address)
+        except NoClusterError:
+            return None, warn(
+                f"the Ray head that was started here, at {address}, does not answer any more",
+                check="cluster",
+                hint="to start it again, do what this prints",
+                fix=f"python -m orchestrator up {config.head_node}",
+            )
     return address, skipped("")
 
 
@@ -215,10 +213,3 @@ def _own_addresses() -> set[str]:
         if address.family in {socket.AF_INET, socket.AF_INET6}
         and not address.address.startswith(("127.", "::1"))
     }
-
-
-def _answers(host: str, port: str) -> bool:
-    with suppress(OSError, ValueError):
-        socket.create_connection((host, int(port)), timeout=_KNOCK_S).close()
-        return True
-    return False

@@ -160,10 +160,10 @@ def test_a_killed_run_is_told_with_all_that_happened(tmp_path: Path) -> None:
     assert "! pc1 runs hot" in text
     assert "pc1/0  RTX 3090  RUNNING" in text
     (fallen,) = [line for line in text.splitlines() if "RESTARTING" in line]
-    assert fallen.endswith("pc1/0 RESTARTING: killed [2J")
-    assert "pc2 has left" in text
+    assert fallen.endswith("pc1/0 state: None to RESTARTING: killed [2J")
+    assert "node left: node pc2" in text
     (error,) = [line for line in text.splitlines() if "ValueError" in line]
-    assert error.endswith("pc1/0 ValueError: no good")
+    assert error.endswith("pc1/0 error of the workload: ValueError: no good")
     assert "\x1b" not in text
     table = text[text.index("nodes ") : text.index("good steps counted")]
     assert max(map(len, table.splitlines())) <= 100
