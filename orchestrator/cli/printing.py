@@ -31,7 +31,8 @@ def tell(*parts: Part) -> None:
         for line in lines:
             console.print(line, soft_wrap=True)
     elif lines:
-        typer.echo(plain_text(lines))
+        # Not by `echo`, which chooses an encoding; `main` has what ours lacks shown as `?`.
+        print(plain_text(lines), flush=True)  # noqa: T201 - this is where verbs print
 
 
 def drawn(parts: Iterable[Part], width: int | None) -> Iterator[Text]:

@@ -102,6 +102,7 @@ def test_without_a_verb_the_help_is_shown_as_a_usage_error(command: Command) -> 
         (["up"], "Missing argument"),
         (["up", "nosuch", "-c", SHIPPED], "no node 'nosuch'; valid: pc1, pc2"),
         (["stop", "-c", "missing.yaml"], "missing.yaml"),
+        (["stop", "-c", SHIPPED, "--node", "pc22"], "valid: pc1, pc2"),
         (["plan", "-c", "\x1b[31mred.yaml"], "red.yaml"),
         ([*RUN, "--run-dir", "file"], "choose another with --run-dir"),
         (["report", "-c", SHIPPED], "there is no run in"),
