@@ -239,20 +239,6 @@ def test_where_recomputation_is_turned_off_it_is_what_to_change() -> None:
     assert cap["sentence"].endswith("set train.recompute: auto")
 
 
-def test_own_documents_are_planned_as_made_ones() -> None:
-    # The text lies on other PCs alone.
-    mine = training_config(
-        {"pc1": 2_000}, preset="gpt-mini", data="/nowhere", documents="lines", packing=True
-    )
-    made = training_config({"pc1": 2_000}, preset="gpt-mini", min_seq=8, packing=True)
-    plain = training_config({"pc1": 2_000}, preset="gpt-mini", data="/nowhere")
-    (rows,), (made_rows,), (windows,) = (planned(config)["caps"] for config in (mine, made, plain))
-    assert rows == made_rows
-    assert rows["steps"][0]["activations_bytes"] > windows["steps"][0]["activations_bytes"], (
-        "the mask of rows"
-    )
-
-
 @pytest.fixture
 def own(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
     """Plan a task of a module in the current folder, as one types it."""

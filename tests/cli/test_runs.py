@@ -284,7 +284,6 @@ def test_a_verb_that_only_reads_needs_no_cluster_yaml(
 @pytest.mark.parametrize(
     "typed",
     [
-        ["doctor", "-c", "x" * 300],
         ["init", "-o", "x" * 300],
         ["stop", "-c", str(ROOT / "cluster.yaml"), "--run-dir", "x" * 300],
     ],
