@@ -7,19 +7,20 @@ verb has is in the signature of that verb.
 
 from __future__ import annotations
 
-import functools
 import inspect
-import json
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial, wraps
 from importlib import resources
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, get_type_hints
 
 import typer
+import yaml
 from typer import Argument, Option
 
 from orchestrator.config.duration import parse_duration
@@ -74,7 +75,7 @@ def shared(verb: Callable[..., None]) -> Callable[..., None]:
         hints = get_type_hints(group)
         options += [(field.name, hints[field.name], field.default) for field in fields(group)]
 
-    @functools.wraps(verb)
+    @wraps(verb)
     def typed(**given: Any) -> None:  # noqa: ANN401 - what typer has read
         for name, group in groups.items():
             given[name] = group(**{field.name: given.pop(field.name) for field in fields(group)})
@@ -116,8 +117,9 @@ class Configured:
 
     def load(self, typed: Mapping[str, str | None] = _NOTHING) -> Config:
         """Return the configuration with what other options say of some keys, after `--set`."""
-        given = [f"{key}={_quoted(value)}" for key, value in typed.items() if value is not None]
-        return load_config(self.config, [*(self.overrides or []), *given])
+        quoted = partial(yaml.safe_dump, default_style='"', width=math.inf)
+        given = [f"{key}={quoted(value)}" for key, value in typed.items() if value is not None]
+        return load_config(self.config, [*(self.overrides or []), *map(str.strip, given)])
 
     def load_shipped(self, typed: Mapping[str, str | None] = _NOTHING) -> Config:
         """The same, with the configuration that comes with the program."""
@@ -252,15 +254,6 @@ def duration_s(text: str | None, option: str = "--duration") -> float | None:
         return None if text is None else parse_duration(text)
     except ValueError as error:
         raise UsageError(f"{option} {text}: {error}") from error
-
-
-def _quoted(value: str) -> str:
-    """Return text as YAML.
-
-    Its escapes have no pairs of surrogates, with which JSON writes what is beyond U+FFFF.
-    """
-    escaped = (char if ord(char) > 0xFFFF else json.dumps(char)[1:-1] for char in value)
-    return f'"{"".join(escaped)}"'
 
 
 def import_from_here() -> None:
