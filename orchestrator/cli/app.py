@@ -86,7 +86,7 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
     apply_power_limit: bool = APPLY_POWER_LIMIT,
 ) -> None:
     """Run the workers and show their health. Ctrl-C ends the run and writes the summary."""
-    from orchestrator.cli.plan_training import refuse_folder
+    from orchestrator.cli.plan import refuse_folder
     from orchestrator.record.archive import read_run
     from orchestrator.run import runner
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import getpass
 import secrets
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -23,19 +24,34 @@ from typer.core import TyperCommand
 from orchestrator.cli import jobs_run
 from orchestrator.cli.loading import AS_JSON, TO, OfQueue, shared
 from orchestrator.cli.printing import print_json, tell
+from orchestrator.cluster.connect import connected
+from orchestrator.config.load import config_from_text
 from orchestrator.config.schema import Config
 from orchestrator.core.placement import Target
-from orchestrator.errors import ArchiveError, UsageError
+from orchestrator.errors import ArchiveError, NoClusterError, UsageError
 from orchestrator.jobs import inbox
 from orchestrator.jobs.journal import JOURNAL_NAME, QUEUE_NAME, queue_of, records
-from orchestrator.jobs.model import ENDED, Job, JobState, QueueHeld, Said, Standing, Submitted, Word
+from orchestrator.jobs.model import (
+    ENDED,
+    Assigned,
+    Job,
+    JobState,
+    QueueHeld,
+    Said,
+    Standing,
+    Submitted,
+    Word,
+)
 from orchestrator.jobs.sweep import expand
 from orchestrator.record.archive import head_of, read_run
 from orchestrator.record.folders import go_on_command
 from orchestrator.record.jobs import QueueReader, QueueSnapshot
+from orchestrator.run.environment import Mode
 from orchestrator.run.sampled_sweeps import sampled_sweeps
 from orchestrator.view import jobs as view
 from orchestrator.view.phrases import counted
+from workers.learned_limits import default_path
+from workers.units import MIB
 
 _NAMED: Final = 8
 
@@ -202,11 +218,55 @@ def results(
 @shared
 def fetch(queue: OfQueue, job: str = _JOB, to: Path = TO) -> None:
     """Copy a job's files from whichever PC has them."""
-    from orchestrator.cli import jobs_fetch
-
     folder = queue.folder
     standing_of(snapshot_of(folder), job)
-    tell(jobs_fetch.fetch(folder, job, to))
+    tell(_copied(folder, job, to))
+
+
+def _copied(folder: Path, job: str, to: Path) -> str:
+    """Copy the files of a job of a run folder into `to`; return what is to be told.
+
+    Raises:
+        UsageError: There is nothing to copy, or no place for it.
+        NoClusterError: The files are on another PC, which does not answer.
+    """
+    of_run = default_path().parent / "state" / folder.name
+    places = [folder / QUEUE_NAME / "files" / job, of_run / job]
+    try:
+        for place in places:
+            if place.is_dir():
+                shutil.copytree(place, to, symlinks=True, dirs_exist_ok=True)
+        if not to.exists():
+            _copy_from_node(folder, job, to)
+    except OSError as failure:
+        raise UsageError(f"{to} cannot be written: {failure.strerror or failure}") from failure
+    sizes = [path.stat().st_size for path in to.rglob("*") if path.is_file()]
+    if not sizes:
+        raise UsageError(f"job {job} has no files yet, in {' or '.join(map(str, places))}")
+    return f"{to}: {counted(len(sizes), 'file')} of {job}, {sum(sizes) / MIB:.1f} MiB"
+
+
+def _copy_from_node(folder: Path, job: str, to: Path) -> None:
+    """Copy what is on the PC of the last attempt, where that is another one."""
+    told = records(folder / QUEUE_NAME / JOURNAL_NAME)
+    cards = [one.card for one in told if isinstance(one, Assigned) and one.job == job]
+    try:
+        facts = read_run(folder).facts
+    except ArchiveError:
+        return
+    if not cards or facts.mode != Mode.CLUSTER:
+        return
+    node = cards[-1].partition(":")[0]
+    config = config_from_text(facts.config_yaml, f"the configuration of run {facts.run_id}")
+    try:
+        with connected(config.cluster.address, config.cluster.auth):
+            from orchestrator.cluster.checkpoint_copy import copied
+
+            copied(node, facts.run_id, job, "**/*", to)
+    except NoClusterError as failure:
+        raise NoClusterError(
+            f"the files of {job} are on {node}, and {failure}; start that node and type this again"
+        ) from failure
 
 
 def _add_word(word: Word, summary: str, jobs: Any) -> None:  # noqa: ANN401 - as typer's

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from orchestrator.cli.plan import plan_object, plan_parts
+from orchestrator.cli.plan import _judged, plan_object, plan_parts
 from orchestrator.cli.printing import drawn
 from orchestrator.config.schema import Config
 from orchestrator.core.placement import Target, plan_slots
@@ -134,11 +134,6 @@ def training_config(caps_mib: dict[str, float], **train: object) -> Config:
     return config_of(nodes, workload={"name": "train"}, train=train)
 
 
-def planned(config: Config) -> dict[str, Any]:
-    training: dict[str, Any] = plan_object(config)["training"]
-    return training
-
-
 @pytest.fixture(scope="module")
 def small() -> dict[str, Any]:
     """Plan gpt2-small, which takes 16,843 MiB as a whole, for five nodes that have four caps."""
@@ -210,33 +205,52 @@ def test_the_page_shows_what_a_plan_says(command: Command, nowhere: Path) -> Non
     assert shown in command(*typed.split()).stdout
 
 
-def test_where_states_may_go_to_the_host_it_says_what_lies_there() -> None:
-    whole_blocks = training_config({"pc1": 158}, preset="gpt-mini", states_on_host="auto")
-    (cap,) = planned(whole_blocks)["caps"]
-    assert cap["sentence"].startswith(
-        "fits with states on the host and micro-batch 1 x accumulation 16, "
-    )
-    recomputed = training_config(
-        {"pc1": 158}, preset="gpt-mini", states_on_host="auto", micro=4, exact=True
-    )
-    plan = plan_object(recomputed)
-    (cap,) = plan["training"]["caps"]
-    assert "fits with recomputation of all 6 blocks and states on the host" in cap["sentence"]
-    assert "\non_host, MiB" in text_of(plan)
+def step(level: int, micro: int, fits: bool, on_host: int = 5, **sizes_mib: int) -> dict[str, Any]:
+    """Return a step of a batch of 16 with so many of 6 blocks recomputed; sizes are in MiB."""
+    usual = {
+        "total": 100,
+        "activations": 60,
+        "optimizer": 20,
+        "checkpoint_copy": 5,
+        "on_host": on_host,
+    }
+    sizes = {f"{part}_bytes": size * MIB for part, size in {**usual, **sizes_mib}.items()}
+    split = {"memory_level": level, "micro_batch": micro, "accumulation": 16 // micro}
+    return {**split, "fits": fits, **sizes}
 
 
-def test_where_recomputation_is_turned_off_it_is_what_to_change() -> None:
-    # The text lies on other PCs alone.
-    config = training_config(
-        {"pc1": 250}, preset="gpt-mini", recompute="none", micro=4, exact=True, data="/nowhere"
-    )
-    (cap,) = planned(config)["caps"]
-    assert cap["verdict"] == "does_not_fit"
-    assert (
-        "does not fit with train.recompute: none; it fits only with recomputation of all 6"
-        in cap["sentence"]
-    )
-    assert cap["sentence"].endswith("set train.recompute: auto")
+@pytest.mark.parametrize(
+    ("train", "steps", "verdict", "sentence"),
+    [
+        (
+            {"states_on_host": "auto"}, [step(0, 1, fits=True, on_host=25)], "fits_in_parts",
+            "fits with states on the host and micro-batch 1 x accumulation 16, which takes 100 of 158 MiB",
+        ),
+        (
+            {"states_on_host": "auto"}, [step(0, 4, fits=False), step(6, 4, fits=True, on_host=25)],
+            "fits_recomputed",
+            ("fits with recomputation of all 6 blocks and states on the host, with micro-batch 4 x accumulation 4, "
+            "which takes 100 of 158 MiB"),
+        ),
+        (
+            {"recompute": "none"}, [step(0, 4, fits=False), step(6, 4, fits=True)], "does_not_fit",
+            ("does not fit with train.recompute: none; it fits only with recomputation of all 6 blocks, with "
+            "micro-batch 4 x accumulation 4, which takes 100 of 158 MiB: set train.recompute: auto"),
+        ),
+        (
+            {}, [step(6, 4, fits=False, total=200)], "does_not_fit",
+            ("does not fit: the smallest step, with all 6 blocks recomputed, needs 200 MiB, the cap is about 158 MiB; "
+            "set nodes.pc1.vram_per_worker_gib to 0.86 or more, or lower train.seq, or lower train.micro, "
+            "or take a smaller train.preset"),
+        ),
+    ],
+)  # fmt: skip
+def test_the_sentence_says_what_to_change(
+    train: dict[str, object], steps: list[dict[str, Any]], verdict: str, sentence: str
+) -> None:
+    config = training_config({"pc1": 158}, preset="gpt-mini", **train)
+    cap = {"nodes": ["pc1"], "device": "cuda", "cap_bytes": 158 * MIB, "steps": steps}
+    assert _judged(cap, config, 6) == {"verdict": verdict, "sentence": sentence}
 
 
 @pytest.fixture
