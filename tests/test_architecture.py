@@ -26,7 +26,7 @@ PACKAGES = ("orchestrator", "workers")
 #: that it imports.
 PLANTED = {
     "Layers of the head": [
-        ("orchestrator/doctor/finding.py", "orchestrator.cli.options"),
+        ("orchestrator/doctor/report.py", "orchestrator.cli.loading"),
         ("orchestrator/run/terminal.py", "orchestrator.lab.burn"),
         ("orchestrator/lab/burn.py", "orchestrator.doctor.finding"),
         ("orchestrator/view/notify/digest.py", "orchestrator.lab.burn"),

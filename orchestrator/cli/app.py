@@ -12,11 +12,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import typer
+from typer import Argument, Option
 
 from orchestrator.cli import jobs, jobs_run
-from orchestrator.cli import options as opt
 from orchestrator.cli.loading import (
-    AsJson,
+    APPLY_POWER_LIMIT,
+    AS_JSON,
+    RUN_ID,
+    SLOT,
+    TO,
     Configured,
     Here,
     Injected,
@@ -24,16 +28,12 @@ from orchestrator.cli.loading import (
     Where,
     duration_s,
     import_from_here,
-    print_text,
     shared,
 )
+from orchestrator.cli.printing import print_json, tell
 from orchestrator.errors import UsageError
 from orchestrator.jobs.sweep import expand
-from orchestrator.record.folders import LATEST, RUNNING
-from orchestrator.view.cells import width_of
-
-#: After its last slices a run writes its summary and ends its processes.
-_SUMMARY_S = 30.0
+from orchestrator.record.folders import LATEST, RUNNING, list_runs, run_object
 
 #: Of the verbs that only name slots.
 _COMMANDS = {
@@ -43,6 +43,12 @@ _COMMANDS = {
     "reinstate": "Start quarantined slots again, their failures forgotten.",
     "save": "Have slots save now what they train.",
 }
+_OF_RUN = Option(
+    RUNNING,
+    "--run",
+    help="As `runs` shows it, or its end. Default: the newest that runs.",
+    metavar="RUN_ID",
+)
 
 app = typer.Typer(
     name="orchestrator",
@@ -59,16 +65,28 @@ app = typer.Typer(
 def run(  # noqa: PLR0913 - one parameter for each option of the command
     new: NewRun,
     injected: Injected,
-    duration: opt.Duration = None,
-    scale: opt.Scale = None,
-    workload: opt.Workload = None,
-    policy: opt.Policy = None,
-    wait_for_nodes: opt.WaitForNodes = False,
-    resume: opt.Resume = None,
-    apply_power_limit: opt.ApplyPowerLimit = False,
+    duration: str | None = Option(
+        None, help="Minutes, or 30s, 2h, 1h30m. Default: run.duration.", metavar="TIME"
+    ),
+    scale: float | None = Option(
+        None, help="Of bytes in a rehearsal; sizes by its root. Default: 1/16 on a CPU."
+    ),
+    workload: str | None = Option(
+        None, help="matmul, train, or your own package.module:Class.", metavar="NAME"
+    ),
+    policy: str | None = Option(
+        None, help="How sizes follow memory: adaptive or classic.", metavar="NAME"
+    ),
+    wait_for_nodes: bool = Option(
+        False, "--wait-for-nodes", help="Start on what is there; nodes may join later."
+    ),
+    resume: str | None = Option(
+        None, help="Resume a run whose head was killed or interrupted.", metavar="RUN_ID"
+    ),
+    apply_power_limit: bool = APPLY_POWER_LIMIT,
 ) -> None:
     """Run the workers and show their health. Ctrl-C ends the run and writes the summary."""
-    from orchestrator.cli.plan_training import refuse_folder
+    from orchestrator.cli.plan import refuse_folder
     from orchestrator.record.archive import read_run
     from orchestrator.run import runner
 
@@ -83,7 +101,6 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
         yes_really=injected.yes_really,
     )
     more_s = duration_s(duration)
-    typed = {"run.duration": duration, "workload.name": workload, "memory.policy": policy}
     if resume is not None:
         folder = new.run(resume)
         import_from_here()
@@ -93,6 +110,7 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
                 "but --duration"
             )
         raise typer.Exit(runner.go_on(read_run(folder), options, more_s))
+    typed = {"run.duration": duration, "workload.name": workload, "memory.policy": policy}
     loaded = new.load_here(typed)
     import_from_here()
     refuse_folder(loaded)
@@ -104,36 +122,50 @@ app.add_typer(jobs.app, name="jobs")
 
 @app.command()
 @shared
-def plan(where: Configured, jobs_file: opt.PlannedJobs = None, json_output: AsJson = False) -> None:
+def plan(
+    where: Configured,
+    jobs_file: str | None = Option(
+        None, "--jobs", help="What a job file would do, and for how long.", metavar="FILE"
+    ),
+    json_output: bool = AS_JSON,
+) -> None:
     """Show where each worker will go and what it may use."""
-    from orchestrator.cli.plan import budgets, plan_json, plan_text
-    from orchestrator.cli.plan_training import training_plan
+    from orchestrator.cli import plan as of_run
+    from orchestrator.cli import plan_jobs as of_jobs
 
-    loaded, width = where.load(), width_of(sys.stdout)
+    loaded = where.load()
     if jobs_file is not None:
-        from orchestrator.cli import plan_jobs
-
-        planned = plan_jobs.plan_jobs(expand(jobs_run.read_file(jobs_file, loaded)), loaded)
-        text = plan_jobs.plan_jobs_text
-        print_text(plan_jobs.plan_jobs_json(planned) if json_output else text(planned, width))
-        return
-    training = training_plan(loaded, budgets(loaded))
-    print_text(plan_json(loaded, training) if json_output else plan_text(loaded, training, width))
+        planned = of_jobs.plan_jobs(expand(jobs_run.read_file(jobs_file, loaded)), loaded)
+        told, parts = of_jobs.plan_object(planned), of_jobs.plan_parts(planned)
+    else:
+        told = of_run.plan_object(loaded)
+        parts = of_run.plan_parts(told)
+    print_json(told) if json_output else tell(*parts)
 
 
 @app.command()
 @shared
 def up(
     where: Configured,
-    node: opt.NodeToStart,
-    head_address: opt.HeadAddress = None,
-    execute: opt.Execute = False,
-    stay: opt.Stay = False,
-    service: opt.Service = False,
+    node: str = Argument(help="A key under nodes: in the configuration."),
+    head_address: str | None = Option(
+        None,
+        help="How other PCs reach the head. Default: what is configured, else this PC.",
+        metavar="HOST[:PORT]",
+    ),
+    execute: bool = Option(False, "--exec", help="Run the commands instead of printing them."),
+    stay: bool = Option(
+        False,
+        "--stay",
+        help="With --exec: keep the node, and start it again whenever it has ended.",
+    ),
+    service: bool = Option(
+        False, "--service", help="Write and start a systemd user unit that does so, and print it."
+    ),
 ) -> None:
     """Print the exact commands that make a PC a node of the cluster."""
     from orchestrator.cli import nodes
-    from orchestrator.cli.service import install
+    from orchestrator.cli.service import install_node
     from orchestrator.cli.stay import keep
 
     if service and (execute or stay):
@@ -145,71 +177,64 @@ def up(
         raise UsageError(f"{where.config} has no node {node!r}; valid: {', '.join(loaded.nodes)}")
     command = nodes.command_for(loaded, node, head_address)
     if service:
-        for line in install(command, where.config, where.overrides or [], head_address):
-            print_text(line)
-        return
-    if not execute:
+        more = () if head_address is None else ("--head-address", head_address)
+        for line in install_node(command, [*where.words, *more]):
+            tell(line)
+    elif not execute:
         typer.echo(command.script(node))
-        return
-    if stay:
+    elif stay:
         raise typer.Exit(keep(command))
-    code = nodes.execute(command)
-    for line in command.remarks if code == 0 else ():
-        print_text(line)
-    raise typer.Exit(code)
+    else:
+        code = nodes.execute(command)
+        tell(*(command.remarks if code == 0 else ()))
+        raise typer.Exit(code)
 
 
 @app.command()
 @shared
-def stop(where: Where, node: opt.NodeToEnd = None) -> None:
+def stop(
+    where: Where,
+    node: str | None = Option(
+        None, help="Also end the Ray node that `up NODE` started on this PC.", metavar="NODE"
+    ),
+) -> None:
     """End the runs under way in one run folder, as Ctrl-C would.
 
     Also puts back what runs that were killed have set on the cards of this PC.
     """
     from orchestrator.cli import nodes
-    from workers.card_settings import put_back_left
 
-    put_back = put_back_left()
-    for line in put_back:
-        print_text(line)
-    loaded = where.to_read()
-    settings = loaded.run
-    if node is not None and node not in loaded.nodes and not nodes.processes_of(node):
-        raise UsageError(
-            f"no process of a node {node!r} runs here, and {where.config} has no such node; valid: "
-            f"{', '.join(loaded.nodes)}"
-        )
-    ends_s = 3 * settings.slice_s + settings.stop_grace_s + _SUMMARY_S
-    try:
-        for line in nodes.stop_runs(settings.dir, wait_s=0.0 if node is None else ends_s):
-            print_text(line)
-    except UsageError as none_there:
-        if node is None and not put_back:
-            raise
-        print_text(str(none_there))
-    for line in () if node is None else nodes.stop_node(node):
-        print_text(line)
+    for line in nodes.stop(where, node):
+        tell(line)
 
 
 @app.command()
 @shared
-def runs(where: Where, json_output: AsJson = False) -> None:
+def runs(where: Where, json_output: bool = AS_JSON) -> None:
     """List the runs made so far, the newest first."""
-    from orchestrator.cli.runs import runs_json, runs_text
+    from orchestrator.cli.runs import runs_parts
 
     folder = where.runs
-    print_text(runs_json(folder) if json_output else runs_text(folder, width_of(sys.stdout)))
+    listed = list_runs(folder)
+    if json_output:
+        print_json({"runs": [run_object(one) for one in listed]})
+    else:
+        tell(*runs_parts(listed, folder))
 
 
 @app.command()
 @shared
 def report(
     where: Where,
-    run_id: opt.RunId = LATEST,
-    text: opt.AsText = False,
-    json_output: AsJson = False,
-    html: opt.HtmlFile = None,
-    curves: opt.CurvesFolder = None,
+    run_id: str = RUN_ID,
+    text: bool = Option(False, "--text", help="In words: this is the default."),
+    json_output: bool = AS_JSON,
+    html: Path | None = Option(
+        None, help="Into one file for a browser, charts included.", metavar="FILE"
+    ),
+    curves: Path | None = Option(
+        None, help="Loss and validation over steps, as CSV.", metavar="DIR"
+    ),
 ) -> None:
     """Show one run: how it ended, its table, what happened.
 
@@ -217,35 +242,39 @@ def report(
     """
     from orchestrator.cli.runs import report_json, report_text
     from orchestrator.view import html_report
+    from orchestrator.view.curves import write_curves
 
     if text + json_output + (html is not None) + (curves is not None) > 1:
         raise UsageError("--text, --json, --html and --curves exclude each other")
     folder = where.run(run_id)
     if html is not None:
         html_report.write_report(html, folder)
-        print_text(str(html))
-        return
-    if curves is not None:
-        from orchestrator.view.curves import write_curves
-
-        for line in write_curves(folder, curves):
-            print_text(line)
-        return
-    width = shutil.get_terminal_size(fallback=(120, 24)).columns
-    print_text(report_json(folder) if json_output else report_text(folder, width))
+        tell(str(html))
+    elif curves is not None:
+        tell(*write_curves(folder, curves))
+    elif json_output:
+        print_json(report_json(folder))
+    else:
+        tell(report_text(folder, _columns()))
 
 
 @app.command()
 @shared
 def export(
     where: Where,
-    run_id: opt.ExportedRun,
-    slot: opt.Slot,
-    to: opt.NewFolder,
-    merged: opt.Merged = False,
-    adapter: opt.Adapter = False,
-    average: opt.AveragedWeights = False,
-    best: opt.BestCheckpoint = False,
+    run_id: str = Argument(help="As `runs` shows it, or its end.", metavar="RUN_ID"),
+    slot: str = SLOT,
+    to: Path = TO,
+    merged: bool = Option(
+        False, "--merged", help="Adapters merged into the weights, in fp32: this is the default."
+    ),
+    adapter: bool = Option(False, "--adapter", help="The adapters alone, for peft."),
+    average: bool = Option(
+        False, "--average", help="The averaged weights, where train.ema_decay keeps them."
+    ),
+    best: bool = Option(
+        False, "--best", help="What had the lowest validation loss, where that was kept."
+    ),
 ) -> None:
     """Write what a slot has trained as a Hugging Face folder.
 
@@ -256,15 +285,25 @@ def export(
     if merged and adapter:
         raise UsageError("--merged and --adapter exclude each other")
     form = "merged" if merged else "adapter" if adapter else None
-    folder = where.run(run_id)
-    for line in verb.export(folder, slot, to, form, average=average, best=best):
-        print_text(line)
+    tell(*verb.export(where.run(run_id), slot, to, form, average=average, best=best))
 
 
 @app.command()
 @shared
 def logs(
-    where: Where, name: opt.SlotOrJob, run_id: opt.LogsOfRun = LATEST, follow: opt.Follow = False
+    where: Where,
+    name: str = Argument(
+        help="A slot, such as pc1/3, or a job as `jobs list` shows it.", metavar="NAME"
+    ),
+    run_id: str = Option(
+        LATEST,
+        "--run",
+        help="As `runs` shows it, or its end. Default: the newest.",
+        metavar="RUN_ID",
+    ),
+    follow: bool = Option(
+        False, "--follow", "-f", help="Print what comes, until the run or the job has ended."
+    ),
 ) -> None:
     """Show the last 100 lines that a worker or a job printed.
 
@@ -273,19 +312,27 @@ def logs(
     from orchestrator.cli.logs import output_of
 
     for line in output_of(where.runs, run_id, name, follow=follow):
-        print_text(line)
+        tell(line)
 
 
 @app.command()
 @shared
 def top(
     where: Where,
-    run_id: opt.RunId = LATEST,
-    once: opt.OneFrame = False,
-    sort: opt.Sort = None,
-    wanted: opt.Filter = None,
-    json_output: AsJson = False,
-    read_only: opt.ReadOnly = False,
+    run_id: str = RUN_ID,
+    once: bool = Option(
+        False, "--once", help="Print one frame and end, as where there is no terminal."
+    ),
+    sort: str | None = Option(
+        None, help="By which; -COLUMN turns the order. Default: worst first.", metavar="COLUMN"
+    ),
+    wanted: str | None = Option(
+        None, "--filter", help='Such as "state:backoff !pc1".', metavar="WORDS"
+    ),
+    json_output: bool = AS_JSON,
+    read_only: bool = Option(
+        False, "--read-only", help="Without the keys that send commands to the run."
+    ),
 ) -> None:
     """Follow a run from any terminal. `?` lists the keys."""
     from orchestrator.view.top import screen
@@ -293,11 +340,9 @@ def top(
     view = screen.view_of(sort, wanted)
     folder = where.run(run_id)
     if json_output:
-        print_text(screen.frame_json(folder, view))
+        print_json(screen.frame_json(folder, view))
     elif once or not screen.is_terminal():
-        print_text(
-            screen.frame_text(folder, view, shutil.get_terminal_size(fallback=(120, 24)).columns)
-        )
+        tell(screen.frame_text(folder, view, _columns()))
     else:
         screen.watch(folder, view, read_only=read_only)
 
@@ -306,9 +351,11 @@ def top(
 @shared
 def notify(
     where: Where,
-    run_id: opt.RunId = LATEST,
-    once: opt.Once = False,
-    test: opt.TestMessage = False,
+    run_id: str = RUN_ID,
+    once: bool = Option(False, "--once", help="Send one status of the run as it is now, and end."),
+    test: bool = Option(
+        False, "--test", help="Send one message, and say of each address whether it took it."
+    ),
 ) -> None:
     """Tell of a run by mail or chat until it ends.
 
@@ -326,9 +373,9 @@ def notify(
             f"there is no address: set notify.urls_file in {where.config}, or {URLS_VARIABLE}"
         )
     if test:
-        raise typer.Exit(notifier.send_test(urls, print_text))
+        raise typer.Exit(notifier.send_test(urls, tell))
     folder = where.run(run_id)
-    of_run = notifier.Notifier(folder=folder, settings=loaded.notify, urls=urls, say=print_text)
+    of_run = notifier.Notifier(folder=folder, settings=loaded.notify, urls=urls, say=tell)
     raise typer.Exit(of_run.once() if once else of_run.follow())
 
 
@@ -336,10 +383,16 @@ def notify(
 @shared
 def web(
     where: Where,
-    run_id: opt.RunId = LATEST,
-    port: opt.Port = 8470,
-    bind: opt.Bind = None,
-    control: opt.Control = False,
+    run_id: str = RUN_ID,
+    port: int = Option(
+        8470, help="Of the page; 0 takes any free one.", min=0, max=65_535, metavar="NUMBER"
+    ),
+    bind: str | None = Option(
+        None, help="An address of this PC at which Prometheus gets /metrics.", metavar="ADDRESS"
+    ),
+    control: bool = Option(
+        False, "--control", help="Let the page send commands about slots and jobs."
+    ),
 ) -> None:
     """Show a run in a browser, also one that is over.
 
@@ -347,34 +400,38 @@ def web(
     """
     from orchestrator.view.web import serving
 
-    serving.serve(where.runs, run_id, print_text, port=port, bind=bind, control=control)
+    serving.serve(where.runs, run_id, tell, port=port, bind=bind, control=control)
 
 
 @app.command()
 def limits(
-    clear: opt.Clear = False,
-    json_output: AsJson = False,
+    clear: bool = Option(False, "--clear", help="Forget them all."), json_output: bool = AS_JSON
 ) -> None:
     """List what runs have learned, or delete it. These are the sizes that fit a card."""
     from orchestrator.cli import limits as verb
     from workers.learned_limits import LimitStore
 
-    store, now_unix_s = LimitStore(), time.time()
-    if json_output:
-        print_text((verb.cleared_json if clear else verb.limits_json)(store, now_unix_s))
-    elif clear:
-        print_text(verb.cleared_text(store, now_unix_s))
-    else:
-        print_text(verb.limits_text(store, now_unix_s, width_of(sys.stdout)))
+    told = (verb.cleared if clear else verb.known)(LimitStore(), time.time())
+    print_json(told) if json_output else tell(verb.shown(told))
 
 
 @app.command()
 @shared
 def burn(
     new: NewRun,
-    duration: opt.HeatDuration = None,
-    phase: opt.Phases = None,
-    apply_power_limit: opt.ApplyPowerLimit = False,
+    duration: str | None = Option(
+        None,
+        help="Of the heat phase, minutes or 30s, 2h; the others are never longer. Default: 60.",
+        metavar="TIME",
+    ),
+    phase: list[int] | None = Option(
+        None,
+        help="1 caps and precision, 2 heat, 3 full load. Default: all.",
+        metavar="NUMBER",
+        min=1,
+        max=3,
+    ),
+    apply_power_limit: bool = APPLY_POWER_LIMIT,
 ) -> None:
     """Validate every card: PASS or FAIL. In three phases: caps and precision, heat, full load."""
     from orchestrator.lab import burn as verb
@@ -384,43 +441,58 @@ def burn(
     loaded = new.load()
     import_from_here()
     options = runner.Options(
-        json=new.as_json,
-        plain=new.plain,
-        wait_for_nodes=False,
-        apply_power_limit=apply_power_limit,
+        json=new.as_json, plain=new.plain, wait_for_nodes=False, apply_power_limit=apply_power_limit
     )
     raise typer.Exit(verb.burn(loaded, new.environment, heat_s, phase or (1, 2, 3), options))
 
 
 @app.command()
 @shared
-def doctor(where: Configured, node: opt.NodeHere = None, json_output: AsJson = False) -> None:
+def doctor(
+    where: Configured,
+    node: str | None = Option(
+        None, help="Which node of the configuration this PC is.", metavar="NODE"
+    ),
+    json_output: bool = AS_JSON,
+) -> None:
     """Check every node and say what to type. Without a cluster it checks this machine alone."""
     from orchestrator.doctor import verb
 
-    raise typer.Exit(verb.doctor(where.config, where.overrides or [], node, json=json_output))
+    diagnosis = verb.diagnose(where.config, where.overrides or (), node, quiet=json_output)
+    print_json(diagnosis.to_json()) if json_output else tell(*diagnosis.parts())
+    raise typer.Exit(diagnosis.exit_code)
 
 
 @app.command()
-def init(output: opt.Output = "cluster.yaml", force: opt.Force = False) -> None:
+def init(
+    output: str = Option("cluster.yaml", "--output", "-o", help="Where to.", metavar="FILE"),
+    force: bool = Option(False, "--force", help="Replace that file if it is there."),
+) -> None:
     """Write a cluster.yaml that fits the machines.
 
     Those are the nodes of the running cluster, or this one.
     """
     from orchestrator.cli.init import write_config
 
-    for line in write_config(output, force=force):
-        print_text(line)
+    tell(*write_config(output, force=force))
 
 
 @app.command()
 @shared
 def tune(
     here: Here,
-    preset: opt.Preset = None,
-    workload: opt.TunedWorkload = "train",
-    budget: opt.Budget = None,
-    levers: opt.Levers = None,
+    preset: str | None = Option(
+        None, help="What is trained. Default: train.preset.", metavar="NAME"
+    ),
+    workload: str = Option("train", help="train or matmul.", metavar="NAME"),
+    budget: str | None = Option(
+        None, help="Minutes, or 30s, 2h. Default: 15; 4.5 in a rehearsal.", metavar="TIME"
+    ),
+    levers: str | None = Option(
+        None,
+        help="Only these, such as precision,optimizer=adamw-fused. Default: all.",
+        metavar="KEY[=VALUE],...",
+    ),
 ) -> None:
     """Measure what each setting brings here; write tuned.yaml."""
     from orchestrator.lab.tune import results, tuning
@@ -435,10 +507,12 @@ def tune(
         workload=workload,
     )
     result, is_whole = tuning.tune(asked, lambda line: typer.echo(line, err=True))
-    shown = results.result_text(result, _width())
-    if asked.trains:
-        shown += f"\nYour file with these settings: {asked.folder / 'tuned.yaml'}"
-    print_text(results.json_text(result) if here.as_json else shown)
+    if here.as_json:
+        print_json(results.json_text(result))
+    else:
+        tell(results.result_text(result, _columns() if sys.stdout.isatty() else None))
+        if asked.trains:
+            tell(f"Your file with these settings: {asked.folder / 'tuned.yaml'}")
     if not is_whole:
         raise typer.Exit(130)
 
@@ -446,7 +520,13 @@ def tune(
 def _add_command(do: str, summary: str, *, hidden: bool = False) -> None:
     @app.command(do, help=summary, hidden=hidden)
     @shared
-    def verb(where: Where, slots: opt.Slots, run_id: opt.OfRun = RUNNING) -> None:
+    def verb(
+        where: Where,
+        slots: list[str] = Argument(
+            help="Such as pc1/3; each is named.", metavar="SLOT", show_default=False
+        ),
+        run_id: str = _OF_RUN,
+    ) -> None:
         if do == "resume":
             typer.echo(
                 "`resume` is called `unpause` now; a run goes on with `run --resume`", err=True
@@ -461,7 +541,14 @@ _add_command("resume", "The old name of `unpause`.", hidden=True)
 
 @app.command()
 @shared
-def cap(where: Where, slot: opt.Slot, amount: opt.Amount, run_id: opt.OfRun = RUNNING) -> None:
+def cap(
+    where: Where,
+    slot: str = SLOT,
+    amount: str = Argument(
+        help="Such as 2GiB or 900MiB; at most the slot's budget.", metavar="BYTES"
+    ),
+    run_id: str = _OF_RUN,
+) -> None:
     """Bound the memory of a slot; its whole budget lifts that."""
     _send(where, "cap", [slot], run_id, amount)
 
@@ -471,12 +558,9 @@ def _send(
 ) -> None:
     from orchestrator.control.client import command
 
-    print_text(command(where.run(run_id), do, slots, amount))
+    tell(command(where.run(run_id), do, slots, amount))
 
 
-def _width() -> int | None:
-    """Return the columns of the terminal.
-
-    `None` where the output goes elsewhere, and has room for all.
-    """
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+def _columns() -> int:
+    """Return the width of a text that is laid out for one, also where there is no terminal."""
+    return shutil.get_terminal_size(fallback=(120, 24)).columns

@@ -32,7 +32,7 @@ def export(
         NoClusterError: The checkpoints are on another PC, which does not answer.
         OrchestratorError: The process that writes has ended early.
     """
-    stored, to = read_run(folder), to.expanduser().absolute()
+    stored = read_run(folder)
     facts = stored.facts
     config = config_from_text(facts.config_yaml, f"the configuration of run {facts.run_id}")
     if config.workload.name != "train":
@@ -43,8 +43,6 @@ def export(
     specs = {plan.spec.slot: plan.spec for plan in plan_slots(config, target)}
     if slot not in specs:
         raise UsageError(f"run {facts.run_id} has no slot {slot[:80]!r}; valid: {', '.join(specs)}")
-    if to.exists() and not (to.is_dir() and not any(to.iterdir())):
-        raise UsageError(f"{to} is there already; name a new folder, or remove that one")
     with ExitStack() as until_written:
         names = BEST if best else LAST
         paths = checkpoints_of(stored, slot, specs[slot].node, names, to.parent, until_written)

@@ -9,33 +9,49 @@ from __future__ import annotations
 
 import getpass
 import secrets
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
 import typer
 from typer import Argument, Option
 from typer.core import TyperCommand
 
 from orchestrator.cli import jobs_run
-from orchestrator.cli import options as opt
-from orchestrator.cli.loading import AsJson, OfQueue, print_table, print_text, shared
+from orchestrator.cli.loading import AS_JSON, TO, OfQueue, shared
+from orchestrator.cli.printing import print_json, tell
+from orchestrator.cluster.connect import connected
+from orchestrator.config.load import config_from_text
 from orchestrator.config.schema import Config
 from orchestrator.core.placement import Target
-from orchestrator.errors import ArchiveError, UsageError
+from orchestrator.errors import ArchiveError, NoClusterError, UsageError
 from orchestrator.jobs import inbox
 from orchestrator.jobs.journal import JOURNAL_NAME, QUEUE_NAME, queue_of, records
-from orchestrator.jobs.model import ENDED, Job, JobState, QueueHeld, Said, Standing, Submitted, Word
+from orchestrator.jobs.model import (
+    ENDED,
+    Assigned,
+    Job,
+    JobState,
+    QueueHeld,
+    Said,
+    Standing,
+    Submitted,
+    Word,
+)
 from orchestrator.jobs.sweep import expand
 from orchestrator.record.archive import head_of, read_run
 from orchestrator.record.folders import go_on_command
 from orchestrator.record.jobs import QueueReader, QueueSnapshot
+from orchestrator.run.environment import Mode
 from orchestrator.run.sampled_sweeps import sampled_sweeps
 from orchestrator.view import jobs as view
 from orchestrator.view.phrases import counted
+from workers.learned_limits import default_path
+from workers.units import MIB
 
 _NAMED: Final = 8
 
@@ -48,41 +64,7 @@ _OBEYING: Final = {
     Word.RETRY: _RESTING | ENDED - {JobState.DONE},
 }
 
-JobName = Annotated[str, Argument(help="As `jobs list` shows it.", metavar="JOB")]
-JobNames = Annotated[
-    list[str], Argument(help="As `jobs list` shows them.", metavar="JOB", show_default=False)
-]
-JobsOrQueue = Annotated[
-    list[str] | None,
-    Argument(help="As `jobs list` shows them. Default: the whole queue.", metavar="JOB"),
-]
-FileOrCommand = Annotated[
-    list[str] | None,
-    Argument(
-        help="A job file; or, behind --, a command with its arguments.",
-        metavar="FILE | -- COMMAND",
-        show_default=False,
-    ),
-]
-Trained = Annotated[
-    list[str] | None,
-    Option("--train", help="A training, such as preset=gpt2-small.", metavar="KEY=VALUE"),
-]
-Over = Annotated[
-    list[str] | None,
-    Option("--over", help="A job for each value, as train.lr=1e-4,3e-4.", metavar="KEY=VALUE,..."),
-]
-NewName = Annotated[
-    opt.OptionalText, Option("--name", help="Of the job, or of its sweep.", metavar="NAME")
-]
-After = Annotated[
-    list[str] | None, Option("--after", help="A job that must be done before.", metavar="JOB")
-]
-Hours = Annotated[
-    opt.OptionalText, Option("--hours", help="When it may run.", metavar="22:00-07:00")
-]
-Priority = Annotated[int | None, Option("--priority", help="Higher goes first. Default: 0.")]
-AsCsv = Annotated[bool, Option("--csv", help="As CSV, with a column for each setting.")]
+_JOB = Argument(help="As `jobs list` shows it.", metavar="JOB")
 
 app = typer.Typer(
     name="jobs",
@@ -90,7 +72,6 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
 )
-
 
 app.command("run")(jobs_run.run)
 
@@ -109,14 +90,23 @@ class _Submit(TyperCommand):
 def submit(  # noqa: PLR0913 - one parameter for each option of the command
     queue: OfQueue,
     context: typer.Context,
-    words: FileOrCommand = None,
-    train: Trained = None,
-    over: Over = None,
-    name: NewName = None,
-    after: After = None,
-    priority: Priority = None,
-    hours: Hours = None,
-    json_output: AsJson = False,
+    words: list[str] | None = Argument(
+        None,
+        help="A job file; or, behind --, a command with its arguments.",
+        metavar="FILE | -- COMMAND",
+        show_default=False,
+    ),
+    train: list[str] | None = Option(
+        None, help="A training, such as preset=gpt2-small.", metavar="KEY=VALUE"
+    ),
+    over: list[str] | None = Option(
+        None, help="A job for each value, as train.lr=1e-4,3e-4.", metavar="KEY=VALUE,..."
+    ),
+    name: str | None = Option(None, help="Of the job, or of its sweep.", metavar="NAME"),
+    after: list[str] | None = Option(None, help="A job that must be done before.", metavar="JOB"),
+    priority: int | None = Option(None, help="Higher goes first. Default: 0."),
+    hours: str | None = Option(None, help="When it may run.", metavar="22:00-07:00"),
+    json_output: bool = AS_JSON,
 ) -> None:
     """Put jobs into the queue: a file, training or command.
 
@@ -165,109 +155,137 @@ def submit(  # noqa: PLR0913 - one parameter for each option of the command
     names = [*(job.name for job in added), *(sweep.name for sweep in sweeps)]
     if json_output:
         told = {"run_id": folder.name, "jobs": names, "queue_ahead": ahead}
-        print_text(view.object_text({**told, "head_is_alive": _is_alive(folder)}))
-        return
-    if not names:
-        print_text(f"all {len(expand(file))} jobs of it are in the queue already")
-        return
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    print_text(f"submitted to run {folder.name}: {', '.join(names[:_NAMED])}{more}")
-    print_text(f"{ahead} unfinished before {'it' if len(names) == 1 else 'them'}")
-    _tell_if_dead(folder)
+        print_json({**told, "head_is_alive": _is_alive(folder)})
+    elif not names:
+        tell(f"all {len(expand(file))} jobs of it are in the queue already")
+    else:
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        tell(f"submitted to run {folder.name}: {', '.join(names[:_NAMED])}{more}")
+        tell(f"{ahead} unfinished before {'it' if len(names) == 1 else 'them'}")
+        _tell_if_dead(folder)
 
 
 @app.command("list")
 @shared
-def list_jobs(
-    queue: OfQueue,
-    json_output: AsJson = False,
-) -> None:
+def list_jobs(queue: OfQueue, json_output: bool = AS_JSON) -> None:
     """Show every job: its state, how far it is, and why it waits."""
     folder = queue.folder
     snapshot = snapshot_of(folder)
     if json_output:
-        print_text(view.object_text(view.queue_object(snapshot)))
+        print_json(view.queue_object(snapshot))
         return
-    print_table(view.jobs_table(snapshot))
-    print_text(f"run {folder.name}: {view.summary_line(snapshot)}")
+    tell(view.jobs_table(snapshot), f"run {folder.name}: {view.summary_line(snapshot)}")
     if snapshot.held is not None:
-        print_text("`python -m orchestrator jobs release` lets it go on")
+        tell("`python -m orchestrator jobs release` lets it go on")
     if any(standing.state not in ENDED for standing in snapshot.standings):
         _tell_if_dead(folder)
 
 
 @app.command()
 @shared
-def show(
-    queue: OfQueue,
-    job: JobName,
-    json_output: AsJson = False,
-) -> None:
+def show(queue: OfQueue, job: str = _JOB, json_output: bool = AS_JSON) -> None:
     """Show all of one job, and why it waits."""
     folder = queue.folder
     snapshot = snapshot_of(folder)
     standing = standing_of(snapshot, job)
     if json_output:
-        print_text(view.object_text(view.job_object(standing, snapshot)))
-        return
-    told = records(folder / QUEUE_NAME / JOURNAL_NAME)
-    for line in view.job_lines(standing, told, snapshot):
-        print_text(line)
+        print_json(view.job_object(standing, snapshot))
+    else:
+        told = records(folder / QUEUE_NAME / JOURNAL_NAME)
+        tell(*view.job_lines(standing, told, snapshot))
 
 
 @app.command()
 @shared
 def results(
     queue: OfQueue,
-    as_csv: AsCsv = False,
-    json_output: AsJson = False,
+    as_csv: bool = Option(False, "--csv", help="As CSV, with a column for each setting."),
+    json_output: bool = AS_JSON,
 ) -> None:
     """Show what came out of every job, the best of a metric first."""
     if as_csv and json_output:
         raise UsageError("--csv and --json exclude each other")
     snapshot = snapshot_of(queue.folder)
     if json_output:
-        print_text(view.results_json(snapshot))
+        print_json(view.results_object(snapshot))
     elif as_csv:
         typer.echo(view.results_csv(snapshot))
     else:
-        print_table(view.results_table(snapshot))
-        print_text(f"files: {snapshot.files}/JOB")
+        tell(view.results_table(snapshot), f"files: {snapshot.files}/JOB")
 
 
 @app.command()
 @shared
-def fetch(
-    queue: OfQueue,
-    job: JobName,
-    to: opt.NewFolder,
-) -> None:
+def fetch(queue: OfQueue, job: str = _JOB, to: Path = TO) -> None:
     """Copy a job's files from whichever PC has them."""
-    from orchestrator.cli import jobs_fetch
-
     folder = queue.folder
     standing_of(snapshot_of(folder), job)
-    print_text(jobs_fetch.fetch(folder, job, to))
+    tell(_copied(folder, job, to))
 
 
-def _add_word(word: Word, summary: str) -> None:
+def _copied(folder: Path, job: str, to: Path) -> str:
+    """Copy the files of a job of a run folder into `to`; return what is to be told.
+
+    Raises:
+        UsageError: There is nothing to copy, or no place for it.
+        NoClusterError: The files are on another PC, which does not answer.
+    """
+    of_run = default_path().parent / "state" / folder.name
+    places = [folder / QUEUE_NAME / "files" / job, of_run / job]
+    try:
+        for place in places:
+            if place.is_dir():
+                shutil.copytree(place, to, symlinks=True, dirs_exist_ok=True)
+        if not to.exists():
+            _copy_from_node(folder, job, to)
+    except OSError as failure:
+        raise UsageError(f"{to} cannot be written: {failure.strerror or failure}") from failure
+    sizes = [path.stat().st_size for path in to.rglob("*") if path.is_file()]
+    if not sizes:
+        raise UsageError(f"job {job} has no files yet, in {' or '.join(map(str, places))}")
+    return f"{to}: {counted(len(sizes), 'file')} of {job}, {sum(sizes) / MIB:.1f} MiB"
+
+
+def _copy_from_node(folder: Path, job: str, to: Path) -> None:
+    """Copy what is on the PC of the last attempt, where that is another one."""
+    told = records(folder / QUEUE_NAME / JOURNAL_NAME)
+    cards = [one.card for one in told if isinstance(one, Assigned) and one.job == job]
+    try:
+        facts = read_run(folder).facts
+    except ArchiveError:
+        return
+    if not cards or facts.mode != Mode.CLUSTER:
+        return
+    node = cards[-1].partition(":")[0]
+    config = config_from_text(facts.config_yaml, f"the configuration of run {facts.run_id}")
+    try:
+        with connected(config.cluster.address, config.cluster.auth):
+            from orchestrator.cluster.checkpoint_copy import copied
+
+            copied(node, facts.run_id, job, "**/*", to)
+    except NoClusterError as failure:
+        raise NoClusterError(
+            f"the files of {job} are on {node}, and {failure}; start that node and type this again"
+        ) from failure
+
+
+def _add_word(word: Word, summary: str, jobs: Any) -> None:  # noqa: ANN401 - as typer's
     @app.command(word.value, help=summary)
     @shared
-    def verb(queue: OfQueue, jobs: JobNames) -> None:
-        _say(queue.folder, word, jobs)
+    def verb(queue: OfQueue, jobs: list[str] | None = jobs) -> None:
+        _say(queue.folder, word, jobs or ())
 
 
-def _add_word_of_queue(word: Word, summary: str) -> None:
-    @app.command(word.value, help=summary)
-    @shared
-    def verb(queue: OfQueue, jobs: JobsOrQueue = None) -> None:
-        _say(queue.folder, word, jobs or [])
-
-
-_add_word(Word.CANCEL, "End jobs for good; what they saved stays.")
-_add_word(Word.RETRY, "Put jobs that have ended back into the queue.")
-_add_word_of_queue(Word.HOLD, "Have jobs wait, or the whole queue: then nothing starts any more.")
-_add_word_of_queue(Word.RELEASE, "Let held jobs, or the whole queue, go on.")
+_JOBS = Argument(help="As `jobs list` shows them.", metavar="JOB", show_default=False)
+_JOBS_OR_QUEUE = Argument(
+    None, help="As `jobs list` shows them. Default: the whole queue.", metavar="JOB"
+)
+_add_word(Word.CANCEL, "End jobs for good; what they saved stays.", _JOBS)
+_add_word(Word.RETRY, "Put jobs that have ended back into the queue.", _JOBS)
+_add_word(
+    Word.HOLD, "Have jobs wait, or the whole queue: then nothing starts any more.", _JOBS_OR_QUEUE
+)
+_add_word(Word.RELEASE, "Let held jobs, or the whole queue, go on.", _JOBS_OR_QUEUE)
 
 
 def _say(folder: Path, word: Word, names: Sequence[str]) -> None:
@@ -280,10 +298,10 @@ def _say(folder: Path, word: Word, names: Sequence[str]) -> None:
         said = [QueueHeld(at_s=now_s, reason=f"{by} holds it" if word is Word.HOLD else None)]
     _put(folder, said)
     what = f"{counted(len(said), 'job')}" if len(said) > _NAMED else ", ".join(names)
-    print_text(f"{word.value}: {what or 'the whole queue'}, in the queue of run {folder.name}")
+    tell(f"{word.value}: {what or 'the whole queue'}, in the queue of run {folder.name}")
     for name, one in named.items():
         if one.state not in _OBEYING[word] and one.recalled_to is None:
-            print_text(f"{name} is {one.state.value}: while it is, that changes nothing")
+            tell(f"{name} is {one.state.value}: while it is, that changes nothing")
     _tell_if_dead(folder)
 
 
@@ -302,11 +320,12 @@ def snapshot_of(folder: Path) -> QueueSnapshot:
         rows = read_run(folder).snapshot().rows
     except ArchiveError:
         rows = ()  # nothing has begun yet
-    now_s, empty = time.time(), QueueSnapshot(standings=(), now_s=time.time())
-    snapshot = QueueReader(folder).look(rows, now_s, is_alive=_is_alive(folder)) or empty
+    now_s = time.time()
+    snapshot = QueueReader(folder).look(rows, now_s, is_alive=_is_alive(folder))
+    snapshot = snapshot or QueueSnapshot(standings=(), now_s=now_s)
     names = {standing.job.name for standing in snapshot.standings}
-    waiting = [job for job in _waiting_jobs(folder) if job.name not in names]
-    return replace(snapshot, standings=(*snapshot.standings, *map(_in_inbox, waiting)))
+    waiting = (_in_inbox(job) for job in _waiting_jobs(folder) if job.name not in names)
+    return replace(snapshot, standings=(*snapshot.standings, *waiting))
 
 
 def _in_inbox(job: Job) -> Standing:
@@ -349,4 +368,4 @@ def _tell_if_dead(folder: Path) -> None:
     if not _is_alive(folder):
         waiting = sum(1 for _ in inbox.waiting(folder / QUEUE_NAME))
         taken = f"; {counted(waiting, 'message')} in its inbox" if waiting else ""
-        print_text(f"its head is not running{taken}: `{go_on_command(folder)}` goes on")
+        tell(f"its head is not running{taken}: `{go_on_command(folder)}` goes on")

@@ -5,15 +5,14 @@ Does not decide what runs where (`jobs/queue.py`), and runs nothing itself (`run
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import typer
+from typer import Argument, Option
 
-from orchestrator.cli import options as opt
-from orchestrator.cli.loading import Injected, NewRun, duration_s, print_text, shared
+from orchestrator.cli.loading import Injected, NewRun, duration_s, shared
+from orchestrator.cli.printing import tell
 from orchestrator.cli.service import install_queue
 from orchestrator.config.load import config_from_text
 from orchestrator.config.schema import Config, WorkersConfig
@@ -34,9 +33,6 @@ from orchestrator.run.earlier import fetch_weights
 from orchestrator.run.prediction import least_room_of
 from orchestrator.run.sampled_sweeps import prepared, sampled_sweeps
 
-if TYPE_CHECKING:
-    from orchestrator.run.runner import Options
-
 #: A queue ends when it is empty. This only bounds it where nothing ever ends.
 _LONGEST = "365d"
 
@@ -45,11 +41,18 @@ _LONGEST = "365d"
 def run(
     here: NewRun,
     injected: Injected,
-    file: opt.JobFile = None,
-    duration: opt.QueueDuration = None,
-    stay: opt.StayForJobs = False,
-    service: opt.QueueService = False,
-    new: opt.NewQueue = False,
+    file: str | None = Argument(None, help="A job file; docs/jobs.md has one.", metavar="FILE"),
+    duration: str | None = Option(
+        None, help="The longest: 30s, 2h. Default: until no job is left.", metavar="TIME"
+    ),
+    stay: bool = Option(False, "--stay", help="Wait for more jobs when nothing is left to do."),
+    service: bool = Option(
+        False,
+        "--service",
+        help="Write and start a systemd user unit that works a queue off with --stay, and print "
+        "it.",
+    ),
+    new: bool = Option(False, "--new", help="Begin another queue, although one is unfinished."),
 ) -> None:
     """Work off a job file, and what is submitted meanwhile.
 
@@ -67,41 +70,49 @@ def run(
     runs_dir = Path(loaded.run.dir)
     if service:
         for line in install_queue(_words(here, duration), lambda: _queue_before(runs_dir)):
-            print_text(line)
+            tell(line)
         return
     waits_in = here.mode if stay and file is None else ""
     before = None if new else _queue_before(runs_dir, waits_in)
     queue = Queue() if before is None else queue_of(before.folder / QUEUE_NAME)
     read = None if file is None else read_file(file, loaded, queue.jobs)
-    jobs = () if read is None else expand(read)
+    jobs: Sequence[Job] = () if read is None else expand(read)
     fetch_starts(read, runs_dir)
-    before = None if before is None or _never_began(before, queue, jobs) else before
-    options = runner.Options(
-        json=here.as_json,
-        plain=here.plain,
-        wait_for_nodes=True,
-        chaos=injected.faults(),
-        queue=runner.QueueOptions(stays=stay, sweeps=sampled_sweeps(read, queue)),
-    )
+    if before is not None and _never_began(before, queue, jobs):
+        before = None
+
+    def options(added: Sequence[Job], config: Config, target: Target) -> runner.Options:
+        of_queue = runner.QueueOptions(
+            stays=stay, sweeps=sampled_sweeps(read, queue), jobs=on_target(added, config, target)
+        )
+        return runner.Options(
+            json=here.as_json,
+            plain=here.plain,
+            wait_for_nodes=True,
+            chaos=injected.faults(),
+            queue=of_queue,
+        )
+
     if before is not None:
         _check_mode(before, file, here.mode)
-        options = _with_new(options, before, queue, jobs)
+        added = not_known(jobs, queue.jobs)
+        _say_that_it_goes_on(before, queue, len(added), stays=stay)
+        goes_on = options(added, *ground_of(before.facts))
         cluster = loaded.cluster if Path(here.config).exists() else None
-        raise typer.Exit(runner.go_on(before, options, duration_s(duration), cluster=cluster))
+        raise typer.Exit(runner.go_on(before, goes_on, duration_s(duration), cluster=cluster))
     if file is None and not stay:
         raise UsageError(
             "there is no unfinished queue to go on with; name a job file, or wait for jobs with "
             "--stay"
         )
     environment = here.environment(loaded)
-    options = _with_jobs(options, jobs, environment.config, environment.target)
-    raise typer.Exit(runner.run(environment, options))
+    begins = options(jobs, environment.config, environment.target)
+    raise typer.Exit(runner.run(environment, begins))
 
 
 def _loaded(here: NewRun, typed: Mapping[str, str], *, begins: bool) -> Config:
     """Return the configuration; the shipped one where there is none, for a queue that goes on."""
-    is_cluster = here.mode == "cluster"
-    if is_cluster and not begins and not Path(here.config).exists():
+    if here.mode == "cluster" and not begins and not Path(here.config).exists():
         shipped = here.to_read()
         if _queue_before(Path(shipped.run.dir)) is not None:
             return shipped
@@ -113,9 +124,7 @@ def _loaded(here: NewRun, typed: Mapping[str, str], *, begins: bool) -> Config:
 
 def _words(here: NewRun, duration: str | None) -> list[str]:
     """Return the options of a queue's service; paths count from its folder, which is this one."""
-    config = Path(here.config)
-    words = ["--config", str(config.absolute())] if config.exists() else []
-    words += [word for override in here.overrides or () for word in ("--set", override)]
+    words = [*here.words]
     words += [] if here.run_dir is None else ["--run-dir", here.run_dir]
     words += [] if duration is None else ["--duration", duration]
     return words if here.mode == "cluster" else [*words, f"--{here.mode}"]
@@ -164,20 +173,16 @@ def _check_mode(stored: StoredRun, file: str | None, wanted: str) -> None:
         )
 
 
-def _with_new(options: Options, stored: StoredRun, queue: Queue, jobs: Sequence[Job]) -> Options:
-    """Say that a queue goes on, and add the jobs of the file that it does not know."""
-    assert options.queue is not None  # noqa: S101 - of this verb
+def _say_that_it_goes_on(stored: StoredRun, queue: Queue, added: int, *, stays: bool) -> None:
     known = queue.standings
-    added = not_known(jobs, queue.jobs)
     left = sum(standing.ended_at_s is None for standing in known.values())
     typer.echo(
         f"Going on with the queue of run {stored.facts.run_id}: {left} of {len(known)} jobs left"
-        + (f", {len(added)} new" if added else "")
-        + ("; it waits for more" if options.queue.stays else "")
+        + (f", {added} new" if added else "")
+        + ("; it waits for more" if stays else "")
         + f"; look at it: {command_for(stored.folder, 'jobs', 'list')}",
         err=True,
     )
-    return _with_jobs(options, added, *ground_of(stored.facts))
 
 
 def ground_of(facts: RunFacts) -> tuple[Config, Target]:
@@ -202,14 +207,15 @@ def not_known(jobs: Iterable[Job], known: Iterable[Job]) -> list[Job]:
     return added
 
 
-def _with_jobs(options: Options, jobs: Sequence[Job], config: Config, target: Target) -> Options:
-    assert options.queue is not None  # noqa: S101 - of this verb
-    expected = submitted(jobs, config, target)  # what cannot be is refused before anything starts
+def on_target(
+    jobs: Sequence[Job], config: Config, target: Target
+) -> Callable[[Config, Target], tuple[Submitted, ...]]:
+    """Return what makes the records of jobs for a run on the target that is found in the end.
 
-    def on_target(config: Config, found: Target) -> tuple[Submitted, ...]:
-        return expected if found == target else submitted(jobs, config, found)
-
-    return replace(options, queue=replace(options.queue, jobs=on_target))
+    What cannot be is refused here, before anything starts.
+    """
+    expected = submitted(jobs, config, target)
+    return lambda config, found: expected if found == target else submitted(jobs, config, found)
 
 
 def submitted(

@@ -1,23 +1,21 @@
 """What `limits` prints: what workers have learned about the sizes that fit, and what was deleted.
 
-Does not keep and match them (`workers/learned_limits/`). Text from the store passes through
-`cells.clean`: it may steer a terminal. A store that cannot be read or written is an
-`ArchiveError`.
+Does not keep and match them (`workers/learned_limits/`). A store that cannot be read or written is
+an `ArchiveError`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
+from orchestrator.cli.printing import Part
 from orchestrator.config.duration import format_duration
 from orchestrator.errors import ArchiveError
-from orchestrator.record.summary import SCHEMA, summary_text
 from orchestrator.view.cells import clean, number, whole
 from orchestrator.view.phrases import counted
 from orchestrator.view.tables import Column, Table, TableRow, row_of
-from orchestrator.view.terminal import plain_text, table_lines
 from workers.learned_limits import EXPIRY_S, LimitStore, to_plain
-from workers.settings import StoredLimit
 from workers.units import GIB, MIB
 
 _COLUMNS: Final = (
@@ -35,72 +33,52 @@ _COLUMNS: Final = (
 """Their keys are those of a limit in JSON."""
 
 
-def limits_text(store: LimitStore, now_unix_s: float, width: int | None) -> str:
-    """Return a line for each limit, the newest first.
+def known(store: LimitStore, now_unix_s: float) -> dict[str, Any]:
+    """Return all limits for JSON, the newest first; `None` is unknown."""
+    ages_s = {limit: now_unix_s - limit.learned_at_unix_s for limit in store.all(now_unix_s)}
+    limits = [
+        {**to_plain(limit), "age_s": age_s, "expires_in_s": EXPIRY_S - age_s}
+        for limit, age_s in ages_s.items()
+    ]
+    return _told(store, expiry_s=EXPIRY_S, limits=limits)
 
-    `width` is that of the terminal; `None` cuts nothing.
-    """
-    limits = _known(store, now_unix_s)
-    if not limits:
-        return clean(
-            "nothing is learned yet; what runs learn about the sizes that fit is kept in "
-            f"{store.path}"
+
+def cleared(store: LimitStore, now_unix_s: float) -> dict[str, Any]:
+    """Delete all limits, and return for JSON how many there were."""
+    return _told(store, cleared=store.clear(now_unix_s))
+
+
+def _told(store: LimitStore, **found: Any) -> dict[str, Any]:  # noqa: ANN401 - values of JSON
+    if store.problem is not None:
+        raise ArchiveError(store.problem)
+    return {"path": str(store.path), **found}
+
+
+def shown(told: Mapping[str, Any]) -> Part:
+    """Return for people what one of these has told."""
+    count, path = told.get("cleared"), told["path"]
+    if count is not None:
+        return (
+            f"{counted(count, 'learned limit')} forgotten; runs will learn again"
+            if count
+            else clean(f"there is nothing to forget in {path}")
         )
-    rows = tuple(_row(limit, now_unix_s) for limit in limits)
-    return plain_text(table_lines(Table(name="limits", columns=_COLUMNS, rows=rows), width))
+    if not told["limits"]:
+        return clean(
+            f"nothing is learned yet; what runs learn about the sizes that fit is kept in {path}"
+        )
+    return Table(name="limits", columns=_COLUMNS, rows=tuple(map(_row, told["limits"])))
 
 
-def limits_json(store: LimitStore, now_unix_s: float) -> str:
-    """Return the same as one JSON object; `null` is unknown."""
-    limits = [_object(limit, now_unix_s) for limit in _known(store, now_unix_s)]
-    return summary_text(
-        {"schema": SCHEMA, "path": str(store.path), "expiry_s": EXPIRY_S, "limits": limits}
-    )
-
-
-def cleared_text(store: LimitStore, now_unix_s: float) -> str:
-    """Delete all limits, and say how many there were."""
-    count = _clear(store, now_unix_s)
-    if count == 0:
-        return clean(f"there is nothing to forget in {store.path}")
-    return f"{counted(count, 'learned limit')} forgotten; runs will learn again"
-
-
-def cleared_json(store: LimitStore, now_unix_s: float) -> str:
-    """Do the same and say so in one JSON object."""
-    count = _clear(store, now_unix_s)
-    return summary_text({"schema": SCHEMA, "path": str(store.path), "cleared": count})
-
-
-def _known(store: LimitStore, now_unix_s: float) -> tuple[StoredLimit, ...]:
-    known = store.all(now_unix_s)
-    if store.problem is not None:
-        raise ArchiveError(store.problem)
-    return known
-
-
-def _clear(store: LimitStore, now_unix_s: float) -> int:
-    count = store.clear(now_unix_s)
-    if store.problem is not None:
-        raise ArchiveError(store.problem)
-    return count
-
-
-def _row(limit: StoredLimit, now_unix_s: float) -> TableRow:
-    told = _object(limit, now_unix_s)
+def _row(limit: Mapping[str, Any]) -> TableRow:
     texts = {
-        "cap_bytes": _bytes(told["cap_bytes"]),
-        "size": whole(told["size"]),
-        "unit_bytes": _bytes(told["unit_bytes"]),
-        "age_s": _roughly(told["age_s"]),
-        "expires_in_s": _roughly(told["expires_in_s"]),
+        "cap_bytes": _bytes(limit["cap_bytes"]),
+        "size": whole(limit["size"]),
+        "unit_bytes": _bytes(limit["unit_bytes"]),
+        "age_s": _roughly(limit["age_s"]),
+        "expires_in_s": _roughly(limit["expires_in_s"]),
     }
-    return row_of(_COLUMNS, limit.key.card, told, texts)
-
-
-def _object(limit: StoredLimit, now_unix_s: float) -> dict[str, Any]:
-    age_s = now_unix_s - limit.learned_at_unix_s
-    return {**to_plain(limit), "age_s": age_s, "expires_in_s": EXPIRY_S - age_s}
+    return row_of(_COLUMNS, limit["card"], limit, texts)
 
 
 def _roughly(seconds: float) -> str:

@@ -1,36 +1,33 @@
 """Options that several verbs share, and what they say: which configuration, which run folder, how a
-new run is shown; and how text that may come from a file is printed.
+new run is shown.
 
-Each group of options is a dataclass; `shared` adds its fields to a verb. Options of single verbs
-are in `options`.
+Each group of options is a dataclass; `shared` adds its fields to a verb. An option that only one
+verb has is in the signature of that verb.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
-import json
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial, wraps
 from importlib import resources
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, Final, get_type_hints
+from typing import TYPE_CHECKING, Any, Final, get_type_hints
 
 import typer
-from rich.console import Console
-from typer import Option
+import yaml
+from typer import Argument, Option
 
 from orchestrator.config.duration import parse_duration
 from orchestrator.config.load import load_config
 from orchestrator.config.schema import Config, RunConfig
 from orchestrator.errors import UsageError
 from orchestrator.record.folders import LATEST, find_queue, find_run
-from orchestrator.view.cells import width_of, wrapped
-from orchestrator.view.tables import Table
-from orchestrator.view.terminal import table_lines
 
 if TYPE_CHECKING:
     from orchestrator.run.environment import Environment
@@ -39,24 +36,46 @@ if TYPE_CHECKING:
 DEFAULT_CONFIG: Final = "cluster.yaml"
 """The configuration that is read if the user names none."""
 
-AsJson = Annotated[
-    bool, Option("--json", help="One JSON object on standard output, and nothing else there.")
-]
+_NOTHING: Final[Mapping[str, str | None]] = MappingProxyType({})
+
+
+def new_folder(to: Path) -> Path:
+    """Return the whole path of a folder that is to be made; `UsageError` if something is there."""
+    to = to.expanduser().absolute()
+    if to.exists() and not (to.is_dir() and not any(to.iterdir())):
+        raise UsageError(f"{to} is there already; name a new folder, or remove that one")
+    return to
+
+
+AS_JSON: Any = Option(
+    False, "--json", help="One JSON object on standard output, and nothing else there."
+)
+RUN_ID: Any = Argument(
+    LATEST, help="As `runs` shows it, or its end. Default: the newest.", metavar="RUN_ID"
+)
+SLOT: Any = Argument(help="Such as pc1/3.", metavar="SLOT")
+TO: Any = Option(
+    ..., "--to", help="A new folder, or an empty one.", metavar="DIR", callback=new_folder
+)
+APPLY_POWER_LIMIT: Any = Option(
+    False, "--apply-power-limit", help="Set power_limit_w on the cards until the run ends; as root."
+)
 
 
 def shared(verb: Callable[..., None]) -> Callable[..., None]:
     """Return a verb with an option for each field of the dataclasses among its parameters."""
-    own = inspect.signature(verb, eval_str=True).parameters.values()
+    own = inspect.signature(verb, eval_str=True).parameters
     groups: dict[str, Any] = {
-        each.name: each.annotation for each in own if is_dataclass(each.annotation)
+        name: each.annotation for name, each in own.items() if is_dataclass(each.annotation)
     }
-    options = [(each.name, each.annotation, each.default) for each in own]
-    options = [option for option in options if option[0] not in groups]
+    options = [
+        (name, own[name].annotation, own[name].default) for name in own if name not in groups
+    ]
     for group in groups.values():
-        hints = get_type_hints(group, include_extras=True)
+        hints = get_type_hints(group)
         options += [(field.name, hints[field.name], field.default) for field in fields(group)]
 
-    @functools.wraps(verb)
+    @wraps(verb)
     def typed(**given: Any) -> None:  # noqa: ANN401 - what typer has read
         for name, group in groups.items():
             given[name] = group(**{field.name: given.pop(field.name) for field in fields(group)})
@@ -74,33 +93,49 @@ def shared(verb: Callable[..., None]) -> Callable[..., None]:
 class Configured:
     """Which configuration a verb reads."""
 
-    config: Annotated[str, Option("--config", "-c", help="The configuration.", metavar="FILE")] = (
-        DEFAULT_CONFIG
+    config: str = Option(
+        DEFAULT_CONFIG, "--config", "-c", help="The configuration.", metavar="FILE"
     )
-    overrides: Annotated[
-        list[str] | None,
-        Option(
-            "--set",
-            help="Override any key, such as workload.size=4096. May be repeated.",
-            metavar="KEY=VALUE",
-        ),
-    ] = None
+    overrides: list[str] | None = Option(
+        None,
+        "--set",
+        help="Override any key, such as workload.size=4096. May be repeated.",
+        metavar="KEY=VALUE",
+    )
 
-    def load(self, typed: Mapping[str, str | None] = MappingProxyType({})) -> Config:
+    @property
+    def is_missing(self) -> bool:
+        """Whether the user names no configuration, and there is none here."""
+        return self.config == DEFAULT_CONFIG and not Path(self.config).exists()
+
+    @property
+    def words(self) -> list[str]:
+        """The same options as words of a command that may be typed in another folder."""
+        config = Path(self.config)
+        words = ["--config", str(config.absolute())] if config.exists() else []
+        return words + [word for override in self.overrides or () for word in ("--set", override)]
+
+    def load(self, typed: Mapping[str, str | None] = _NOTHING) -> Config:
         """Return the configuration with what other options say of some keys, after `--set`."""
-        given = [f"{key}={_quoted(value)}" for key, value in typed.items() if value is not None]
-        return load_config(self.config, [*(self.overrides or []), *given])
+        quoted = partial(yaml.safe_dump, default_style='"', width=math.inf)
+        given = [f"{key}={quoted(value)}" for key, value in typed.items() if value is not None]
+        return load_config(self.config, [*(self.overrides or []), *map(str.strip, given)])
+
+    def load_shipped(self, typed: Mapping[str, str | None] = _NOTHING) -> Config:
+        """The same, with the configuration that comes with the program."""
+        shipped = str(resources.files("orchestrator").joinpath(DEFAULT_CONFIG))
+        return replace(self, config=shipped).load(typed)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Where(Configured):
     """Where the runs are."""
 
-    run_dir: Annotated[
-        str | None, Option(help="Where run folders are. Default: run.dir.", metavar="DIR")
-    ] = None
+    run_dir: str | None = Option(
+        None, help="Where run folders are. Default: run.dir.", metavar="DIR"
+    )
 
-    def load(self, typed: Mapping[str, str | None] = MappingProxyType({})) -> Config:
+    def load(self, typed: Mapping[str, str | None] = _NOTHING) -> Config:
         """The same, with `--run-dir`."""
         return super().load({**typed, "run.dir": self.run_dir})
 
@@ -112,9 +147,8 @@ class Where(Configured):
         usual folder.
         """
         usual = Path(RunConfig.model_fields["dir"].default)
-        if _is_missing(self.config) and (self.run_dir is not None or usual.is_dir()):
-            return replace(self, config=_shipped()).load()
-        return self.load()
+        is_known = self.run_dir is not None or usual.is_dir()
+        return self.load_shipped() if self.is_missing and is_known else self.load()
 
     @property
     def runs(self) -> Path:
@@ -130,14 +164,12 @@ class Where(Configured):
 class OfQueue(Where):
     """Which queue of jobs."""
 
-    of_run: Annotated[
-        str,
-        Option(
-            "--run",
-            help="As `runs` shows it, or its end. Default: the newest with a queue.",
-            metavar="RUN_ID",
-        ),
-    ] = LATEST
+    of_run: str = Option(
+        LATEST,
+        "--run",
+        help="As `runs` shows it, or its end. Default: the newest with a queue.",
+        metavar="RUN_ID",
+    )
 
     @property
     def folder(self) -> Path:
@@ -149,17 +181,13 @@ class OfQueue(Where):
 class Here(Configured):
     """On which machines it is done, and how it is told."""
 
-    local: Annotated[
-        bool, Option("--local", help="This machine alone, with what it really has.")
-    ] = False
-    rehearse: Annotated[
-        bool,
-        Option(
-            "--rehearse",
-            help="Every node as a small copy on this machine: real Ray, real failures.",
-        ),
-    ] = False
-    as_json: AsJson = False
+    local: bool = Option(False, "--local", help="This machine alone, with what it really has.")
+    rehearse: bool = Option(
+        False,
+        "--rehearse",
+        help="Every node as a small copy on this machine: real Ray, real failures.",
+    )
+    as_json: bool = AS_JSON
 
     def __post_init__(self) -> None:
         """Refuse options that exclude each other."""
@@ -171,22 +199,22 @@ class Here(Configured):
 class NewRun(Where, Here):
     """Where a new run goes on, and how it is shown."""
 
-    plain: Annotated[bool, Option("--plain", help="Lines instead of a live table.")] = False
+    plain: bool = Option(False, "--plain", help="Lines instead of a live table.")
 
     @property
     def mode(self) -> str:
         """As a run folder calls it."""
         return "rehearse" if self.rehearse else "local" if self.local else "cluster"
 
-    def load_here(self, typed: Mapping[str, str | None] = MappingProxyType({})) -> Config:
+    def load_here(self, typed: Mapping[str, str | None] = _NOTHING) -> Config:
         """Return the configuration; for this machine alone the shipped one, where there is none."""
-        if self.mode == "cluster" or not _is_missing(self.config):
+        if self.mode == "cluster" or not self.is_missing:
             return self.load(typed)
         what = "its defaults are used"
         if self.rehearse:
             what = "both PCs of the reference pair are rehearsed"
         typer.echo(f"no {DEFAULT_CONFIG} here: {what}; `init` writes one for your cards", err=True)
-        return replace(self, config=_shipped()).load(typed)
+        return self.load_shipped(typed)
 
     def environment(self, config: Config, scale: float | None = None) -> Environment:
         """Return where the run is to be."""
@@ -201,18 +229,15 @@ class NewRun(Where, Here):
 class Injected:
     """What is injected into a run."""
 
-    chaos: Annotated[
-        str | None,
-        Option(help='Inject faults, such as "oom:rate=0.05;kill:every=20s".', metavar="FAULTS"),
-    ] = None
-    chaos_seed: Annotated[int, Option(help="Of --chaos: the same seed, the same faults.")] = 0
-    yes_really: Annotated[
-        bool,
-        Option(
-            "--yes-really",
-            help="Allow --chaos on a real cluster; with --apply-power-limit, memory offsets.",
-        ),
-    ] = False
+    chaos: str | None = Option(
+        None, help='Inject faults, such as "oom:rate=0.05;kill:every=20s".', metavar="FAULTS"
+    )
+    chaos_seed: int = Option(0, help="Of --chaos: the same seed, the same faults.")
+    yes_really: bool = Option(
+        False,
+        "--yes-really",
+        help="Allow --chaos on a real cluster; with --apply-power-limit, memory offsets.",
+    )
 
     def faults(self) -> Faults | None:
         """Return what `--chaos` asks for; `UsageError` where that is nothing."""
@@ -229,52 +254,6 @@ def duration_s(text: str | None, option: str = "--duration") -> float | None:
         return None if text is None else parse_duration(text)
     except ValueError as error:
         raise UsageError(f"{option} {text}: {error}") from error
-
-
-def _is_missing(config: str) -> bool:
-    return config == DEFAULT_CONFIG and not Path(config).exists()
-
-
-def _shipped() -> str:
-    return str(resources.files("orchestrator").joinpath(DEFAULT_CONFIG))
-
-
-def _quoted(value: str) -> str:
-    """Return text as YAML.
-
-    Its escapes have no pairs of surrogates, with which JSON writes what is beyond U+FFFF.
-    """
-    return (
-        '"'
-        + "".join(char if ord(char) > 0xFFFF else json.dumps(char)[1:-1] for char in value)
-        + '"'
-    )
-
-
-def print_text(text: str) -> None:
-    """Print text that may come from a file: characters that the terminal cannot show must not stop
-    the output.
-
-    On a terminal long lines are broken between words, those of JSON are not.
-    """
-    is_json = text.startswith("{")
-    shown = _encodable(text, "backslashreplace" if is_json else "replace")
-    typer.echo(wrapped(shown, None if is_json else width_of(sys.stdout)))
-
-
-def print_table(table: Table) -> None:
-    """Print a table: on a terminal in colours and within its width, elsewhere in full."""
-    width = width_of(sys.stdout)
-    console = Console(width=width, highlight=False, soft_wrap=True)
-    with console.capture() as printed:
-        for line in table_lines(table, width):
-            console.print(line)
-    typer.echo(_encodable(printed.get(), "replace"), nl=False)
-
-
-def _encodable(text: str, errors: str) -> str:
-    encoding = sys.stdout.encoding or "utf-8"
-    return text.encode(encoding, errors).decode(encoding)
 
 
 def import_from_here() -> None:

@@ -15,8 +15,9 @@ from typing import Any, NoReturn
 import typer
 
 from orchestrator.cli.app import app
+from orchestrator.cli.printing import print_json
 from orchestrator.errors import OrchestratorError, UsageError, one_line
-from orchestrator.record.summary import failure_dict, summary_text
+from orchestrator.record.summary import failure_dict
 from orchestrator.view.cells import width_of, wrapped
 
 #: Base of what typer raises for a bad command line: click's ClickException, or that of the copy
@@ -32,36 +33,36 @@ def main() -> NoReturn:
     wants_json = "--json" in own  # behind -- stand the arguments of another program
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # what a terminal cannot show stops no output
+    message = ""
     try:
         code = _invoke()
     except OrchestratorError as error:
-        _fail(str(error), error.exit_code, wants_json=wants_json)
+        code, message = error.exit_code, str(error)
     except _BadCommandLine as error:
-        message = error.format_message()
+        code, message = error.exit_code, error.format_message()
         if error.ctx is not None and not wants_json and "Usage:" not in message:
             hint = f"Try '{error.ctx.command_path} --help' for help."
+            # Not by `show`, which prints what was typed as it is.
             message = f"{error.ctx.get_usage()}\n{hint}\n\nError: {message}"
-        # Not by `show`, which prints what was typed as it is.
-        _fail(message, error.exit_code, wants_json=wants_json)
     except ModuleNotFoundError as error:
         if not (error.name or "").startswith("orchestrator.lab"):
             raise
-        text = "this belongs to the laboratory, orchestrator/lab, which is not installed"
-        _fail(text, UsageError.exit_code, wants_json=wants_json)
+        code = UsageError.exit_code
+        message = "this belongs to the laboratory, orchestrator/lab, which is not installed"
     except (KeyboardInterrupt, typer.Abort):
-        _fail("interrupted", 130, wants_json=wants_json)
+        code, message = 130, "interrupted"
     except BrokenPipeError:
         # The reader of our output went away.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        _exit(1)
+        code = 1
     except Exception as error:  # noqa: BLE001 - a bug of this program; what was started is already torn down
         traceback.print_exc()
-        _fail(
-            f"internal error, please report it: {type(error).__name__}: {error}",
-            1,
-            wants_json=wants_json,
-        )
-    _exit(code)
+        code = 1
+        message = f"internal error, please report it: {type(error).__name__}: {error}"
+    if message:
+        _explain(message, code, wants_json=wants_json)
+    sys.stdout.flush()
+    sys.exit(code)
 
 
 def _invoke() -> int:
@@ -81,20 +82,11 @@ def _invoke() -> int:
     return 0
 
 
-def _fail(message: str, code: int, *, wants_json: bool) -> NoReturn:
+def _explain(message: str, code: int, *, wants_json: bool) -> None:
     # The message may contain text from the user or another head: escape what would control the
     # terminal.
     said = "\n".join(one_line(line) for line in message.split("\n"))
     if wants_json:
-        outcome = "interrupted" if code == 130 else "failed"
-        # JSON is UTF-8 whatever the terminal is.
-        told = summary_text(failure_dict(said, code, outcome)) + "\n"
-        sys.stdout.buffer.write(told.encode("utf-8", "backslashreplace"))
+        print_json(failure_dict(said, code, "interrupted" if code == 130 else "failed"))
     else:
         print(wrapped(said, width_of(sys.stderr)), file=sys.stderr)  # noqa: T201 - the terminal
-    _exit(code)
-
-
-def _exit(code: int) -> NoReturn:
-    sys.stdout.flush()
-    sys.exit(code)

@@ -21,11 +21,13 @@ from pathlib import Path
 
 import psutil
 
+from orchestrator.cli.loading import Where
 from orchestrator.cluster import ray_programs
 from orchestrator.config.schema import Config
 from orchestrator.core.node_commands import NODE_MARK, NodeCommand, node_command
 from orchestrator.errors import UsageError
 from orchestrator.record.archive import NOTE_NAME, head_of
+from workers.card_settings import put_back_left
 
 #: How long processes get to end by themselves before they are killed.
 _GRACE_S = 10.0
@@ -33,13 +35,15 @@ _GRACE_S = 10.0
 #: What the process of a head is called that knows the cluster.
 _STORE = "gcs_server"
 
+#: After its last slices a run writes its summary and ends its processes.
+_SUMMARY_S = 30.0
+
 _NOT_MADE = (
     "the token, the secret of the cluster, could not be made: make ~/.ray writable for yourself"
 )
 _NOT_COPIED = (
     "this PC has no token, the secret of the cluster: copy ~/.ray/auth_token from the head's PC "
-    "to the same place "
-    "here, readable by you alone"
+    "to the same place here, readable by you alone"
 )
 
 
@@ -91,6 +95,33 @@ def ray_start(command: NodeCommand) -> tuple[list[str], dict[str, str]]:
     return [*program, *command.argv[1:]], {**_path_with_ray(), **command.environment}
 
 
+def stop(where: Where, node: str | None) -> Iterator[str]:
+    """Put back what killed runs have set on cards, and end the runs under way, then the Ray node
+    `node` where one is named; yield a line for each thing done.
+
+    Raises:
+        UsageError: Nothing of this is there.
+    """
+    put_back = put_back_left()
+    yield from put_back
+    loaded = where.to_read()
+    if node is not None and node not in loaded.nodes and not processes_of(node):
+        raise UsageError(
+            f"no process of a node {node!r} runs here, and {where.config} has no such node; valid: "
+            f"{', '.join(loaded.nodes)}"
+        )
+    settings = loaded.run
+    ends_s = 3 * settings.slice_s + settings.stop_grace_s + _SUMMARY_S
+    try:
+        yield from stop_runs(settings.dir, wait_s=0.0 if node is None else ends_s)
+    except UsageError as none_there:
+        if node is None and not put_back:
+            raise
+        yield str(none_there)
+    if node is not None:
+        yield from stop_node(node)
+
+
 def stop_runs(run_dir: str, *, wait_s: float = 0.0) -> Iterator[str]:
     """Ask every run under way in `run_dir` to end, as Ctrl-C would, and wait for it; yield a line
     for each.
@@ -99,32 +130,30 @@ def stop_runs(run_dir: str, *, wait_s: float = 0.0) -> Iterator[str]:
         UsageError: None is under way there, and it names those of this user that are under way
             elsewhere; or the folder cannot be read.
     """
-    found, asked = False, {}
     try:
-        notes = sorted(Path(run_dir).glob(f"*/{NOTE_NAME}"))
+        folders = sorted(note.parent for note in Path(run_dir).glob(f"*/{NOTE_NAME}"))
     except OSError as error:
         raise UsageError(f"--run-dir {run_dir} cannot be read: {error.strerror}") from None
-    for note in notes:
-        process = head_of(note.parent)
-        if process is None:
-            continue
-        found = True
-        try:
-            process.send_signal(signal.SIGINT)
-        except psutil.Error as error:
-            yield f"run {note.parent.name} cannot be asked to end: {error}"
-        else:
-            asked[note.parent.name] = process
-            yield f"asked run {note.parent.name} (process {process.pid}) to end"
-    if not found:
+    heads = {folder.name: head for folder in folders if (head := head_of(folder)) is not None}
+    if not heads:
         raise UsageError(
             "\n".join([f"no run is under way in {Path(run_dir).absolute()}", *_runs_elsewhere()])
         )
+    asked = {}
+    for name, head in heads.items():
+        try:
+            head.send_signal(signal.SIGINT)
+        except psutil.Error as error:
+            yield f"run {name} cannot be asked to end: {error}"
+        else:
+            asked[name] = head
+            yield f"asked run {name} (process {head.pid}) to end"
     if asked and wait_s > 0:
         yield f"waiting up to {wait_s:.0f} s until it has ended"
         _await_end(asked.values(), wait_s)
-        for name in (name for name, process in asked.items() if not has_ended(process)):
-            yield f"run {name} has not ended"
+        yield from (
+            f"run {name} has not ended" for name, head in asked.items() if not has_ended(head)
+        )
 
 
 def _runs_elsewhere() -> Iterator[str]:
@@ -133,12 +162,8 @@ def _runs_elsewhere() -> Iterator[str]:
     """
     for process in psutil.process_iter():
         with suppress(psutil.Error):  # another user's, or gone
-            folders = {
-                Path(file.path).parent
-                for file in process.open_files()
-                if Path(file.path).name == NOTE_NAME
-            }
-            for folder in folders:
+            notes = {Path(file.path) for file in process.open_files()}
+            for folder in (note.parent for note in notes if note.name == NOTE_NAME):
                 if head_of(folder) == process:
                     place = shlex.quote(str(folder.parent))
                     yield (
@@ -171,19 +196,13 @@ def processes_of(node: str) -> set[psutil.Process]:
     from outside, and are told apart by their namespace.
     """
     family: set[psutil.Process] = set()
-    here = _namespace(os.getpid())
+    here = Path("/proc/self/ns/pid").readlink()
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):  # another user's, or gone
             is_marked = process.environ().get(NODE_MARK) == node and process.pid != os.getpid()
-            if is_marked and _namespace(process.pid) == here:
-                family.add(process)
-                family.update(process.children(recursive=True))
+            if is_marked and Path(f"/proc/{process.pid}/ns/pid").readlink() == here:
+                family |= {process, *process.children(recursive=True)}
     return family
-
-
-def _namespace(pid: int) -> str:
-    """Return the namespace of process ids that a process lives in. Raises OSError."""
-    return str(Path(f"/proc/{pid}/ns/pid").readlink())
 
 
 def end(processes: Iterable[psutil.Process], grace_s: float) -> None:
@@ -194,7 +213,7 @@ def end(processes: Iterable[psutil.Process], grace_s: float) -> None:
     """
     deadline_s = time.monotonic() + grace_s
     family = set(processes)
-    stores = {process for process in family if _name(process) == _STORE}
+    stores = {process for process in family if name_of(process) == _STORE}
     for group in (family - stores, stores):
         _signal(group, signal.SIGTERM)
         _await_end(group, deadline_s - time.monotonic())
@@ -209,10 +228,11 @@ def _signal(processes: Iterable[psutil.Process], number: signal.Signals) -> None
                 process.send_signal(number)
 
 
-def _name(process: psutil.Process) -> str:
+def name_of(process: psutil.Process) -> str:
+    """Return what a process is called; nothing once it has ended."""
     try:
         return process.name()
-    except psutil.Error:  # it has ended
+    except psutil.Error:
         return ""
 
 

@@ -7,11 +7,11 @@ only for GPT presets: nothing is measured, and nothing is started.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
+from orchestrator.cli.printing import Part
 from orchestrator.config.duration import format_duration
 from orchestrator.config.schema import Config
 from orchestrator.jobs.model import Job
@@ -19,19 +19,19 @@ from orchestrator.jobs.placement import Candidate, Schedule, estimate, never_fit
 from orchestrator.run.dispatcher import cards_of
 from orchestrator.run.prediction import RATED_SHARE, Prediction, predict
 from orchestrator.view.phrases import counted
-from orchestrator.view.tables import Column, Table, row_of
-from orchestrator.view.terminal import plain_text, table_lines
+from orchestrator.view.tables import Column, Table, TableRow, row_of
 from workers.units import MIB
 
 _NAMED: Final = 5
 _COLUMNS: Final = (
-    Column(key="job", title="job", most_cells=32),
-    Column(key="card", title="card", priority=1),
-    Column(key="start_s", title="begins after", numeric=True, priority=2),
+    Column(key="job_name", title="job", most_cells=32),
+    Column(key="job_card", title="card", priority=1),
+    Column(key="job_expected_start_s", title="begins after", numeric=True, priority=2),
     Column(key="took_s", title="takes", numeric=True),
-    Column(key="least_mib", title="least MiB", numeric=True, priority=3),
+    Column(key="job_predicted_mib", title="least MiB", numeric=True, priority=3),
     Column(key="after", title="comes after", priority=4, most_cells=32),
 )
+"""Their keys are those of a job in JSON, as far as it has them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,88 +73,66 @@ def plan_jobs(jobs: Sequence[Job], config: Config) -> JobsPlan:
             )
         )
     schedule = estimate(candidates, cards, {job.name: job.after for job in jobs})
+    never |= schedule.left
     return JobsPlan(jobs=tuple(jobs), schedule=schedule, predicted=predicted, never=never)
 
 
-def plan_jobs_json(planned: JobsPlan) -> str:
-    """Return the estimate as one JSON object."""
-    return json.dumps(
-        {
-            "schema": 1,
-            "queue_jobs": len(planned.jobs),
-            "queue_eta_s": planned.schedule.makespan_s,
-            "jobs": [
-                {
-                    "job_name": one.job,
-                    "job_card": one.card,
-                    "job_expected_start_s": one.start_s,
-                    "job_expected_end_s": one.end_s,
-                    "job_time_is_known": _is_known(planned, one.job),
-                    "job_predicted_mib": _mib(planned, one.job),
-                }
-                for one in planned.schedule.jobs
-            ],
-            "never": {**planned.never, **planned.schedule.left},
-            "not_planned": list(planned.predicted.notes),
-        },
-        indent=2,
-    )
+def plan_object(planned: JobsPlan) -> dict[str, Any]:
+    """Return the estimate for JSON."""
+    least_bytes, seconds = planned.predicted.least_bytes, planned.predicted.seconds
+    return {
+        "queue_jobs": len(planned.jobs),
+        "queue_eta_s": planned.schedule.makespan_s,
+        "jobs": [
+            {
+                "job_name": one.job,
+                "job_card": one.card,
+                "job_expected_start_s": one.start_s,
+                "job_expected_end_s": one.end_s,
+                "job_time_is_known": bool(seconds.get(one.job)),
+                "job_predicted_mib": round(least_bytes[one.job] / MIB)
+                if one.job in least_bytes
+                else None,
+            }
+            for one in planned.schedule.jobs
+        ],
+        "never": dict(planned.never),
+        "not_planned": list(planned.predicted.notes),
+    }
 
 
-def plan_jobs_text(planned: JobsPlan, width: int | None = None) -> str:
-    """Return the estimate for people, its table within `width` cells; `None` cuts nothing."""
-    jobs = planned.schedule.jobs
-    lines = []
-    if jobs:
-        took = _rounded(planned.schedule.makespan_s)
-        lines = [
-            plain_text(table_lines(_table(planned), width)),
+def plan_parts(planned: JobsPlan) -> Iterator[Part]:
+    """Yield the estimate for people."""
+    told = plan_object(planned)
+    if jobs := told["jobs"]:
+        after = {job.name: ", ".join(job.after) or None for job in planned.jobs}
+        rows = tuple(_row({**job, "after": after[job["job_name"]]}) for job in jobs)
+        yield Table(name="plan_jobs", columns=_COLUMNS, rows=rows)
+        yield from (
             "",
-            f"{counted(len(jobs), 'job')}, about {took} in all.",
+            f"{counted(len(jobs), 'job')}, about {_rounded(told['queue_eta_s'])} in all.",
             f"Times are of {RATED_SHARE:.1%} of the cards' rated speed; none is measured.",
-        ]
-    unknown = [one.job for one in jobs if not _is_known(planned, one.job)]
-    if unknown:
+        )
+    if unknown := [job["job_name"] for job in jobs if not job["job_time_is_known"]]:
         names = ", ".join(unknown[:_NAMED]) + (", …" if len(unknown) > _NAMED else "")
-        lines.append(
+        yield (
             f"The time of {counted(len(unknown), 'job')} is not known ({names}): it counts as that "
             "of the others, or as an hour."
         )
-    lines += (f"not predicted: {note}" for note in planned.predicted.notes)
-    left = {**planned.never, **planned.schedule.left}
-    lines += (f"never: {name} {why}" for name, why in left.items())
-    return "\n".join(lines)
+    yield from (f"not predicted: {note}" for note in told["not_planned"])
+    yield from (f"never: {name} {why}" for name, why in told["never"].items())
 
 
-def _table(planned: JobsPlan) -> Table:
-    after = {job.name: ", ".join(job.after) for job in planned.jobs}
-    rows = []
-    for one in planned.schedule.jobs:
-        took_s = one.end_s - one.start_s if _is_known(planned, one.job) else None
-        values = {
-            "job": one.job,
-            "card": one.card,
-            "start_s": one.start_s,
-            "took_s": took_s,
-            "least_mib": _mib(planned, one.job),
-            "after": after[one.job] or None,
-        }
-        texts = {
-            "start_s": _rounded(one.start_s),
-            "took_s": "not known" if took_s is None else _rounded(took_s),
-        }
-        rows.append(row_of(_COLUMNS, one.job, values, texts))
-    return Table(name="plan_jobs", columns=_COLUMNS, rows=tuple(rows))
+def _row(job: Mapping[str, Any]) -> TableRow:
+    start_s, took_s = job["job_expected_start_s"], None
+    if job["job_time_is_known"]:
+        took_s = job["job_expected_end_s"] - start_s
+    texts = {
+        "job_expected_start_s": _rounded(start_s),
+        "took_s": "not known" if took_s is None else _rounded(took_s),
+    }
+    return row_of(_COLUMNS, job["job_name"], {**job, "took_s": took_s}, texts)
 
 
 def _rounded(seconds: float) -> str:
     return "<1s" if 0 < seconds < 1 else format_duration(round(seconds))
-
-
-def _is_known(planned: JobsPlan, name: str) -> bool:
-    return bool(planned.predicted.seconds.get(name))
-
-
-def _mib(planned: JobsPlan, name: str) -> int | None:
-    least_bytes = planned.predicted.least_bytes.get(name)
-    return None if least_bytes is None else round(least_bytes / MIB)

@@ -17,31 +17,31 @@ from typing import Any
 
 import yaml
 
+from orchestrator.cli.printing import Part
 from orchestrator.config.duration import format_duration
 from orchestrator.core.slot import HeadState
 from orchestrator.errors import NothingStoredError
 from orchestrator.jobs.journal import QUEUE_NAME
 from orchestrator.record.archive import StoredEvent, StoredRun, missed_of, read_events, read_run
-from orchestrator.record.folders import go_on_command, list_runs, run_object, summary_of
+from orchestrator.record.folders import Listed, go_on_command, summary_of
 from orchestrator.record.history import all_state_spans, courses, sampled_between
 from orchestrator.record.jobs import QueueReader
 from orchestrator.record.output import last_lines, slots_with_output
 from orchestrator.record.store import STORE_NAME
-from orchestrator.record.summary import SCHEMA, summary_dict, summary_text
+from orchestrator.record.summary import summary_dict
 from orchestrator.view.advice import SAMPLED, advice_lines
 from orchestrator.view.cells import clean, moment, whole
 from orchestrator.view.health import health_lines
 from orchestrator.view.jobs import jobs_table, with_jobs
 from orchestrator.view.phrases import (
     counted,
-    exception_line,
+    event_words,
     fault_lines,
     section,
     time_of_day,
 )
 from orchestrator.view.runs import runs_table
 from orchestrator.view.terminal import plain_text, table_lines
-from workers.units import MIB
 
 _FALLEN = frozenset({HeadState.RESTARTING, HeadState.QUARANTINED, HeadState.LOST})
 _TOLD = ("state", "node_left", "node_joined", "workload_error", "run_ended", "memory_predicted")
@@ -50,27 +50,17 @@ _TOLD = ("state", "node_left", "node_joined", "workload_error", "run_ended", "me
 _PARTS = 120
 
 
-def runs_text(runs_dir: Path, width: int | None = None) -> str:
-    """Return a line for each run, the newest first, and how to resume the newest one if it has time
+def runs_parts(listed: Sequence[Listed], runs_dir: Path) -> Iterator[Part]:
+    """Yield a line for each run, the newest first, and how to resume the newest one if it has time
     left.
-
-    `width` is that of the terminal; `None` cuts nothing.
     """
-    listed = list_runs(runs_dir)
     if not listed:
-        return clean(f"there is no run in {runs_dir}; `python -m orchestrator run` makes one")
-    lines = [plain_text(table_lines(runs_table(listed), width))]
+        yield clean(f"there is no run in {runs_dir}; `python -m orchestrator run` makes one")
+        return
+    yield runs_table(listed)
     newest = listed[0]
-    if (run := newest.run) is not None and run.is_resumable:
-        lines += ["", _resume_line(newest.folder)]
-    return "\n".join(lines)
-
-
-def runs_json(runs_dir: Path) -> str:
-    """Return the same as one JSON object: `schema` and `runs`; `null` is unknown."""
-    return summary_text(
-        {"schema": SCHEMA, "runs": [run_object(one) for one in list_runs(runs_dir)]}
-    )
+    if newest.run is not None and newest.run.is_resumable:
+        yield from ("", _resume_line(newest.folder))
 
 
 def report_text(folder: Path, width: int) -> str:
@@ -101,11 +91,13 @@ def report_text(folder: Path, width: int) -> str:
             )
         if queue is not None:
             lines += ["", "jobs", plain_text(table_lines(jobs_table(queue), width))]
-        lines += section("memory of trainings", _predicted(events))
+        predicted = {one.slot: one for one in events if one.event == "memory_predicted"}
+        lines += section("memory of trainings", map(_event_line, predicted.values()))
         lines += section("what fell short", missed)
-        lines += section("what happened", _happenings(events))
+        lines += section("what happened", map(_event_line, filter(_is_told, events)))
         lines += section("why the cards were not busy", _advice(run))
-        lines += section("errors of the workload", _errors(events))
+        errors = (one for one in events if one.event == "workload_error")
+        lines += section("errors of the workload", map(_event_line, errors))
         lines += section(
             "printed last; more: python -m orchestrator logs SLOT", _printed(run.folder)
         )
@@ -178,30 +170,16 @@ def _verdict(ended: Mapping[str, Any]) -> str:
     return said + (f": {meaning}" if meaning else "") + (f" ({error})" if error else "")
 
 
-def _happenings(events: Sequence[StoredEvent]) -> Iterator[str]:
-    for event in events:
-        when, details = time_of_day(event.at), event.details
-        if event.event == "state" and details.get("to_state") in _FALLEN:
-            yield f"{when}  {event.slot}  {details.get('to_state')}: {details.get('cause')}"
-        elif event.event in {"node_left", "node_joined"}:
-            yield (
-                f"{when}  {details.get('node')}  "
-                f"{'has left' if event.event == 'node_left' else 'joined'}"
-            )
+def _is_told(event: StoredEvent) -> bool:
+    has_fallen = event.details.get("to_state") in _FALLEN
+    return event.event in {"node_left", "node_joined"} or (event.event == "state" and has_fallen)
 
 
-def _predicted(events: Sequence[StoredEvent]) -> Iterator[str]:
-    last = {event.slot: event.details for event in events if event.event == "memory_predicted"}
-    for slot, told in last.items():
-        sizes = (told.get("predicted_bytes"), told.get("measured_bytes"))
-        predicted, measured = (
-            f"{size / MIB:.0f} MiB" if isinstance(size, int) else "unknown" for size in sizes
-        )
-        at = (
-            f"at micro-batch {told.get('micro_batch')}, {told.get('memory_level')} blocks "
-            "recomputed"
-        )
-        yield f"{slot}: predicted {predicted}, measured {measured} {at}"
+def _event_line(event: StoredEvent) -> str:
+    """Return one event as `top` and the page show it."""
+    words, details = event_words(event)
+    told = f"{words}: {details}" if details else words
+    return "  ".join(filter(None, (time_of_day(event.at), event.slot, told)))
 
 
 def _advice(run: StoredRun) -> Iterator[str]:
@@ -219,12 +197,3 @@ def _advice(run: StoredRun) -> Iterator[str]:
 def _printed(folder: Path) -> Iterator[str]:
     for slot in slots_with_output(folder):
         yield from (f"{slot}  {line}" for line in last_lines(folder, slot, 1))
-
-
-def _errors(events: Sequence[StoredEvent]) -> Iterator[str]:
-    for event in events:
-        if event.event == "workload_error":
-            yield (
-                f"{time_of_day(event.at)}  {event.slot}  "
-                f"{exception_line(str(event.details.get('traceback')))}"
-            )

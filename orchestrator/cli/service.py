@@ -15,8 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from orchestrator.cli import nodes
-from orchestrator.cli.stay import refuse_a_second
+from orchestrator.cli.stay import make_ready
 from orchestrator.core.node_commands import NODE_MARK, NodeCommand
 from orchestrator.errors import UsageError
 
@@ -48,33 +47,18 @@ def unit_text(what: str, argv: Sequence[str], folder: str) -> str:
     )
 
 
-def install(
-    command: NodeCommand, config: str, overrides: Sequence[str], head_address: str | None
-) -> Iterator[str]:
+def install_node(command: NodeCommand, words: Sequence[str]) -> Iterator[str]:
     """Write the unit, enable and start it; yield what the user should know of it, a line each.
+
+    `words` are more options of `up`.
 
     Raises:
         UsageError: This user has no systemd here, Ray is not installed, there is no token, or
             another process keeps the node already. The sentence says what to do.
     """
     node = command.environment[NODE_MARK]
-    argv = [
-        sys.executable,
-        "-m",
-        "orchestrator",
-        "up",
-        node,
-        "--exec",
-        "--stay",
-        "--config",
-        str(Path(config).absolute()),
-    ]
-    argv += [word for override in overrides for word in ("--set", override)]
-    argv += [] if head_address is None else ["--head-address", head_address]
-    _require_systemd(node, argv)
-    nodes.ray_start(command)  # fails where Ray is not installed
-    nodes.get_token(command)
-    yield from _installed(node, f"Ray node {node}", argv, lambda: refuse_a_second(node))
+    words = ["up", node, "--exec", "--stay", *words]
+    yield from _install(node, f"Ray node {node}", words, lambda: make_ready(command))
 
 
 def install_queue(words: Sequence[str], refuse: Callable[[], object]) -> Iterator[str]:
@@ -84,31 +68,29 @@ def install_queue(words: Sequence[str], refuse: Callable[[], object]) -> Iterato
         UsageError: This user has no systemd here, or `refuse` says why not, once an earlier version
             of the service has ended.
     """
-    argv = [sys.executable, "-m", "orchestrator", "jobs", "run", "--stay", *words]
-    _require_systemd("jobs", argv)
-    yield from _installed("jobs", "Queue of jobs", argv, refuse)
+    yield from _install("jobs", "Queue of jobs", ["jobs", "run", "--stay", *words], refuse)
 
 
-def _installed(
-    name: str, what: str, argv: Sequence[str], refuse: Callable[[], object]
+def _install(
+    name: str, what: str, words: Sequence[str], make_ready: Callable[[], object]
 ) -> Iterator[str]:
-    unit = f"orchestrator-{name}.service"
+    unit, argv = f"orchestrator-{name}.service", [sys.executable, "-m", "orchestrator", *words]
+    if why := _systemctl("show-environment"):
+        raise UsageError(
+            f"this user has no systemd on this PC ({why}); type instead:\n"
+            f"nohup {shlex.join(argv)} > {shlex.quote(name)}.log &"
+        )
     _systemctl("stop", unit)  # an earlier version of it, if there is one
-    refuse()
-    path = (
-        Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
-        / "systemd"
-        / "user"
-        / unit
-    )
+    make_ready()
+    folder = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
+    path = folder / "systemd" / "user" / unit
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(unit_text(what, argv, str(Path.cwd())), encoding="utf-8")
     yield f"# {path}"
     yield path.read_text(encoding="utf-8")
     for verb in (["daemon-reload"], ["enable", unit], ["start", unit]):
-        done = _systemctl(*verb)
-        if done is None or done.returncode != 0:
-            raise UsageError(f"`systemctl --user {shlex.join(verb)}` has failed: {_reason(done)}")
+        if why := _systemctl(*verb):
+            raise UsageError(f"`systemctl --user {shlex.join(verb)}` has failed: {why}")
     yield (
         f"{what} is kept from now on, and after each login. To keep it from the start of this "
         "PC on, without a login:"
@@ -119,30 +101,16 @@ def _installed(
     yield f"to remove it: systemctl --user disable --now {unit} && rm {shlex.quote(str(path))}"
 
 
-def _require_systemd(name: str, argv: Sequence[str]) -> None:
-    asked = _systemctl("show-environment")
-    if asked is None or asked.returncode != 0:
-        raise UsageError(
-            f"this user has no systemd on this PC ({_reason(asked)}); type instead:\n"
-            f"nohup {shlex.join(argv)} > {shlex.quote(name)}.log &"
-        )
-
-
-def _systemctl(*arguments: str) -> subprocess.CompletedProcess[str] | None:
+def _systemctl(*arguments: str) -> str:
+    """Ask this user's systemd to do something, and return why it has failed, if it has."""
     program = shutil.which("systemctl")
     if program is None:
-        return None
-    return subprocess.run(  # noqa: S603
+        return "there is no systemctl"
+    done = subprocess.run(  # noqa: S603
         [program, "--user", *arguments], capture_output=True, text=True, check=False
     )
-
-
-def _reason(done: subprocess.CompletedProcess[str] | None) -> str:
-    return (
-        "there is no systemctl"
-        if done is None
-        else " ".join(done.stderr.split()) or f"exit code {done.returncode}"
-    )
+    failed = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+    return failed if done.returncode else ""
 
 
 def _quoted(word: str) -> str:

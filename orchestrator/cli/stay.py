@@ -42,24 +42,20 @@ def keep(command: NodeCommand) -> int:
     if os.environ.get(NODE_MARK) != node:  # the kernel must show the mark
         again = [sys.executable, *sys.orig_argv[1:]]
         os.execve(sys.executable, again, {**os.environ, NODE_MARK: node})  # noqa: S606
-    refuse_a_second(node)
-    nodes.ray_start(command)  # fails where Ray is not installed
-    nodes.get_token(command)
-    kept = _Kept(command, node)
+    make_ready(command)
+    kept = _Kept(command)
     kept.interrupts.install()
     pause_s = _FIRST_PAUSE_S / 2
     try:
-        while True:
-            kept.wait_for_head()
+        while kept.sees_head():
             began_s = time.monotonic()
-            why = "" if kept.is_asked_to_end() else kept.run_once()
-            if kept.is_asked_to_end():
-                break
+            why = kept.run_once()
             nodes.end(nodes.processes_of(node), _GRACE_S)  # a worker may still hold its card
             is_steady = time.monotonic() - began_s > _STEADY_S
             pause_s = _FIRST_PAUSE_S if is_steady else min(2 * pause_s, _LONGEST_PAUSE_S)
-            kept.say(f"{why}; next try after {pause_s:.0f} s")
-            kept.sleep(pause_s)
+            if not kept.interrupts.asked:
+                kept.say(f"{why}; next try after {pause_s:.0f} s")
+                kept.sleep(pause_s)
     finally:
         kept.say("ending")
         nodes.end(nodes.processes_of(node), _GRACE_S)
@@ -67,35 +63,37 @@ def keep(command: NodeCommand) -> int:
     return 130
 
 
-def refuse_a_second(node: str) -> None:
-    """Raise a UsageError if the node runs on this PC already."""
+def make_ready(command: NodeCommand) -> None:
+    """Get the token of a node that is to be kept.
+
+    Raises:
+        UsageError: The node runs on this PC already, there is no token, or Ray is not installed.
+    """
+    node = command.environment[NODE_MARK]
     if family := nodes.processes_of(node):
-        pids = ", ".join(
-            str(process.pid) for process in sorted(family, key=lambda one: one.pid)[:3]
-        )
+        pids = ", ".join(map(str, sorted(process.pid for process in family)[:3]))
         raise UsageError(
             f"{node} runs here already (process {pids}); to end it: python -m orchestrator stop "
             f"--node {node}"
         )
+    nodes.ray_start(command)  # fails where Ray is not installed
+    nodes.get_token(command)
 
 
 class _Kept:
     """The node that is kept, and what was said of it last."""
 
-    def __init__(self, command: NodeCommand, node: str) -> None:
+    def __init__(self, command: NodeCommand) -> None:
         self.interrupts = Interrupts()
-        self._command, self._node, self._said = command, node, ""
-        self._raylet: psutil.Process | None = None
+        self._command, self._node = command, command.environment[NODE_MARK]
+        self._said = ""
 
-    def is_asked_to_end(self) -> bool:
-        """Whether Ctrl-C or SIGTERM has come."""
-        return self.interrupts.asked
-
-    def wait_for_head(self) -> None:
-        """Wait until the head can be reached; it itself is not waited for."""
-        while not self.is_asked_to_end() and (why := self._unreachable()):
+    def sees_head(self) -> bool:
+        """Wait until the head can be reached; false: this was asked to end before."""
+        while not self.interrupts.asked and (why := self._unreachable()):
             self.say(f"waiting: {why}")
             self.sleep(_LOOK_EVERY_S)
+        return not self.interrupts.asked
 
     def run_once(self) -> str:
         """Start the node, and return why it is to be started again."""
@@ -107,23 +105,22 @@ class _Kept:
             start_new_session=True,  # the terminal's Ctrl-C is for this process, which ends it
         )
         self.say("starting")
-        is_member, was_member, begun_s = False, False, time.monotonic()
-        while not self.is_asked_to_end():
+        begun_s, raylet, was_member, is_member = time.monotonic(), None, False, False
+        while not self.interrupts.asked:
             # Ray takes a raylet that was asked to end for a good end, and blocks on.
-            is_over = was_member and self._raylet is not None and nodes.has_ended(self._raylet)
-            if started.poll() is not None or is_over:
+            if started.poll() is not None or (raylet is not None and nodes.has_ended(raylet)):
                 return "Ray has ended on this PC"
-            if why := self._unreachable() if was_member else "":
+            if was_member and (why := self._unreachable()):
                 is_member = False
                 self.say(f"up, but {why}")
             elif not is_member:
-                answer = self._ask()
-                is_member = answer == ray_programs.MEMBER
+                raylet = self._raylet()
+                answer = None if raylet is None else self._ask(raylet)
+                was_member |= (is_member := answer == ray_programs.MEMBER)
                 if answer == ray_programs.NOT_A_MEMBER and was_member:
                     return "the head has declared this node dead, or has begun a new cluster"
                 if not was_member and time.monotonic() - begun_s > _LONGEST_START_S:
                     return f"it has not joined the cluster in {_LONGEST_START_S:.0f} s"
-                was_member = was_member or is_member
                 self.sleep(0.0 if is_member else _ASK_EVERY_S)
             else:
                 self.say(f"up, a member of the cluster of {self._command.head_address}")
@@ -133,7 +130,7 @@ class _Kept:
     def sleep(self, seconds: float) -> None:
         """Wait, but not when it is time to end."""
         until_s = time.monotonic() + seconds
-        while not self.is_asked_to_end() and (left_s := until_s - time.monotonic()) > 0:
+        while not self.interrupts.asked and (left_s := until_s - time.monotonic()) > 0:
             time.sleep(min(left_s, 0.2))
 
     def say(self, text: str) -> None:
@@ -151,19 +148,24 @@ class _Kept:
             return "" if self._command.is_head else str(error)
         return ""
 
-    def _ask(self) -> int | None:
-        """Ask the head whether the node is a member; `None`: it has no raylet yet."""
-        for process in nodes.processes_of(self._node):
-            with suppress(psutil.Error):  # it has ended
-                words = process.cmdline() if process.name() == "raylet" else ()
-                for word in (word for word in words if word.startswith("--node_id=")):
-                    self._raylet = process
-                    asked = ["is-member", self._command.head_address, word.partition("=")[2]]
-                    return subprocess.run(  # noqa: S603 - our own module
-                        [sys.executable, "-m", ray_programs.__name__, *asked],
-                        env={**os.environ, **self._command.environment},
-                        stdin=subprocess.DEVNULL,
-                        capture_output=True,
-                        check=False,
-                    ).returncode
-        return None
+    def _raylet(self) -> psutil.Process | None:
+        named = (one for one in nodes.processes_of(self._node) if nodes.name_of(one) == "raylet")
+        return next(named, None)
+
+    def _ask(self, raylet: psutil.Process) -> int | None:
+        """Ask the head whether it counts the node in, as `ray_programs` answers; `None`: its raylet
+        has ended.
+        """
+        try:
+            words = (word.partition("=") for word in raylet.cmdline())
+            node_id = next(value for key, _, value in words if key == "--node_id")
+        except (psutil.Error, StopIteration):
+            return None
+        asked = ["is-member", self._command.head_address, node_id]
+        return subprocess.run(  # noqa: S603 - our own module
+            [sys.executable, "-m", ray_programs.__name__, *asked],
+            env={**os.environ, **self._command.environment},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            check=False,
+        ).returncode

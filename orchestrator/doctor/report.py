@@ -1,23 +1,64 @@
-"""The doctor's report: a table of all findings, what to type, and JSON for scripts. Pure.
+"""What checks found, and how it is told: a table, what to type, and JSON for scripts. Pure.
 
-A command stands on a line of its own, which is never broken. Does not draw tables (`terminal`).
+A finding is a verdict, the words, and what to type. A command stands on a line of its own, which is
+never broken. Decides nothing, and draws no table (`terminal`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Final
 
 from rich.text import Text
 
-from orchestrator.doctor.finding import Finding, Verdict, count, exit_code
-from orchestrator.record.summary import SCHEMA, summary_text
-from orchestrator.view.cells import MISSING, clean, wrapped
+from orchestrator.view.cells import MISSING, clean
 from orchestrator.view.phrases import counted
-from orchestrator.view.tables import Cell, Column, Table, TableRow, Tone
-from orchestrator.view.terminal import STYLES, table_lines
+from orchestrator.view.tables import Column, Table, TableRow, Tone, row_of
+from orchestrator.view.terminal import STYLES
+
+
+class Verdict(StrEnum):
+    """How bad it is; in this order."""
+
+    OK = "ok"
+    #: The check does not apply here.
+    SKIP = "skip"
+    #: It works, but not well, or not for every use.
+    WARN = "warn"
+    #: A run on this machine, or on this cluster, cannot go well.
+    FAIL = "fail"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One row of the doctor's report."""
+
+    verdict: Verdict
+    found: str
+    hint: str | None = None
+    """What it means, or what to do where no command does it."""
+    fix: str | None = None
+    """What to type."""
+    node: str | None = None
+    """The node it is about; `None`: this machine, or the cluster as a whole."""
+    check: str = ""
+    """One word, which stays the same from run to run; `found_by` sets it."""
+
+    @property
+    def subject(self) -> str:
+        """What it is about: node and check."""
+        return " ".join(filter(None, (self.node, self.check)))
+
+
+ok = partial(Finding, Verdict.OK)
+skip = partial(Finding, Verdict.SKIP)
+warn = partial(Finding, Verdict.WARN)
+fail = partial(Finding, Verdict.FAIL)
+
 
 _TONES: Final[Mapping[Verdict, Tone]] = MappingProxyType(
     {
@@ -52,75 +93,66 @@ class Diagnosis:
     one.
     """
 
+    def count(self, verdict: Verdict) -> int:
+        """Return how many findings have this verdict."""
+        return sum(finding.verdict is verdict for finding in self.findings)
 
-def diagnosis_json(diagnosis: Diagnosis) -> str:
-    """Return the report as one JSON object; `null` is unknown or not needed."""
-    findings = diagnosis.findings
-    report: dict[str, Any] = {
-        "schema": SCHEMA,
-        "where": diagnosis.where,
-        "is_cluster": diagnosis.is_cluster,
-        "exit_code": exit_code(findings),
-        **{f"{verdict}_count": count(findings, verdict) for verdict in Verdict},
-        "findings": [{key: getattr(finding, key) for key in _KEYS} for finding in findings],
-    }
-    return summary_text(report)
+    @property
+    def exit_code(self) -> int:
+        """1 if anything failed, else 0."""
+        return 1 if self.count(Verdict.FAIL) else 0
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the report for JSON; `None` is unknown or not needed."""
+        return {
+            "where": self.where,
+            "is_cluster": self.is_cluster,
+            "exit_code": self.exit_code,
+            **{f"{verdict}_count": self.count(verdict) for verdict in Verdict},
+            "findings": [{key: getattr(one, key) for key in _KEYS} for one in self.findings],
+        }
 
-def findings_table(diagnosis: Diagnosis) -> Table:
-    """Return what was found, the worst first."""
-    return Table(name="doctor", columns=_COLUMNS, rows=tuple(map(_row, _sorted(diagnosis))))
+    def parts(self) -> Iterator[Text | Table]:
+        """Yield a table of what was found, the worst first; then what findings mean and what to
+        type.
+        """
+        worst_first = sorted(self.findings, key=lambda one: _WORST_FIRST.index(one.verdict))
+        yield Text(clean(f"Looked at {self.where}."), style="bold")
+        yield Text()
+        yield Table(name="doctor", columns=_COLUMNS, rows=tuple(map(_row, worst_first)))
+        for one in worst_first:
+            if one.hint or one.fix or one.verdict in {Verdict.FAIL, Verdict.WARN}:
+                said = "; ".join(filter(None, (one.found, one.hint)))
+                yield Text()
+                yield Text(clean(f"{one.subject}: {said}"), STYLES[_TONES[one.verdict]])
+                if one.fix is not None:
+                    yield Text("type: ", no_wrap=True).append(clean(one.fix), "bold")
+        yield Text()
+        yield Text(clean(self._closing()), style="bold")
 
-
-def _sorted(diagnosis: Diagnosis) -> list[Finding]:
-    return sorted(diagnosis.findings, key=lambda one: _WORST_FIRST.index(one.verdict))
+    def _closing(self) -> str:
+        """Return what to do next."""
+        options = self.options and f" {self.options}"
+        command = "python -m orchestrator"
+        warnings = counted(self.count(Verdict.WARN), "warning")
+        if failures := self.count(Verdict.FAIL):
+            return f"{counted(failures, 'failure')} to put right first, {warnings}."
+        if self.is_cluster:
+            return f"Ready for `{command} run{options}`; {warnings}."
+        if not self.has_config:
+            return f"Only a configuration is missing; {warnings}. Type `{command} init`."
+        if not self.has_card:
+            return f"Ready for a rehearsal; {warnings}. Type `{command} run --rehearse{options}`."
+        return (
+            f"No obstacle found here; {warnings}. This machine alone: `{command} run "
+            f"--local{options}`; with others: `{command} up NODE{options}`."
+        )
 
 
 def _row(finding: Finding) -> TableRow:
-    is_skipped = finding.verdict is Verdict.SKIP
-    word = MISSING if is_skipped else finding.verdict.value.upper()
-    tone = _TONES[finding.verdict]
-    texts = [clean(text or "") for text in (finding.node, finding.check, finding.found)]
-    cells = (Cell(text=word, tone=tone), *(Cell(text=text, value=text) for text in texts))
-    return TableRow(key=" ".join(filter(None, texts[:2])), cells=cells)
-
-
-def diagnosis_lines(diagnosis: Diagnosis, width: int | None) -> Iterator[Text]:
-    """Yield the table, then what findings mean and what to type.
-
-    Without a width no line is broken.
-    """
-    yield Text(clean(f"Looked at {diagnosis.where}."), style="bold")
-    yield Text()
-    yield from table_lines(findings_table(diagnosis), width)
-    for finding in _sorted(diagnosis):
-        if finding.hint or finding.fix or finding.verdict in {Verdict.FAIL, Verdict.WARN}:
-            subject = " ".join(filter(None, (finding.node, finding.check)))
-            words = f"{subject}: {'; '.join(filter(None, (finding.found, finding.hint)))}"
-            yield Text()
-            for line in wrapped(clean(words), width).split("\n"):
-                yield Text(line, STYLES[_TONES[finding.verdict]])
-            if finding.fix is not None:
-                yield Text("type: ").append(clean(finding.fix), "bold")
-    yield Text()
-    for line in wrapped(clean(_closing(diagnosis)), width).split("\n"):
-        yield Text(line, style="bold")
-
-
-def _closing(diagnosis: Diagnosis) -> str:
-    """Return what to do next."""
-    findings, options = diagnosis.findings, diagnosis.options and f" {diagnosis.options}"
-    command = "python -m orchestrator"
-    warnings = counted(count(findings, Verdict.WARN), "warning")
-    if failures := count(findings, Verdict.FAIL):
-        return f"{counted(failures, 'failure')} to put right first, {warnings}."
-    if diagnosis.is_cluster:
-        return f"Ready for `{command} run{options}`; {warnings}."
-    if not diagnosis.has_config:
-        return f"Only a configuration is missing; {warnings}. Type `{command} init`."
-    if not diagnosis.has_card:
-        return f"Ready for a rehearsal; {warnings}. Type `{command} run --rehearse{options}`."
-    return (
-        f"No obstacle found here; {warnings}. This machine alone: `{command} run "
-        f"--local{options}`; with others: `{command} up NODE{options}`."
+    word = MISSING if finding.verdict is Verdict.SKIP else finding.verdict.value.upper()
+    tones, values = (
+        {"verdict": _TONES[finding.verdict]},
+        {key: getattr(finding, key) for key in _KEYS},
     )
+    return row_of(_COLUMNS, finding.subject, values, {"verdict": word}, tones)

@@ -1,34 +1,34 @@
-"""The verb `doctor`: looks here or at every node of a running cluster, runs the checks, and prints
-what they find.
+"""The verb `doctor`: looks here or at every node of a running cluster, and runs the checks.
 
-Connects the checks to machines. Changes nothing.
+Connects the checks to machines. Changes nothing, and prints nothing of what they find.
 """
 
 from __future__ import annotations
 
 import shlex
-import shutil
 import socket
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import psutil
-from rich.console import Console
 
-from orchestrator.cluster.connect import connected, head_address
+from orchestrator.cluster.connect import connected, head_address, reach
 from orchestrator.config.load import load_config
 from orchestrator.config.schema import Config
 from orchestrator.core.placement import refusals
-from orchestrator.doctor import checks_here
-from orchestrator.doctor.checks_cluster import Cluster, check_cluster
-from orchestrator.doctor.checks_here import Here
-from orchestrator.doctor.checks_machine import Machine, check_machine
-from orchestrator.doctor.finding import Finding, checked, exit_code, fail, ok, skip, warn
-from orchestrator.doctor.report import Diagnosis, diagnosis_json, diagnosis_lines
+from orchestrator.doctor.checks import (
+    OF_CLUSTER,
+    OF_HERE,
+    OF_MACHINE,
+    Cluster,
+    Here,
+    Machine,
+    found_by,
+)
+from orchestrator.doctor.report import Diagnosis, Finding, fail, ok, skip, warn
 from orchestrator.errors import ConfigError, NoClusterError, Problem, UsageError
 from orchestrator.run.terminal import own_screen
 from orchestrator.view.phrases import counted
@@ -40,37 +40,30 @@ _DEFAULT_CONFIG = "cluster.yaml"
 #: Commands that read the configuration.
 _READ_CONFIG = tuple(f"python -m orchestrator {verb} " for verb in ("run", "up"))
 
-#: This machine's own ports answer at once or refuse at once.
-_KNOCK_S = 1.0
 
-#: Longest line of text, so that it is easy to read.
-_WIDEST = 110
+def diagnose(
+    config_path: str, overrides: Sequence[str], node: str | None, *, quiet: bool
+) -> Diagnosis:
+    """Look at every node of the running cluster, or at this machine.
 
+    What is wrong with the configuration is a finding.
 
-def doctor(config_path: str, overrides: Sequence[str], node: str | None, *, json: bool) -> int:
-    """Print what is found on every node of the running cluster, or on this machine; return 1 if
-    anything failed.
-
-    What is wrong with the configuration is a finding. `node` is what the user says this machine is.
+    Args:
+        config_path: The file, as the user has named it.
+        overrides: Of its keys, as `--set` takes them.
+        node: What the user says this machine is.
+        quiet: Do not say on a terminal that it takes some seconds.
 
     Raises:
         UsageError: cluster.yaml has no such node.
     """
-    columns = shutil.get_terminal_size(fallback=(0, 0)).columns
-    width = min(columns, _WIDEST) or None  # without a terminal, no line is broken
     with own_screen(None) as screen:  # Ray prints as it likes
-        if sys.stdin.isatty() and screen.err.isatty() and not json:
+        if sys.stdin.isatty() and screen.err.isatty() and not quiet:
             print("Looking around, which takes some seconds ...", file=screen.err)
         diagnosis = _diagnosed(config_path, overrides, node)
-        if config_path != _DEFAULT_CONFIG:
-            diagnosis = _with_options(diagnosis, f"--config {shlex.quote(config_path)}")
-        if json:
-            screen.out.write(diagnosis_json(diagnosis) + "\n")
-        else:
-            console = Console(file=screen.out, highlight=False, markup=False, emoji=False)
-            for line in diagnosis_lines(diagnosis, width):
-                console.print(line, soft_wrap=True)
-    return exit_code(diagnosis.findings)
+    if config_path != _DEFAULT_CONFIG:
+        diagnosis = _with_options(diagnosis, f"--config {shlex.quote(config_path)}")
+    return diagnosis
 
 
 def _with_options(diagnosis: Diagnosis, options: str) -> Diagnosis:
@@ -149,14 +142,16 @@ def _address(config: Config | None) -> tuple[str | None, Finding]:
         return None, skipped(str(error))
     if config is None:
         return None, skipped(f"one was started at {address}; there is no configuration")
-    host, _, port = address.rpartition(":")
-    if config.cluster.address == "auto" and host in _own_addresses() and not _answers(host, port):
-        return None, warn(
-            f"the Ray head that was started here, at {address}, does not answer any more",
-            check="cluster",
-            hint="to start it again, do what this prints",
-            fix=f"python -m orchestrator up {config.head_node}",
-        )
+    if config.cluster.address == "auto" and address.rpartition(":")[0] in _own_addresses():
+        try:
+            reach(address)
+        except NoClusterError:
+            return None, warn(
+                f"the Ray head that was started here, at {address}, does not answer any more",
+                check="cluster",
+                hint="to start it again, do what this prints",
+                fix=f"python -m orchestrator up {config.head_node}",
+            )
     return address, skipped("")
 
 
@@ -165,14 +160,13 @@ def _of_cluster(config: Config, address: str, findings: list[Finding]) -> Diagno
         from orchestrator.cluster.node_tasks import survey  # noqa: PLC0415 - imports ray
 
         missing, answers = refusals(config, fleet.nodes()), survey()
-    found = [*findings, *checked(checks_here.CHECKS, Here(config=config, is_cluster=True))]
-    found += check_cluster(
-        Cluster(config=config, address=address, missing=missing, answers=answers)
-    )
+    cluster = Cluster(config=config, address=address, missing=missing, answers=answers)
+    found = [*findings, *found_by(OF_HERE, Here(config=config, is_cluster=True))]
+    found += found_by(OF_CLUSTER, cluster)
     for answer in answers:
         if answer.facts is not None:
             machine = Machine(facts=answer.facts, config=config, name=answer.name)
-            found += [replace(one, node=answer.title) for one in check_machine(machine)]
+            found += [replace(one, node=answer.title) for one in found_by(OF_MACHINE, machine)]
     return Diagnosis(
         where=f"the cluster at {address}",
         is_cluster=True,
@@ -185,11 +179,12 @@ def _of_cluster(config: Config, address: str, findings: list[Finding]) -> Diagno
 def _of_this_machine(config: Config | None, node: str | None, findings: list[Finding]) -> Diagnosis:
     facts = look_around()
     name, is_sure = (None, False) if config is None else _own_node(config, node, facts.hostname)
-    found = check_machine(Machine(facts=facts, config=config, name=name, is_sure=is_sure))
+    machine = Machine(facts=facts, config=config, name=name, is_sure=is_sure)
+    found = found_by(OF_MACHINE, machine)
     if config is not None and name is None:
         names = ", ".join(config.nodes)
         found.append(skip(f"say which node this PC is: --node NAME ({names})", check="plan"))
-    found += checked(checks_here.CHECKS, Here(config=config, is_cluster=False))
+    found += found_by(OF_HERE, Here(config=config, is_cluster=False))
     return Diagnosis(
         where=f"this machine ({facts.hostname})",
         is_cluster=False,
@@ -218,10 +213,3 @@ def _own_addresses() -> set[str]:
         if address.family in {socket.AF_INET, socket.AF_INET6}
         and not address.address.startswith(("127.", "::1"))
     }
-
-
-def _answers(host: str, port: str) -> bool:
-    with suppress(OSError, ValueError):
-        socket.create_connection((host, int(port)), timeout=_KNOCK_S).close()
-        return True
-    return False

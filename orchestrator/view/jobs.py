@@ -33,7 +33,6 @@ from orchestrator.jobs.model import (
 )
 from orchestrator.record.jobs import QueueSnapshot
 from orchestrator.record.model import Row, Snapshot, finite
-from orchestrator.record.summary import SCHEMA, summary_text
 from orchestrator.view.cells import clean, clock, moment
 from orchestrator.view.phrases import exception_line, fact_words
 from orchestrator.view.tables import Column, Table, TableRow, Tone, row_of
@@ -302,11 +301,6 @@ def queue_object(snapshot: QueueSnapshot) -> dict[str, Any]:
     }
 
 
-def object_text(told: Mapping[str, Any]) -> str:
-    """Return an object of a queue as JSON."""
-    return summary_text({"schema": SCHEMA, **told})
-
-
 def _metric(standing: Standing) -> str | None:
     rule = standing.job.milestones
     if rule is not None:
@@ -394,9 +388,9 @@ def _results(snapshot: QueueSnapshot) -> list[dict[str, Any]]:
     return [job_object(standing, snapshot) for standing in sorted(current(snapshot), key=order)]
 
 
-def results_json(snapshot: QueueSnapshot) -> str:
-    """Return the results as one JSON object, sorted as in the table."""
-    return object_text({**queue_object(snapshot), "jobs": _results(snapshot)})
+def results_object(snapshot: QueueSnapshot) -> dict[str, Any]:
+    """Return the queue for JSON with its jobs in the order of the results."""
+    return {**queue_object(snapshot), "jobs": _results(snapshot)}
 
 
 def results_csv(snapshot: QueueSnapshot) -> str:

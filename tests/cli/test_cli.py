@@ -5,7 +5,6 @@ No verb here starts a cluster.
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import signal
@@ -21,7 +20,6 @@ from orchestrator.errors import (
     OrchestratorError,
     PreflightError,
     Problem,
-    UsageError,
 )
 from tests.cli.conftest import Command
 from tests.scene import COMMAND, PATIENCE_S, ROOT, only_object, orchestrator, python, wait_for
@@ -30,13 +28,6 @@ pytestmark = pytest.mark.usefixtures("nowhere")
 
 SHIPPED = str(ROOT / "cluster.yaml")
 RUN = ("run", "-c", SHIPPED, "--duration", "30s")
-CARD = {
-    "name": "NVIDIA GeForce RTX 3090",
-    "uuid": "GPU-3090f00d-0000-4000-8000-000000003090",
-    "total_bytes": 2**34,
-}
-
-VERBS = ("run", "plan", "up", "stop")
 
 #: Runs the command line in this process and says what it loaded.
 LOADED = """
@@ -51,27 +42,18 @@ finally:
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--help"],
-        ["plan", "-c", SHIPPED],
-        ["up", "pc2", "-c", SHIPPED],
-        ["run", "--help"],
-        ["limits"],
-    ],
+    "arguments", [["--help"], ["plan", "-c", SHIPPED], ["up", "pc2", "-c", SHIPPED]]
 )
 def test_what_needs_no_cluster_loads_neither_ray_nor_torch(arguments: list[str]) -> None:
     done = python("-c", LOADED, *arguments)
     assert (done.returncode, done.stderr) == (0, "[]\n")
     if arguments == ["--help"]:
-        assert all(f"\n  {verb} " in done.stdout for verb in VERBS)
+        assert all(f"\n  {verb} " in done.stdout for verb in ("run", "plan", "up", "stop", "jobs"))
         assert "..." not in done.stdout.partition("Commands:")[2], "a summary is cut"
 
 
-@pytest.mark.parametrize("file", ["workers.py", "workers/__init__.py"])
-def test_a_file_that_hides_a_package_is_named(file: str, tmp_path: Path) -> None:
-    own = tmp_path / file
-    own.parent.mkdir(exist_ok=True)
+def test_a_file_that_hides_a_package_is_named(tmp_path: Path) -> None:
+    own = tmp_path / "workers.py"
     own.write_text("")
     done = python("-m", "orchestrator", "jobs", "list", cwd=tmp_path, PYTHONPATH=str(ROOT))
     assert done.returncode == 2
@@ -79,14 +61,13 @@ def test_a_file_that_hides_a_package_is_named(file: str, tmp_path: Path) -> None
     assert len(done.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize("name", ["workers", "orchestrator"])
-def test_a_run_names_what_would_hide_it_from_workers(name: str, tmp_path: Path) -> None:
-    (tmp_path / f"{name}.py").write_text("")
+def test_a_run_names_what_would_hide_it_from_workers(tmp_path: Path) -> None:
+    (tmp_path / "orchestrator.py").write_text("")
     code = "from orchestrator.cli.main import main; main()"
     typed = ("-P", "-c", code, "run", "--local")
     done = python(*typed, cwd=tmp_path, PYTHONPATH=str(ROOT), RAY_CLIENT_MODE="0")
     assert done.returncode == 2
-    assert f"{name}.py hides the package `{name}`" in " ".join(done.stderr.split())
+    assert "orchestrator.py hides the package `orchestrator`" in " ".join(done.stderr.split())
 
 
 def test_client_mode_of_ray_is_refused_with_a_remedy(tmp_path: Path) -> None:
@@ -109,30 +90,23 @@ def test_without_a_verb_the_help_is_shown_as_a_usage_error(command: Command) -> 
     [
         (["nosuch"], "nosuch"),
         (["run", "--nosuch"], "--nosuch"),
-        (["run", "extra"], "extra"),
         (["run", "--scale", "x", "--rehearse"], "--scale"),
-        (["run", "--duration"], "--duration"),
         (["run", "-c", SHIPPED, "--duration", "soon"], "--duration soon: 'soon' is not a duration"),
-        (["run", "-c", SHIPPED, "--duration", "0"], "--duration 0"),
         (["run", "-c", SHIPPED, "--local", "--rehearse"],
          "--local and --rehearse exclude each other"),
         (["run", "-c", SHIPPED, "--scale", "0.5"], "--scale only makes sense with --rehearse"),
         (["run", "-c", SHIPPED, "--policy", "nosuch"], "memory.policy"),
         (["run", "-c", SHIPPED, "--set", "workload.sise=1"], "workload.sise"),
-        (["run", "-c", SHIPPED, "--set", "nonsense"], "nonsense"),
-        (["run", "-c", "missing.yaml"], "missing.yaml"),
         (["run", "-c", "."], "."),
         (["plan", "-c", "missing.yaml"], "missing.yaml"),
         (["up"], "Missing argument"),
         (["up", "nosuch", "-c", SHIPPED], "no node 'nosuch'; valid: pc1, pc2"),
         (["stop", "-c", "missing.yaml"], "missing.yaml"),
+        (["stop", "-c", SHIPPED, "--node", "pc22"], "valid: pc1, pc2"),
         (["plan", "-c", "\x1b[31mred.yaml"], "red.yaml"),
-        ([*RUN, "--run-dir", "half.json"], "choose another with --run-dir"),
+        ([*RUN, "--run-dir", "file"], "choose another with --run-dir"),
         (["report", "-c", SHIPPED], "there is no run in"),
-        (["report", "../x", "-c", SHIPPED], "there is no run in"),
         (["limits", "--card", "3090"], "--card"),
-        (["limits", "more"], "more"),
-        (["limits", "--set", "x=1"], "--set"),
         # Faults that cannot be injected.
         ([*RUN, "--chaos", "kill:every=20s"], "--yes-really"),
         ([*RUN, "--chaos", "kill:every=20s", "--yes-really", "--set", "workers.mps=true"],
@@ -146,12 +120,7 @@ def test_without_a_verb_the_help_is_shown_as_a_usage_error(command: Command) -> 
 def test_a_usage_error_is_words_or_one_object_and_exits_2(
     command: Command, nowhere: Path, arguments: list[str], said: str
 ) -> None:
-    for name, script in (
-        ("none", '{"cards": []}'),
-        ("half", "{"),
-        ("card", json.dumps({"cards": [CARD]})),
-    ):
-        (nowhere / f"{name}.json").write_text(script)
+    (nowhere / "file").touch()
     done = command(*arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert said in done.stderr
@@ -211,12 +180,11 @@ def test_each_problem_of_a_file_is_a_line_with_its_place(command: Command, tmp_p
         "nodes:\n  pc1: {gpu: rtx-3090, workers: 7, vram_per_worker_gib: 3.3, memory_fractoin: 0.99}\n"
         "run:\n  duration: 5\n  slize_s: 1\n"
     )
-    for verb in ("run", "plan", "stop"):
-        done = command(verb, "-c", str(path))
-        assert (done.returncode, done.stdout) == (2, "")
-        lines = done.stderr.splitlines()
-        assert [line.split(": ")[0] for line in lines] == [f"{path}:2", f"{path}:5"]
-        assert ["memory_fractoin" in lines[0], "slize_s" in lines[1]] == [True, True]
+    done = command("run", "-c", str(path))
+    assert (done.returncode, done.stdout) == (2, "")
+    lines = done.stderr.splitlines()
+    assert [line.split(": ")[0] for line in lines] == [f"{path}:2", f"{path}:5"]
+    assert ["memory_fractoin" in lines[0], "slize_s" in lines[1]] == [True, True]
     found = only_object(command("plan", "-c", str(path), "--json").stdout)
     assert found["error"].splitlines() == lines
 
@@ -225,12 +193,8 @@ def test_each_problem_of_a_file_is_a_line_with_its_place(command: Command, tmp_p
     ("encoding", "arguments"),
     [
         ("utf-8", ["plan", "-c", "\udcff.yaml"]),
-        ("utf-8:surrogateescape", ["plan", "-c", "\udcff.yaml"]),
-        ("ascii", ["plan", "-c", "\udcff.yaml"]),
         ("ascii", ["\udcff"]),
-        ("ascii", ["run", "--\udcff"]),
-        ("ascii", ["plan", "-c", "…"]),
-        ("ascii", ["up", "ü"]),
+        ("ascii", ["plan", "-c", "ü"]),
     ],
 )
 def test_text_that_a_terminal_cannot_show_breaks_no_object(
@@ -241,12 +205,11 @@ def test_text_that_a_terminal_cannot_show_breaks_no_object(
     assert (done.returncode, only_object(done.stdout)["outcome"]) == (2, "failed")
 
 
-@pytest.mark.parametrize("verb", ["plan", "run"])
-def test_an_interrupted_command_is_one_object_too(verb: str, tmp_path: Path) -> None:
+def test_an_interrupted_command_is_one_object_too(tmp_path: Path) -> None:
     """Interrupted while it reads a configuration that does not come."""
     endless = tmp_path / "endless.yaml"
     os.mkfifo(endless)
-    command = [*COMMAND, verb, "-c", str(endless), "--json"]
+    command = [*COMMAND, "plan", "-c", str(endless), "--json"]
     with (
         subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -261,24 +224,6 @@ def test_an_interrupted_command_is_one_object_too(verb: str, tmp_path: Path) -> 
         stdout, stderr = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, only_object(stdout)["outcome"]) == (130, "interrupted")
     assert "Traceback" not in stderr
-
-
-def test_plan_is_a_table_for_people_and_an_object_for_programs(command: Command) -> None:
-    text = command("plan", "-c", SHIPPED)
-    assert (text.returncode, text.stderr) == (0, "")
-    assert "23.10 GiB" in text.stdout
-    done = command(
-        "plan",
-        "-c",
-        SHIPPED,
-        "--json",
-        "--set",
-        "nodes.pc1.workers=2",
-        "--set",
-        "workload.size=512",
-    )
-    nodes = {node["node"]: node for node in only_object(done.stdout)["nodes"]}
-    assert (len(nodes["pc1"]["workers"]), nodes["pc2"]["workers"][0]["size"]) == (2, 512)
 
 
 def test_plan_does_not_mind_a_reader_that_goes_away() -> None:
@@ -316,6 +261,7 @@ def test_a_run_without_a_cluster_is_an_object_and_a_summary(nowhere: Path) -> No
 
 
 PROBLEM = Problem("cluster.yaml", 7, "nodes.pc1.workers", "0 is too small", "at least 1")
+LONG = Problem("--set " + "a" * 5000, None, "b" * 5000, "is too long", None)
 
 
 @pytest.mark.parametrize(
@@ -323,31 +269,22 @@ PROBLEM = Problem("cluster.yaml", 7, "nodes.pc1.workers", "0 is too small", "at 
     [
         (PROBLEM, "cluster.yaml:7: nodes.pc1.workers: 0 is too small; valid: at least 1"),
         (Problem("cluster.yaml", None, None, "is empty", None), "cluster.yaml: is empty"),
-        (Problem("--set a.b=c", None, "a.b", "bad", None), "--set a.b=c: a.b: bad"),
-        (Problem("c.yaml", 3, None, "is not YAML", "YAML"), "c.yaml:3: is not YAML; valid: YAML"),
+        (
+            Problem("a\nb", 1, "k\x1b[2J", "t\r\u2028\ud800x", "v\0"),
+            "a\\nb:1: k\\x1b[2J: t\\r\\u2028\\ud800x; valid: v\\x00",
+        ),
+        (LONG, f"--set {'a' * 114}…{'a' * 60}: {'b' * 120}…{'b' * 60}: is too long"),
     ],
 )
-def test_a_problem_is_one_line_without_its_absent_parts(problem: Problem, expected: str) -> None:
+def test_a_problem_is_one_short_printable_line(problem: Problem, expected: str) -> None:
     assert expected == str(problem)
-
-
-def test_a_problem_stays_one_printable_line_whatever_is_in_it() -> None:
-    shown = str(Problem("a\nb", 1, "k\x1b[2J", "t\r\u2028\ud800x", "v\0"))
-    assert shown.isprintable()
-    assert shown == "a\\nb:1: k\\x1b[2J: t\\r\\u2028\\ud800x; valid: v\\x00"
-
-
-def test_a_long_key_or_override_is_not_repeated_in_full() -> None:
-    shown = str(Problem("--set " + "a" * 5000, None, "b" * 5000, "is too long", None))
-    assert len(shown) < 400
-    assert shown.endswith("b: is too long")
+    assert expected.isprintable()
 
 
 @pytest.mark.parametrize(
     ("error", "exit_code", "text"),
     [
-        (UsageError("no such verb"), 2, "no such verb"),
-        (ConfigError([PROBLEM, PROBLEM]), 2, f"{PROBLEM}\n{PROBLEM}"),
+        (ConfigError(p for p in [PROBLEM, PROBLEM]), 2, f"{PROBLEM}\n{PROBLEM}"),
         (NoClusterError("no cluster at auto"), 3, "no cluster at auto"),
         (PreflightError(["pc2 is missing", "pc1 has 0 GPUs"]), 3, "pc2 is missing\npc1 has 0 GPUs"),
     ],
@@ -359,9 +296,3 @@ def test_errors_say_how_to_exit_and_survive_pickling(
         assert type(same) is type(error)
         assert (same.exit_code, str(same)) == (exit_code, text)
         assert getattr(same, "problems", None) == getattr(error, "problems", None)
-        assert isinstance(same, OrchestratorError)
-
-
-def test_problems_given_as_a_generator_are_kept_as_a_tuple() -> None:
-    assert ConfigError(p for p in [PROBLEM]).problems == (PROBLEM,)
-    assert PreflightError(text for text in ["a"]).problems == ("a",)

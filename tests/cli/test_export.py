@@ -65,61 +65,56 @@ def test_the_page_of_export_runs(run_of_adapters: Path, command: Command) -> Non
     }  # fmt: skip
 
 
-def test_a_folder_with_something_in_it_is_refused(nowhere: Path, command: Command) -> None:
-    make_run()
-    (nowhere / "out").mkdir()
-    (nowhere / "out" / "mine").touch()
-    done = command("export", RUN, "pc1/0", "--to", "out")
-    assert done.returncode == 2
-    assert "out is there already; name a new folder" in " ".join(done.stderr.split())
-
-
-def test_what_the_child_refuses_is_a_sentence(
-    nowhere: Path, state_dir: Path, command: Command
-) -> None:
-    make_run()
-    (damaged := state_dir / "state" / RUN / "pc1" / "0" / "generation-0.pt").parent.mkdir(
-        parents=True
-    )
-    damaged.write_bytes(b"PK")
-    done = command("export", RUN, "pc1/0", "--to", "out")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "generation-0.pt is not used: " in " ".join(done.stderr.split())
-    assert not Path("out").exists()
+def checkpoint(state_dir: Path, content: bytes) -> None:
+    folder = state_dir / "state" / RUN / "pc1" / "0"
+    folder.mkdir(parents=True)
+    (folder / "generation-0.pt").write_bytes(content)
 
 
 @pytest.mark.parametrize(
-    ("mode", "slot", "code", "said"),
+    ("mode", "slot", "more", "code", "said"),
     [
-        ("rehearse", "pc1/7", 2, "has no slot 'pc1/7'; valid: pc1/0"),
-        ("rehearse", "pc1/0", 2, "pc1/0 has no generation-?.pt in"),
-        ("cluster", "pc1/0", 3, "the checkpoints of pc1/0 are on pc1, and the Ray head"),
+        ("rehearse", "pc1/7", (), 2, "has no slot 'pc1/7'; valid: pc1/0"),
+        ("rehearse", "pc1/0", (), 2, "pc1/0 has no generation-?.pt in"),
+        ("cluster", "pc1/0", (), 3, "the checkpoints of pc1/0 are on pc1, and the Ray head"),
+        ("rehearse", "pc1/0", ("--merged", "--adapter"), 2, "exclude each other"),
     ],
-    ids=["no such slot", "nothing saved", "on another PC"],
+    ids=["no such slot", "nothing saved", "on another PC", "two forms"],
 )
 def test_without_checkpoints_the_sentence_says_why(
-    nowhere: Path, command: Command, mode: str, slot: str, code: int, said: str
+    nowhere: Path,
+    command: Command,
+    mode: str,
+    slot: str,
+    more: tuple[str, ...],
+    code: int,
+    said: str,
 ) -> None:
     make_run(mode)
-    done = command("export", "latest", slot, "--to", "out")
+    done = command("export", "latest", slot, "--to", "out", *more)
     assert done.returncode == code
     assert said in " ".join(done.stderr.split())
     assert [path.name for path in nowhere.iterdir()] == ["runs"]
 
 
-def test_the_best_is_not_replaced_by_the_last(
-    nowhere: Path, state_dir: Path, command: Command
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [((), "generation-0.pt is not used: "), (("--best",), "pc1/0 has no best.pt in")],
+    ids=["damaged", "the last is not the best"],
+)
+def test_what_cannot_be_used_is_a_sentence(
+    nowhere: Path, state_dir: Path, command: Command, more: tuple[str, ...], said: str
 ) -> None:
     make_run()
-    (last := state_dir / "state" / RUN / "pc1" / "0" / "generation-0.pt").parent.mkdir(parents=True)
-    last.touch()
-    done = command("export", RUN, "pc1/0", "--to", "out", "--best")
-    assert done.returncode == 2
-    assert "pc1/0 has no best.pt in" in " ".join(done.stderr.split())
+    checkpoint(state_dir, b"PK")
+    done = command("export", RUN, "pc1/0", "--to", "out", *more)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert said in " ".join(done.stderr.split())
+    assert not Path("out").exists()
 
 
-def test_merged_and_adapter_exclude_each_other(nowhere: Path, command: Command) -> None:
+def test_a_folder_with_something_in_it_is_refused(nowhere: Path, command: Command) -> None:
     make_run()
-    done = command("export", RUN, "pc1/0", "--to", "out", "--merged", "--adapter")
+    done = command("export", RUN, "pc1/0", "--to", "runs")
     assert done.returncode == 2
-    assert "exclude each other" in done.stderr
+    assert "runs is there already; name a new folder" in " ".join(done.stderr.split())

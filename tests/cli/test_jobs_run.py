@@ -35,10 +35,6 @@ def test_who_stays_waits_in_the_queue_that_is_over(run: JobsRun) -> None:
     assert environment_of(stored, stays=True).config.run.duration == "365d"
     with pytest.raises(UsageError, match="finished all that there was to do"):
         environment_of(stored)
-
-
-def test_one_of_another_mode_is_not_waited_in(run: JobsRun) -> None:
-    run.finish()
     assert _queue_before(run.folder.parent, "another") is None
 
 
@@ -47,7 +43,4 @@ def test_another_head_goes_on_with_a_queue_by_jobs_run(run: JobsRun) -> None:
     assert go_on_command(run.folder) == f"python -m orchestrator jobs run --run-dir {runs}"
     (runs / "20261127-010203-0b76" / "jobs").mkdir(parents=True)
     assert f"run --resume {RUN_ID} " in go_on_command(run.folder), "that is not the newest"
-
-
-def test_a_command_about_jobs_names_the_run_by_its_option(run: JobsRun) -> None:
     assert f"jobs results --run {RUN_ID} " in command_for(run.folder, "jobs", "results")

@@ -38,49 +38,36 @@ def service(
     home: Path, systemctl: str, *arguments: str, verb: tuple[str, ...] = ("up", NODE)
 ) -> subprocess.CompletedProcess[str]:
     tool = home / "bin" / "systemctl"
-    tool.parent.mkdir(exist_ok=True)
+    tool.parent.mkdir()
     tool.write_text(systemctl)
     tool.chmod(0o700)
-    path = f"{tool.parent}:/usr/bin:/bin"
-    config = ("--config", str(config_of(home)))
-    return orchestrator(
-        *verb, "--service", *config, *arguments, HOME=str(home), PATH=path, XDG_CONFIG_HOME=""
-    )
+    config = (
+        home / "cluster.yaml"
+    )  # of the reference pair, in which pc2 has the name of these tests
+    config.write_text((ROOT / "cluster.yaml").read_text().replace("pc2", NODE))
+    places = {"HOME": str(home), "PATH": f"{tool.parent}:/usr/bin:/bin", "XDG_CONFIG_HOME": ""}
+    return orchestrator(*verb, "--service", "--config", str(config), *arguments, **places)
 
 
-def config_of(home: Path) -> Path:
-    """Return the reference pair's file, in which pc2 has the name of these tests."""
-    path = home / "cluster.yaml"
-    path.write_text((ROOT / "cluster.yaml").read_text().replace("pc2", NODE))
-    return path
+def command_of(unit: Path) -> list[str]:
+    (line,) = [line for line in unit.read_text().splitlines() if line.startswith("ExecStart=")]
+    return shlex.split(line.removeprefix("ExecStart="))
 
 
 def test_the_unit_is_written_enabled_started_and_explained(home: Path) -> None:
     done = service(home, CONTENT, *HEAD, "--set", f"nodes.{NODE}.workers=1")
     assert done.returncode == 0, done.stderr
     unit = home / ".config" / "systemd" / "user" / f"orchestrator-{NODE}.service"
-    (line,) = [line for line in unit.read_text().splitlines() if line.startswith("ExecStart=")]
-    assert shlex.split(line.removeprefix("ExecStart=")) == [
+    assert command_of(unit) == [
         *(sys.executable, "-m", "orchestrator", "up", NODE, "--exec", "--stay"),
         *("--config", str(home / "cluster.yaml"), "--set", f"nodes.{NODE}.workers=1", *HEAD),
     ]
     asked = (home / "bin" / "systemctl.asked").read_text().splitlines()
-    assert [words.split()[1] for words in asked] == [
-        "show-environment",
-        "stop",
-        "daemon-reload",
-        "enable",
-        "start",
-    ]
-    assert str(unit) in done.stdout
-    assert unit.read_text() in done.stdout
-    for command in (
-        "journalctl --user",
-        "systemctl --user stop",
-        "disable --now",
-        "loginctl enable-linger",
-    ):
-        assert command in done.stdout
+    verbs = ["show-environment", "stop", "daemon-reload", "enable", "start"]
+    assert [words.split()[1] for words in asked] == verbs
+    stops = ("systemctl --user stop", "disable --now", "loginctl enable-linger")
+    for words in (str(unit), unit.read_text(), "journalctl --user", *stops):
+        assert words in done.stdout
 
 
 def test_without_systemd_nothing_is_written_and_a_command_told(home: Path) -> None:
@@ -114,8 +101,7 @@ def test_a_queue_is_worked_off_by_a_unit_of_its_own(home: Path) -> None:
     done = service(home, CONTENT, *runs, "--local", verb=("jobs", "run"))
     assert done.returncode == 0, done.stderr
     unit = home / ".config" / "systemd" / "user" / "orchestrator-jobs.service"
-    (line,) = [line for line in unit.read_text().splitlines() if line.startswith("ExecStart=")]
-    assert shlex.split(line.removeprefix("ExecStart=")) == [
+    assert command_of(unit) == [
         *(sys.executable, "-m", "orchestrator", "jobs", "run", "--stay"),
         *("--config", str(home / "cluster.yaml"), *runs, "--local"),
     ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +12,17 @@ import pytest
 from orchestrator.config.schema import NodeConfig
 from orchestrator.core.fleet import NodeAnswer
 from orchestrator.core.placement import Missing, Refusal
-from orchestrator.doctor import checks_here
-from orchestrator.doctor.checks_cluster import Cluster, check_cluster
-from orchestrator.doctor.checks_here import Here
-from orchestrator.doctor.checks_machine import Machine, check_machine
-from orchestrator.doctor.finding import Finding, Verdict, checked, exit_code
+from orchestrator.doctor import checks
+from orchestrator.doctor.checks import (
+    OF_CLUSTER,
+    OF_HERE,
+    OF_MACHINE,
+    Cluster,
+    Here,
+    Machine,
+    found_by,
+)
+from orchestrator.doctor.report import Finding, Verdict
 from tests.factories import CPU_TORCH, CUDA_TORCH, REFERENCE, card_facts, laptop, workstation, wsl
 from workers.host.facts import Holder, MachineFacts, TorchFacts
 from workers.units import GIB
@@ -25,8 +30,8 @@ from workers.units import GIB
 OK, SKIP, WARN, FAIL = Verdict.OK, Verdict.SKIP, Verdict.WARN, Verdict.FAIL
 
 
-def examine(facts: MachineFacts) -> list[Finding]:
-    return check_machine(Machine(facts=facts))
+def examine(facts: MachineFacts, **known: Any) -> list[Finding]:
+    return found_by(OF_MACHINE, Machine(facts=facts, **known))
 
 
 def only(findings: list[Finding], check: str) -> Finding:
@@ -44,14 +49,13 @@ def test_a_good_machine_with_a_card_is_all_right() -> None:
 
 def test_a_machine_without_a_card_is_told_that_nothing_is_wrong() -> None:
     findings = examine(laptop())
-    assert exit_code(findings) == 0
     found = only(findings, "card")
     assert found.verdict is WARN
     assert "no NVIDIA card in this PC. Nothing is wrong" in found.found
     assert found.fix == "python -m orchestrator run --rehearse --duration 1"
     assert found.hint is not None
     assert "a PC with an NVIDIA card, its driver and a torch for CUDA" in found.hint
-    assert [finding for finding in findings if finding.verdict is WARN] == [found]
+    assert [finding for finding in findings if finding.verdict in {WARN, FAIL}] == [found]
 
 
 WORKERS = tuple(
@@ -89,7 +93,6 @@ TI = card_facts(
             "torch", FAIL, "built for CUDA 13.0, but driver 550.54 runs CUDA up to 12.4",
             "sudo ubuntu-drivers install && sudo reboot",
         ),
-        (workstation(driver_cuda=(12, 2)), "torch", OK, "sees the card", None),
         (
             workstation(torch=replace(CUDA_TORCH, available=False, error="CUDA unknown error")),
             "torch", FAIL, "CUDA unknown error", "sudo rmmod nvidia_uvm && sudo modprobe nvidia_uvm",
@@ -122,7 +125,6 @@ TI = card_facts(
         ),
         (laptop(cpu_governors=()), "cpu_governor", SKIP, "does not report it", None),
         (workstation(), "driver", OK, "580.65.06, runs CUDA up to 13.0, answers for 1 card", None),
-        (laptop(), "torch", OK, "2.13.0+cpu, built for the processor", None),
         (laptop(torch=CUDA_TORCH), "torch", OK, "2.13.0+cu128, built for CUDA 12.8", None),
         (workstation(cards=(card_facts(used_bytes=21 * GIB, holders=WORKERS),)), "vram", OK, "ray::Worker", None),
         (
@@ -177,17 +179,8 @@ def test_mps_is_asked_for_and_may_not_be_there(
     config = REFERENCE.model_copy(
         update={"workers": REFERENCE.workers.model_copy(update={"mps": mps})}
     )
-    found = only(check_machine(Machine(facts=facts, config=config)), "mps")
+    found = only(examine(facts, config=config), "mps")
     assert (found.verdict, found.fix) == (verdict, fix)
-
-
-def test_one_lost_card_does_not_hide_the_other() -> None:
-    findings = [
-        found
-        for found in examine(workstation(card_errors=("card 1 is lost",)))
-        if found.check == "card"
-    ]
-    assert [found.verdict for found in findings] == [FAIL, OK]
 
 
 @pytest.mark.parametrize(
@@ -196,7 +189,7 @@ def test_one_lost_card_does_not_hide_the_other() -> None:
 def test_the_disk_of_run_folders(
     monkeypatch: pytest.MonkeyPatch, free_bytes: int | None, verdict: Verdict
 ) -> None:
-    monkeypatch.setattr(checks_here, "free_bytes", lambda _: free_bytes)
+    monkeypatch.setattr(checks, "free_bytes", lambda _: free_bytes)
     assert here()["disk"].verdict is verdict
 
 
@@ -206,13 +199,6 @@ def test_every_failure_says_what_to_do() -> None:
     failures = [found for found in examine(broken) if found.verdict is FAIL]
     assert len(failures) >= 4
     assert all(found.fix or found.hint for found in failures)
-
-
-def test_no_finding_names_a_package_index() -> None:
-    """Which index pip asks is the user's own setting."""
-    for facts in (laptop(pci_cards=1), workstation(torch=CPU_TORCH), wsl(driver_cuda=(11, 0))):
-        text = " ".join(f"{found.found} {found.hint} {found.fix}" for found in examine(facts))
-        assert not re.search(r"p[y]pi|download\.|index-u[r]l|https?:", text)
 
 
 PC1 = REFERENCE.nodes["pc1"]
@@ -250,28 +236,24 @@ def test_a_plan_against_the_machine(
 
 def plan_of(plan: NodeConfig, facts: MachineFacts, *, is_sure: bool = True) -> list[Finding]:
     config = REFERENCE.model_copy(update={"nodes": {"pc1": plan}})
-    machine = Machine(facts=facts, config=config, name="pc1", is_sure=is_sure)
-    return [found for found in check_machine(machine) if found.check == "plan"]
+    found = examine(facts, config=config, name="pc1", is_sure=is_sure)
+    return [finding for finding in found if finding.check == "plan"]
 
 
 def test_a_card_with_too_little_room_for_the_plan_is_said() -> None:
     used = card_facts(used_bytes=3 * GIB, holders=(WORKER, replace(WORKER, name="game")))
     facts = workstation(cards=(used,))
     assert only(examine(facts), "vram").verdict is OK
-    found = only(check_machine(Machine(facts=facts, config=REFERENCE, name="pc1")), "vram")
+    found = only(examine(facts, config=REFERENCE, name="pc1"), "vram")
     assert found.verdict is WARN
     assert "20.56 GiB free of 23.56; its workers want 23.10; held by" in found.found
 
 
-def test_a_machine_that_may_be_another_one_is_only_warned() -> None:
-    (found,) = plan_of(PC1, laptop(), is_sure=False)
-    assert found.verdict is WARN
-    assert found.found.endswith("(if this PC is meant)")
-
-
-def test_a_plan_that_does_not_fit_says_what_would() -> None:
-    found = plan_of(PC1, workstation(cards=(SMALL_CARD,)))[0]
-    assert found.hint == "in cluster.yaml: at most 2 workers, or vram_per_worker_gib <= 1.08"
+def test_a_plan_that_does_not_fit_says_what_would_and_only_warns_of_another_machine() -> None:
+    facts = workstation(cards=(SMALL_CARD,))
+    sure, doubtful = (plan_of(PC1, facts, is_sure=is_sure)[0] for is_sure in (True, False))
+    assert sure.hint == "in cluster.yaml: at most 2 workers, or vram_per_worker_gib <= 1.08"
+    assert (doubtful.verdict, doubtful.found) == (WARN, f"{sure.found} (if this PC is meant)")
 
 
 def answer(name: str | None = "pc1", **changes: Any) -> NodeAnswer:
@@ -284,9 +266,9 @@ def answer(name: str | None = "pc1", **changes: Any) -> NodeAnswer:
 
 
 def nodes(*answers: NodeAnswer, missing: tuple[Refusal, ...] = ()) -> dict[str, Finding]:
-    found = check_cluster(
-        Cluster(config=REFERENCE, address="192.168.1.10:6379", missing=missing, answers=answers)
-    )
+    address = "192.168.1.10:6379"
+    cluster = Cluster(config=REFERENCE, address=address, missing=missing, answers=answers)
+    found = found_by(OF_CLUSTER, cluster)
     return {f"{finding.node}/{finding.check}": finding for finding in found}
 
 
@@ -390,5 +372,5 @@ def test_a_port_that_is_taken_is_said() -> None:
 
 def here(*, is_cluster: bool = False, **cluster: object) -> dict[str, Finding]:
     config = REFERENCE.model_copy(update={"cluster": REFERENCE.cluster.model_copy(update=cluster)})
-    found = checked(checks_here.CHECKS, Here(config=config, is_cluster=is_cluster))
+    found = found_by(OF_HERE, Here(config=config, is_cluster=is_cluster))
     return {finding.check: finding for finding in found}

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from rich.cells import cell_len
 
-from orchestrator.doctor.finding import Finding, fail, ok, skip, warn
-from orchestrator.doctor.report import Diagnosis, diagnosis_json, diagnosis_lines
+from orchestrator.cli.printing import drawn
+from orchestrator.doctor.report import Diagnosis, Finding, fail, ok, skip, warn
 
 LONG = "ORCHESTRATOR_NODE=pc2 RAY_AUTH_MODE=token ray start --address=192.168.1.10:6379 --labels=node=pc2 --num-cpus=12"
+WORDS = " ".join(["word"] * 60)
 
 
 def diagnosis(*findings: Finding, **changes: bool) -> Diagnosis:
@@ -18,16 +17,15 @@ def diagnosis(*findings: Finding, **changes: bool) -> Diagnosis:
     return Diagnosis(where="this machine (laptop)", findings=findings, **facts)
 
 
-def drawn(found: Diagnosis, width: int | None = 80) -> list[str]:
-    return [line.plain for line in diagnosis_lines(found, width)]
+def lines_of(found: Diagnosis, width: int | None = 80) -> list[str]:
+    return [line.plain for line in drawn(found.parts(), width)]
 
 
 def test_the_worst_comes_first_and_each_verdict_is_a_word() -> None:
     found = [
         make("x", check=name) for name, make in zip("abcd", (ok, skip, warn, fail), strict=True)
     ]
-    lines = drawn(diagnosis(*found))
-    assert [line.split()[:2] for line in lines[3:7]] == [
+    assert [line.split()[:2] for line in lines_of(diagnosis(*found))[3:7]] == [
         ["FAIL", "d"],
         ["WARN", "c"],
         ["OK", "a"],
@@ -36,22 +34,17 @@ def test_the_worst_comes_first_and_each_verdict_is_a_word() -> None:
 
 
 def test_words_are_broken_at_the_width_and_commands_never() -> None:
-    lines = drawn(
-        diagnosis(fail(" ".join(["word"] * 60), hint="on pc2", fix=LONG, node="pc1", check="ray"))
-    )
+    found = diagnosis(fail(WORDS, hint="on pc2", fix=LONG, node="pc1", check="ray"))
+    lines = lines_of(found)
     at = lines.index(f"type: {LONG}")
     assert lines[at - 1].endswith("word; on pc2")
     assert any(line.startswith("pc1 ray: word word") for line in lines)
     assert all(cell_len(line) <= 80 for line in lines if LONG not in line)
-
-
-def test_without_a_terminal_no_line_is_broken() -> None:
-    words = " ".join(["word"] * 60)
-    assert any(line.endswith(words) for line in drawn(diagnosis(ok(words)), width=None))
+    assert f"pc1 ray: {WORDS}; on pc2" in lines_of(found, None), "without a terminal"
 
 
 def test_hostile_words_cannot_steer_the_terminal() -> None:
-    text = "\n".join(drawn(diagnosis(warn("held by \x1b[2J\r\nevil", hint="\x07", fix="a\x1bb"))))
+    text = "\n".join(lines_of(diagnosis(warn("by \x1b[2J\r\nevil", hint="\x07", fix="a\x1bb"))))
     assert not any(ord(char) < 32 for char in text.replace("\n", ""))
 
 
@@ -68,16 +61,12 @@ def test_hostile_words_cannot_steer_the_terminal() -> None:
 def test_the_last_line_says_what_to_do_next(
     findings: list[Finding], changes: dict[str, bool], words: str
 ) -> None:
-    lines = drawn(diagnosis(*findings, **changes), width=None)
-    assert words in lines[-1]
+    assert words in lines_of(diagnosis(*findings, **changes), None)[-1]
 
 
 def test_the_json_is_flat_and_complete() -> None:
-    report = json.loads(
-        diagnosis_json(diagnosis(ok("x", check="a"), fail("y", hint="h", fix="f", check="b")))
-    )
-    assert report == {
-        "schema": 1,
+    found = diagnosis(ok("x", check="a"), fail("y", hint="h", fix="f", check="b"))
+    assert found.to_json() == {
         "where": "this machine (laptop)",
         "is_cluster": False,
         "exit_code": 1,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import math
 from dataclasses import replace
 
@@ -63,7 +62,7 @@ def test_hostile_text_is_one_harmless_line() -> None:
     said += [view.summary_line(queue), *view.job_lines(hostile, (), queue)]
     said += view.results_csv(queue).splitlines()
     assert all(line.isprintable() for line in said)
-    (job,) = json.loads(view.object_text(view.queue_object(queue)))["jobs"]
+    (job,) = view.queue_object(queue)["jobs"]
     assert (job["job_metric"], job["job_best"]) == (None, None)
 
 

@@ -1,34 +1,36 @@
-"""What is wrong with one machine: its cards and their driver, torch, Ray, and the plan.
+"""What is wrong with one machine, with a running cluster as a whole, and with this PC as the one on
+which a run is typed.
 
-Pure: facts in, findings out. A check is one function and its line in `CHECKS`. Does not cover nodes
-against each other (`checks_cluster`) nor the token, port and disk of this PC (`verb`).
+A check is one function that yields findings, and its line in `OF_MACHINE`, `OF_CLUSTER` or
+`OF_HERE`. Those of machines and clusters are pure: facts in, findings out. Those of this PC look
+themselves, and change nothing. Does not cover what the cluster offers to Ray
+(`placement.refusals`).
 """
 
 from __future__ import annotations
 
+import os
 import re
+import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import MappingProxyType
-from typing import Final, TypeAlias
+from typing import Final, TypeVar
 
 from orchestrator.config.capacity import budget_bytes, card_total_gib, overbooked, workers_per_card
 from orchestrator.config.gpu_specs import PROFILES, match_profile, profile_of
 from orchestrator.config.schema import Config, NodeConfig
-from orchestrator.doctor.finding import (
-    Finding,
-    Verdict,
-    checked,
-    dotted,
-    fail,
-    ok,
-    skip,
-    versions,
-    warn,
-)
+from orchestrator.core.fleet import NodeAnswer
+from orchestrator.core.node_commands import node_command
+from orchestrator.core.placement import Refusal
+from orchestrator.doctor.report import Finding, Verdict, fail, ok, skip, warn
 from orchestrator.view.phrases import counted
 from workers.host.facts import Holder, MachineFacts
-from workers.units import GIB
+from workers.host.machine import free_bytes
+from workers.units import GIB, MIB
+
+_Subject = TypeVar("_Subject")
 
 #: As in pyproject.toml.
 _LEAST_RAY = (2, 56)
@@ -38,10 +40,24 @@ _MUCH_USED = 0.15
 #: Their powersave follows the load; that of the other drivers pins the lowest clock (kernel.org,
 #: intel_pstate.rst).
 _CLEVER_DRIVERS = ("intel_pstate", "amd-pstate-epp")
+_LITTLE_DISK_BYTES: Final = 1 * GIB
+_NO_DISK_BYTES: Final = 64 * MIB
+
+#: Those of Ray's workers, and those from which Linux takes the ports that Ray picks at random.
+_RAY_PORTS = "10002:19999,32768:60999"
 
 _INSTALL_DRIVER = "sudo ubuntu-drivers install && sudo reboot"
 _RESTART_WSL = "wsl --shutdown"
 _NEW_FILE = "python -m orchestrator init --output mine.yaml"
+
+
+def found_by(
+    checks: Mapping[str, Callable[[_Subject], Iterable[Finding]]], subject: _Subject
+) -> list[Finding]:
+    """Return what some checks find on a machine or cluster, with their names."""
+    return [
+        replace(finding, check=name) for name, check in checks.items() for finding in check(subject)
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,11 +75,6 @@ class Machine:
     def plan(self) -> NodeConfig | None:
         """What is planned for it, as far as it is known."""
         return None if self.config is None else self.config.nodes.get(self.name or "")
-
-
-def check_machine(machine: Machine) -> list[Finding]:
-    """Return what there is to say about one machine."""
-    return checked(CHECKS, machine)
 
 
 def _card(machine: Machine) -> Iterator[Finding]:
@@ -108,7 +119,9 @@ def _driver(machine: Machine) -> Iterator[Finding]:
     facts = machine.facts
     error = facts.nvml_error
     if error is None:
-        cuda = "" if facts.driver_cuda is None else f", runs CUDA up to {dotted(facts.driver_cuda)}"
+        cuda = (
+            "" if facts.driver_cuda is None else f", runs CUDA up to {_dotted(facts.driver_cuda)}"
+        )
         yield ok(f"{facts.driver}{cuda}, answers for {counted(len(facts.cards), 'card')}")
     elif "mismatch" in error.lower():
         found = f"{error}: the driver was updated while it was in use"
@@ -187,7 +200,9 @@ def _torch(machine: Machine) -> Iterator[Finding]:
         return
     target = "the processor" if torch.cuda is None else f"CUDA {torch.cuda}"
     built = f"{torch.version}, built for {target}"
-    runs = "" if facts.driver_cuda is None else f" (this driver: up to {dotted(facts.driver_cuda)})"
+    runs = (
+        "" if facts.driver_cuda is None else f" (this driver: up to {_dotted(facts.driver_cuda)})"
+    )
     if not facts.visible_cards:
         yield ok(built)
     elif torch.cuda is None:
@@ -197,10 +212,10 @@ def _torch(machine: Machine) -> Iterator[Finding]:
             f"{runs}",
             fix="python -m pip uninstall torch",
         )
-    elif facts.driver_cuda is not None and versions(torch.cuda)[:1] > facts.driver_cuda[:1]:
+    elif facts.driver_cuda is not None and _numbers(torch.cuda)[:1] > facts.driver_cuda[:1]:
         yield fail(
             f"{built}, but driver {facts.driver or 'in use'} runs CUDA up to "
-            f"{dotted(facts.driver_cuda)}",
+            f"{_dotted(facts.driver_cuda)}",
             hint=f"install a newer driver, or a torch built for CUDA {facts.driver_cuda[0]}; under "
             "WSL2 the driver is the one of Windows",
             fix=_RESTART_WSL if facts.is_wsl else _INSTALL_DRIVER,
@@ -224,7 +239,7 @@ def _kernels(facts: MachineFacts) -> Finding | None:
         capability = card.compute_capability
         if capability and kernels and not any(_runs(kernel, capability) for kernel in kernels):
             return fail(
-                f"{card.name} has compute capability {dotted(capability)}; this torch has kernels "
+                f"{card.name} has compute capability {_dotted(capability)}; this torch has kernels "
                 f"for {' '.join(kernels)}",
                 hint="remove it, then install a torch that knows the card: newer for a new card, "
                 "older for an old one",
@@ -243,10 +258,10 @@ def _runs(kernel: str, capability: tuple[int, int]) -> bool:
 
 
 def _ray(machine: Machine) -> Iterator[Finding]:
-    ray, least = machine.facts.ray, dotted(_LEAST_RAY)
+    ray, least = machine.facts.ray, _dotted(_LEAST_RAY)
     if ray is None:
         yield fail("is not installed in this Python", fix="make setup")
-    elif versions(ray) < _LEAST_RAY:
+    elif _numbers(ray) < _LEAST_RAY:
         found = f"{ray} is too old; {least} or newer is needed, the same on every PC"
         yield fail(found, fix="make setup")
     else:
@@ -347,11 +362,20 @@ def _plan_on_processor(node: str, plan: NodeConfig, facts: MachineFacts) -> Iter
         )
 
 
-_Check: TypeAlias = Callable[[Machine], Iterable[Finding]]
+def _numbers(version: str | None) -> tuple[int, ...]:
+    """Return the leading numbers of a version: (2, 13, 0) of `2.13.0+cpu`; none of what is no
+    version.
+    """
+    leading = re.match(r"\d+(\.\d+)*", version or "")
+    return tuple(map(int, leading[0].split("."))) if leading else ()
 
-#: What is checked on each machine, by the name in the report. A new check is one function, and its
-#: line here.
-CHECKS: Final[Mapping[str, _Check]] = MappingProxyType(
+
+def _dotted(version: Sequence[int]) -> str:
+    """Return the numbers of a version as it is written: `12.8`."""
+    return ".".join(map(str, version))
+
+
+OF_MACHINE: Final[Mapping[str, Callable[[Machine], Iterable[Finding]]]] = MappingProxyType(
     {
         "card": _card,
         "driver": _driver,
@@ -364,3 +388,175 @@ CHECKS: Final[Mapping[str, _Check]] = MappingProxyType(
         "plan": _plan,
     }
 )
+"""What is checked on each machine, by the name in the report."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """A running cluster, and what is planned for it."""
+
+    config: Config
+    address: str
+    """`host:port` of the head."""
+    missing: Sequence[Refusal]
+    """As `placement.refusals` says."""
+    answers: Sequence[NodeAnswer]
+    """One for each live node."""
+
+
+def _nodes(cluster: Cluster) -> Iterator[Finding]:
+    config = cluster.config
+    for refusal in cluster.missing:
+        yield fail(
+            refusal.text,
+            hint=f"on {refusal.node}",
+            fix=node_command(config, refusal.node, cluster.address).line,
+            node=refusal.node,
+        )
+    if not cluster.missing:
+        planned = counted(len(config.nodes), "planned node")
+        yield ok(f"{planned} there, with the CPUs and GPUs planned")
+    for answer in cluster.answers:
+        if answer.name is None:
+            yield warn(
+                f"the node at {answer.address} has no label, so no worker is placed on it",
+                hint="end its Ray there (ray stop) and start it with what `up` prints for one of: "
+                f"{', '.join(config.nodes)}",
+                fix=f"python -m orchestrator up {next(iter(config.nodes))}",
+                node=answer.title,
+            )
+        elif answer.name not in config.nodes:
+            found = f"cluster.yaml has no node {answer.name}, so no worker is placed on it"
+            yield warn(found, node=answer.title)
+
+
+def _answer(cluster: Cluster) -> Iterator[Finding]:
+    for answer in cluster.answers:
+        if answer.facts is None:
+            yield fail(
+                f"gave no answer: {answer.error or 'no reason given'}",
+                hint="is this project installed there, in the same version, in the Python that "
+                "Ray was started with?",
+                fix="make setup",
+                node=answer.title,
+            )
+
+
+def _network(cluster: Cluster) -> Iterator[Finding]:
+    ports = f"{cluster.config.cluster.port},{_RAY_PORTS}"
+    for answer in cluster.answers:
+        if answer.facts is not None and not answer.unreachable:
+            yield ok("reaches every other node", node=answer.title)
+        elif answer.unreachable:
+            shut = ", ".join(answer.unreachable)
+            hosts = ", ".join(sorted({door.rpartition(":")[0] for door in answer.unreachable}))
+            yield fail(
+                f"cannot reach {shut}; a firewall, or an address that only the other side can use",
+                hint=f"on {hosts}, let {answer.title} in (this is ufw's way); a PC with several "
+                "networks needs nodes.<name>.host",
+                fix=f"sudo ufw allow proto tcp from {answer.address} to any port {ports}",
+                node=answer.title,
+            )
+
+
+def _versions(cluster: Cluster) -> Iterator[Finding]:
+    """Yield where nodes differ in what must or should be the same."""
+    known = [(one.title, one.facts) for one in cluster.answers if one.facts is not None]
+    versions: dict[str, Callable[[MachineFacts], str | None]] = {
+        "Python": lambda facts: ".".join(facts.python.split(".")[:2]),
+        "Ray": lambda facts: facts.ray,
+        "this project": lambda facts: facts.project,
+        "torch": lambda facts: (facts.torch.version or "none").split("+")[0],
+    }
+    is_alike = True
+    for what, version in versions.items():
+        if len({version(facts) for _, facts in known}) > 1:
+            is_alike = False
+            has = ", ".join(f"{title} has {version(facts) or 'none'}" for title, facts in known)
+            yield (warn if what == "torch" else fail)(f"{what} differs: {has}", fix="make setup")
+    if is_alike and len(known) > 1:
+        yield ok("the same on every node: Python, Ray, torch, this project")
+
+
+OF_CLUSTER: Final[Mapping[str, Callable[[Cluster], Iterable[Finding]]]] = MappingProxyType(
+    {"nodes": _nodes, "answer": _answer, "network": _network, "versions": _versions}
+)
+"""What is checked on a cluster as a whole."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Here:
+    """This PC, and what it needs to know to start a run."""
+
+    config: Config | None
+    is_cluster: bool
+    """Whether a cluster is up: it asks for the token, and its head has the port."""
+
+
+def _disk(here: Here) -> Iterator[Finding]:
+    """Yield whether the disk has room for run folders, which this PC alone gets."""
+    free = free_bytes("." if here.config is None else here.config.run.dir)
+    if free is None:
+        yield skip("the free space of the run folders' disk is unknown")
+        return
+    found = f"{free / GIB:.1f} GiB free where run folders go"
+    hint, fix = "or choose another disk: --set run.dir=/some/where", "du -xh -d2 ~ | sort -h"
+    if free < _NO_DISK_BYTES:
+        yield fail(f"{found}: a run could not be recorded", hint=hint, fix=fix)
+    elif free < _LITTLE_DISK_BYTES:
+        yield warn(f"{found}; a long run takes up to 1 GiB", hint=hint, fix=fix)
+    else:
+        yield ok(found)
+
+
+def _token(here: Here) -> Iterator[Finding]:
+    """Look for the user's token as Ray does, the variable first, then the file, never into it."""
+    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    if here.config is not None and here.config.cluster.auth == "none":
+        yield warn(
+            "switched off (cluster.auth: none): any program that reaches the head's port may run "
+            "code on these PCs",
+            hint="set cluster.auth: token, end every node and start it with what `up` prints",
+        )
+    elif os.environ.get("RAY_AUTH_TOKEN"):
+        yield ok("in the environment (RAY_AUTH_TOKEN)")
+    elif (mode := _mode(path)) is not None:
+        found = f"{path} can be read by other users of this PC"
+        yield warn(found, fix=f"chmod 600 {path}") if mode & 0o077 else ok(f"{path}, for you alone")
+    elif here.is_cluster:
+        yield fail(f"there is none in {path}", hint="copy that file from the head; mode 600")
+    else:
+        hint = "do what `python -m orchestrator up NODE` prints"
+        yield skip("none yet; a cluster needs one", hint=hint)
+
+
+def _mode(path: Path) -> int | None:
+    try:
+        return path.stat().st_mode
+    except OSError:
+        return None
+
+
+def _port(here: Here) -> Iterator[Finding]:
+    """Try whether a head could listen on this machine."""
+    if here.config is None or here.is_cluster:
+        return
+    port = here.config.cluster.port
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            yield warn(
+                f"{port} is taken; a head on this PC could not listen there",
+                hint="end that program, or set cluster.port",
+                fix=f"sudo ss -ltnp 'sport = :{port}'",
+            )
+        else:
+            yield ok(f"{port} is free for a head on this PC")
+
+
+OF_HERE: Final[Mapping[str, Callable[[Here], Iterable[Finding]]]] = MappingProxyType(
+    {"disk": _disk, "token": _token, "port": _port}
+)
+"""What is checked on this PC alone."""
