@@ -28,7 +28,7 @@ PLANTED = {
     "Layers of the head": [
         ("orchestrator/doctor/report.py", "orchestrator.cli.loading"),
         ("orchestrator/run/terminal.py", "orchestrator.lab.burn"),
-        ("orchestrator/lab/burn.py", "orchestrator.doctor.finding"),
+        ("orchestrator/lab/burn.py", "orchestrator.doctor.report"),
         ("orchestrator/view/notify/digest.py", "orchestrator.lab.burn"),
         ("orchestrator/view/web/guard.py", "orchestrator.lab.tune.results"),
         ("orchestrator/view/cells.py", "orchestrator.run.terminal"),

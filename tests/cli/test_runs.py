@@ -14,13 +14,11 @@ import pytest
 
 from orchestrator.cli.printing import drawn
 from orchestrator.cli.runs import report_json, report_text, runs_parts
-from orchestrator.errors import UsageError
 from orchestrator.jobs.journal import QUEUE_NAME
 from orchestrator.record.folders import find_run, list_runs
 from orchestrator.record.model import Snapshot
 from orchestrator.record.store import STORE_NAME, RunStore
 from orchestrator.record.summary import summary_dict, write_summary
-from orchestrator.view.curves import write_curves
 from orchestrator.view.terminal import plain_text
 from tests.cli.conftest import Command
 from tests.factories import FACTS, STARTED_UNIX_S, event, make_row, make_snapshot, record
@@ -294,7 +292,7 @@ def test_a_name_that_is_too_long_is_refused_in_words(command: Command, typed: li
     assert "internal error" not in done.stderr
 
 
-def make_run(folder: Path, losses: list[float | None]) -> Path:
+def make_run(folder: Path, losses: list[float | None]) -> None:
     """Make a run of two slots, sampled each second; one of them trains, if there are losses."""
     store = RunStore(folder / RUN_ID / STORE_NAME)
     store._path.parent.mkdir(parents=True)
@@ -309,35 +307,27 @@ def make_run(folder: Path, losses: list[float | None]) -> Path:
         figures = {"step": 2, "validation_loss": 2.5, "kind": "text", "worker_at_unix_s": 1.0}
         store.event({**event(name="evaluated", **figures), "slot": "pc1/0"})
         store.commit()
-    return folder / RUN_ID
 
 
-def test_a_csv_has_each_step_once_with_its_validation(tmp_path: Path) -> None:
-    folder = make_run(tmp_path, [None, 4.0, 3.9, 3.0, 3.0])
-    (written,) = write_curves(folder, tmp_path / "out")
-    assert written == str(tmp_path / "out" / "pc1-0" / "curves.csv")
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["pc1-0"]
-    with (tmp_path / "out" / "pc1-0" / "curves.csv").open(encoding="utf-8") as file:
-        lines = list(csv.DictReader(file))
+def test_a_csv_has_each_step_once_with_its_validation(command: Command, nowhere: Path) -> None:
+    make_run(nowhere / "runs", [None, 4.0, 3.9, 3.0, 3.0])
+    done = command("report", "latest", "--curves", "out")
+    assert (done.returncode, done.stdout) == (0, "out/pc1-0/curves.csv\n")
+    assert [path.name for path in Path("out").iterdir()] == ["pc1-0"]
+    lines = list(csv.DictReader(Path("out/pc1-0/curves.csv").read_text().splitlines()))
     assert [(line["step"], line["loss"], line["validation_loss"]) for line in lines] == [
         ("1", "4.0", ""),
         ("2", "3.0", "2.5"),
     ]
     assert float(lines[0]["at_unix_s"]) == STARTED_UNIX_S + 2
-    assert set(lines[0]) == {"step", "at_unix_s", "loss", "validation_loss"}
-
-
-def test_a_run_without_training_has_no_curves(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=f"run {RUN_ID} has no optimiser step"):
-        list(write_curves(make_run(tmp_path, []), tmp_path / "out"))
-    assert not (tmp_path / "out").exists()
-
-
-def test_the_verb_prints_each_file(nowhere: Path, command: Command) -> None:
-    make_run(nowhere / "runs", [1.0, 0.5])
-    done = command("report", "latest", "--curves", "out")
-    assert done.returncode == 0
-    assert done.stdout.startswith("out/pc1-0/curves.csv\n")
     both = command("report", "latest", "--curves", "out", "--json")
     assert (both.returncode, only_object(both.stdout)["outcome"]) == (2, "failed")
     assert "exclude each other" in both.stdout
+
+
+def test_a_run_without_training_has_no_curves(command: Command, nowhere: Path) -> None:
+    make_run(nowhere / "runs", [])
+    done = command("report", "--curves", "out")
+    assert done.returncode == 2
+    assert f"run {RUN_ID} has no optimiser step" in " ".join(done.stderr.split())
+    assert not Path("out").exists()
