@@ -166,9 +166,12 @@ def test_the_verb_forgets_all_and_says_how_many(limits: Command, three: LimitSto
     assert three.all(time.time()) == ()
 
 
-def test_a_damaged_store_holds_nothing_and_is_cleared(limits: Command, three: LimitStore) -> None:
+def test_a_damaged_store_is_refused_and_cleared(limits: Command, three: LimitStore) -> None:
     three.path.write_bytes(b"\0" * 100)
-    assert "nothing is learned yet" in limits().stdout
+    damaged = limits()
+    assert damaged.returncode == 2
+    assert f"{three.path} is damaged" in damaged.stderr
+    assert "limits --clear" in damaged.stderr
     assert "nothing to forget" in limits("--clear").stdout
     assert json.loads(three.path.read_text()) == {}
 
