@@ -35,16 +35,15 @@ class Problem:
     """What may be typed instead; `None` when nothing can be listed."""
 
     def __str__(self) -> str:
-        source = _shortened(self.source)
-        place = source if self.line is None else f"{source}:{self.line}"
-        parts = [place, self.text] if self.key is None else [place, _shortened(self.key), self.text]
-        sentence = ": ".join(parts)
+        place = _shortened(self.source) + ("" if self.line is None else f":{self.line}")
+        parts = (place, self.key and _shortened(self.key), _shortened(self.text, 400))
+        sentence = ": ".join(part for part in parts if part)
         return one_line(sentence if self.valid is None else f"{sentence}; valid: {self.valid}")
 
 
-def _shortened(typed: str) -> str:
+def _shortened(typed: str, most: int = 200) -> str:
     """Return what the user typed, without its middle if it is too long for a sentence."""
-    return typed if len(typed) <= 200 else f"{typed[:120]}…{typed[-60:]}"
+    return typed if len(typed) <= most else f"{typed[: most * 2 // 3]}…{typed[-most // 4 :]}"
 
 
 class OrchestratorError(Exception):

@@ -17,8 +17,7 @@ def scripted_card(number: int = 1, **changes: Any) -> dict[str, Any]:
 
     Its memory is full, so that a rehearsal stays on the processor. Other keys: `lost`, `fails` (key:
     NVML's error, such as no_permission; `set_power_limit_w` for setting), `throttle` (a sum of
-    `Throttle`), `margin_c` and `slowdown_tlimit_c` (as Ada tells), `ecc_enabled`, `ecc_errors`,
-    `remapped_rows`, `xids` (numbers), `reserved_bytes`, `compute_mode`, `persistence_mode`.
+    `Throttle`), `margin_c` and `slowdown_tlimit_c` (as Ada tells), `reserved_bytes`.
     """
     return {
         "name": "NVIDIA GeForce RTX 3090",
@@ -32,18 +31,14 @@ def scripted_card(number: int = 1, **changes: Any) -> dict[str, Any]:
         "power_w": 341,
         "power_average_w": 320,
         "power_limit_w": 350,
-        "power_limit_default_w": 350,
         "power_limit_w_range": [100, 366],
         "memory_offset_mhz": 0,
         "memory_offset_mhz_range": [-2000, 6000],
         "sm_clock_mhz": 1740,
-        "sm_clock_max_mhz": 2100,
         "memory_clock_mhz": 9751,
         "utilisation_pct": 97,
         "throttle": 0x4,  # at its power limit, as a busy card is
         "fan_pct": 60,
-        "pcie_generation": 4,
-        "pcie_lanes": 16,
         "processes": [{"pid": None, "used_bytes": 2**30}],
         **changes,
     }

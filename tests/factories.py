@@ -295,11 +295,6 @@ def card_facts(**changes: Any) -> CardFacts:
         total_bytes=round(23.56 * GIB),
         used_bytes=round(0.3 * GIB),
         compute_capability=(8, 6),
-        cores=10496,
-        max_sm_clock_mhz=2100,
-        max_memory_clock_mhz=9751,
-        bus_width_bits=384,
-        power_limit_w=350.0,
         persistence=True,
         display=False,
     )
@@ -310,15 +305,12 @@ def laptop(**changes: Any) -> MachineFacts:
     """A PC without a card on which everything is right."""
     plain = MachineFacts(
         hostname="laptop",
-        system="linux",
-        kernel="6.8.0-52-generic",
         is_wsl=False,
         python="3.11.7",
         ray="2.60.0",
         project="0.1.0",
         cores_logical=16,
         cores_physical=8,
-        ram_total_bytes=32 * GIB,
         ram_available_bytes=24 * GIB,
         nvml_error="NVML Shared Library Not Found",
         pci_cards=0,
@@ -346,7 +338,6 @@ def workstation(**changes: Any) -> MachineFacts:
 def wsl(**changes: Any) -> MachineFacts:
     """The same PC under WSL2."""
     own = {
-        "kernel": "5.15.167.4-microsoft-standard-WSL2",
         "is_wsl": True,
         "pci_cards": None,
         "cpu_governors": (),

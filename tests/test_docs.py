@@ -118,24 +118,21 @@ def slices(spec: WorkerSpec, count: int) -> list[Report]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("budget_mib", "batch", "count"), [(256, 128, 1), (64, 16_384, 3)], ids=["fits", "does not"]
-)
 def test_the_example_workload_runs_and_survives_a_batch_that_does_not_fit(
-    in_child: InChild, make_spec: MakeSpec, budget_mib: int, batch: int, count: int
+    in_child: InChild, make_spec: MakeSpec
 ) -> None:
     memory = {"floor_bytes": 2**20, "size_floor": 64}
     spec = make_spec(
-        budget_bytes=budget_mib * 2**20, name="mlp_workload:Mlp", size=256, batch=batch, **memory
+        budget_bytes=64 * 2**20, name="mlp_workload:Mlp", size=256, batch=16_384, **memory
     )
-    reports: list[Report] = in_child(slices, spec, count)
+    reports: list[Report] = in_child(slices, spec, 3)
     assert all(report.verdict is Verdict.OK and report.error is None for report in reports), reports
     last = reports[-1]
     assert last.state is WorkerState.RUNNING
     assert last.counts.steps_ok >= 1
     assert last.counts.work_flop > 0
-    failed = sum(report.counts.steps_oom for report in reports)
-    assert (failed == 0, last.size == 256) == ((True, True) if count == 1 else (False, False))
+    assert sum(report.counts.steps_oom for report in reports) > 0
+    assert last.size < 256
 
 
 def test_the_documented_example_is_the_file() -> None:
@@ -278,13 +275,6 @@ def test_the_first_two_documents_stay_short(document: str, most: int) -> None:
     assert len(text_of(ROOT / document).splitlines()) <= most
 
 
-def test_the_glossary_stays_short() -> None:
-    (glossary,) = re.findall(
-        r"^## Glossary\n(.*?)^## ", text_of(ROOT / "ARCHITECTURE.md"), re.DOTALL | re.MULTILINE
-    )
-    assert len(re.findall(r"^\| (?!word|---)", glossary, re.MULTILINE)) <= 15
-
-
 def test_every_module_and_configuration_key_named_in_prose_exists() -> None:
     """In backticks, in documents and in the docstrings and comments of the product."""
     missing = {
@@ -407,12 +397,15 @@ def names_a_module(name: str) -> bool:
     home, _, last = dotted.rpartition(".")
     return any(
         f".{module}".endswith(f".{dotted}")
-        or (
-            f".{module}".endswith(f".{home}")
-            and re.search(rf"\b{last}\b", text_of(path)) is not None
-        )
+        or (f".{module}".endswith(f".{home}") and last in words_of(path))
         for module, path in modules().items()
     )
+
+
+@cache
+def words_of(path: Path) -> frozenset[str]:
+    """Return the words of a file."""
+    return frozenset(re.findall(r"\w+", text_of(path)))
 
 
 @cache

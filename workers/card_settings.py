@@ -13,8 +13,8 @@ import json
 import os
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, suppress
-from dataclasses import asdict, dataclass, replace
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -89,29 +89,30 @@ class WantedSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Change:
-    """A setting of one card before, and what it is set to, in NVML's own numbers."""
-
-    key: str
-    uuid: str
-    before: int
-    set_to: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Record:
-    """What one process has changed, or was about to."""
+    """A setting of one card before, and what it is set to, in NVML's own numbers: a file, from
+    before it is set until it is put back.
+    """
 
     node: str
     host: str
     """A home folder may be shared by machines."""
     pid: int
     started: str | None
-    """When the process began, as `processes.start_time` reports it."""
-    changes: tuple[_Change, ...]
+    """When the process that sets it began, as `processes.start_time` reports it."""
+    key: str
+    uuid: str
+    before: int
+    set_to: int
 
     @property
     def path(self) -> Path:
-        return _folder() / f"{self.host}-{self.pid}.json"
+        name = f"{self.host}-{self.pid}-{self.uuid}-{self.key}.json"
+        return _folder() / name.replace("/", "-")
+
+    @property
+    def is_left(self) -> bool:
+        """Whether the process was killed before it put this back."""
+        return not is_alive(self.pid, self.started)
 
 
 def set_cards(wanted: WantedSettings) -> tuple[str, ...]:
@@ -126,50 +127,37 @@ def set_cards(wanted: WantedSettings) -> tuple[str, ...]:
     """
     pynvml.nvmlInit()
     with _one_at_a_time():
-        lines = tuple(_put_back_left())
-        for other in _records():
+        lines = _all_put_back(lambda change: change.is_left)
+        for other in _changes():
             raise CardSettingError(
                 f"{wanted.node}: another run has set the cards of this PC (process {other.pid}); "
                 "try again when it has ended"
             )
-        record = _Record(
-            node=wanted.node,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            started=start_time(os.getpid()),
-            changes=tuple(_planned(wanted)),
-        )
-        replace_whole(record.path, json.dumps(asdict(record)))
+        changes = tuple(_planned(wanted))
         try:
-            return (*lines, *(_apply(wanted.node, change) for change in record.changes))
-        except CardSettingError:
-            _put_back(record)
+            for change in changes:
+                replace_whole(change.path, json.dumps(asdict(change)))
+            return (*lines, *map(_apply, changes))
+        except (CardSettingError, OSError):
+            _all_put_back(lambda change: change in changes)
             raise
 
 
 def put_back_own() -> tuple[str, ...]:
     """Put back what this process has set; return what was done, and what could not be."""
     with _one_at_a_time():
-        own = [record for record in _records() if record.pid == os.getpid()]
-        return tuple(line for record in own for line in _put_back(record))
+        return _all_put_back(lambda change: change.pid == os.getpid() and not change.is_left)
 
 
 def put_back_left() -> tuple[str, ...]:
     """Put back what processes that were killed have left on this machine; return what was done."""
-    if not any(not is_alive(record.pid, record.started) for record in _records()):
+    if not any(change.is_left for change in _changes()):
         return ()
     try:
         with opened(), _one_at_a_time():
-            return tuple(_put_back_left())
+            return _all_put_back(lambda change: change.is_left)
     except (OSError, pynvml.NVMLError) as error:
         return (f"what a run that was killed has set on cards cannot be put back: {error}",)
-
-
-def _put_back_left() -> Iterator[str]:
-    for record in _records():
-        if not is_alive(record.pid, record.started):
-            for line in _put_back(record):
-                yield f"left by a run that was killed: {line}"
 
 
 def _folder() -> Path:
@@ -180,15 +168,13 @@ def _one_at_a_time() -> AbstractContextManager[None]:
     return locked(_folder() / "lock", _LOCK_S)
 
 
-def _records() -> Iterator[_Record]:
-    """Yield the records of this machine; what is no record is left alone."""
+def _changes() -> Iterator[_Change]:
+    """Yield what is to be put back on this machine; a file that holds no such thing is left alone."""
     for path in sorted(_folder().glob("*.json")):
-        with suppress(OSError, ValueError, TypeError, KeyError):
-            told = json.loads(read_small(path, _MOST_BYTES))
-            changes = tuple(_Change(**change) for change in told.pop("changes"))
-            record = _Record(**told, changes=changes)
-            if record.host == socket.gethostname():
-                yield record
+        with suppress(OSError, ValueError, TypeError):
+            change = _Change(**json.loads(read_small(path, _MOST_BYTES)))
+            if change.host == socket.gethostname() and change.key in _SETTINGS:
+                yield change
 
 
 def _planned(wanted: WantedSettings) -> Iterator[_Change]:
@@ -200,14 +186,10 @@ def _planned(wanted: WantedSettings) -> Iterator[_Change]:
             value = getattr(wanted, key)
             if value is None:
                 continue
-            try:
+            with _refusal(wanted.node, f"the {setting.title} of card {card}"):
                 handle = find_card(card).handle
                 name, uuid = pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetUUID(handle)
                 before, (least, most) = setting.read(handle), setting.bounds(handle)
-            except pynvml.NVMLError as error:
-                raise CardSettingError(
-                    f"{wanted.node}: the {setting.title} of card {card} cannot be set: {error}"
-                ) from None
             set_to = round(setting.per_unit * value)
             if not least <= set_to <= most:
                 raise CardSettingError(
@@ -215,59 +197,63 @@ def _planned(wanted: WantedSettings) -> Iterator[_Change]:
                     f"{least / setting.per_unit:g} to {setting.words(most)}"
                 )
             if set_to != before:
-                yield _Change(key=key, uuid=str(uuid), before=int(before), set_to=set_to)
+                yield _Change(
+                    node=wanted.node,
+                    host=socket.gethostname(),
+                    pid=os.getpid(),
+                    started=start_time(os.getpid()),
+                    key=key,
+                    uuid=str(uuid),
+                    before=int(before),
+                    set_to=set_to,
+                )
 
 
-def _apply(node: str, change: _Change) -> str:
-    """Set one card, read it back, and return a sentence that says so."""
-    setting, now = _SETTINGS[change.key], None
-    try:
+def _apply(change: _Change) -> str:
+    """Set one card, and return a sentence that says so."""
+    setting = _SETTINGS[change.key]
+    with _refusal(change.node, f"the {setting.title} of card {change.uuid}"):
         handle = find_card(change.uuid).handle
-        name = f"{node}'s {pynvml.nvmlDeviceGetName(handle)}"
+        name = f"{change.node}'s {pynvml.nvmlDeviceGetName(handle)}"
         setting.write(handle, change.set_to)
-        now = setting.read(handle)
+        now, before = setting.words(setting.read(handle)), setting.words(change.before)
+    return f"{name}: {setting.title} {now} until the run ends (before: {before})"
+
+
+@contextmanager
+def _refusal(node: str, what: str) -> Iterator[None]:
+    """Turn an error of NVML into a sentence about `what` is to be set."""
+    try:
+        yield
     except pynvml.NVMLError as error:
         advice = ""
         if error.value == pynvml.NVML_ERROR_NO_PERMISSION:
             advice = f"; only root may: start Ray as root on {node}, or leave out this setting"
-        raise CardSettingError(
-            f"{node}: the {setting.title} of card {change.uuid} cannot be set: {error}{advice}"
-        ) from None
-    if now != change.set_to:
-        raise CardSettingError(
-            f"{name} was given a {setting.title} of {setting.words(change.set_to)} and has "
-            f"{setting.words(now)}"
-        )
+        raise CardSettingError(f"{node}: {what} cannot be set: {error}{advice}") from None
+
+
+def _all_put_back(which: Callable[[_Change], bool]) -> tuple[str, ...]:
+    return tuple(line for change in _changes() if which(change) for line in _put_back(change))
+
+
+def _put_back(change: _Change) -> Iterator[str]:
+    """Put back one setting and forget it, unless it is still to be put back; yield what was done."""
+    setting = _SETTINGS[change.key]
     before = setting.words(change.before)
-    return f"{name}: {setting.title} {setting.words(now)} until the run ends (before: {before})"
-
-
-def _put_back(record: _Record) -> list[str]:
-    """Put back what a record says, last things first, and forget it unless something is still to be
-    put back.
-    """
-    lines, left = [], []
-    for change in reversed(record.changes):
-        setting = _SETTINGS[change.key]
-        where = f"{record.node}: the {setting.title} of card {change.uuid}"
-        try:
-            handle = find_card(change.uuid).handle
-            now = setting.read(handle)
-            if now == change.set_to != change.before:
-                setting.write(handle, change.before)
-                lines.append(f"{where} is back at {setting.words(change.before)}")
-            elif now != change.before:
-                lines.append(f"{where} stays at {setting.words(now)}, which another program set")
-        except pynvml.NVMLError as error:
-            if error.value != pynvml.NVML_ERROR_NOT_FOUND:  # the card is not in this PC any more
-                left.append(change)
-                before = setting.words(change.before)
-                lines.append(
-                    f"{where} is not back at {before}: {error}; type as root: "
-                    "python -m orchestrator stop"
-                )
-    if left:
-        replace_whole(record.path, json.dumps(asdict(replace(record, changes=tuple(left)))))
-    else:
-        record.path.unlink(missing_ok=True)
-    return lines
+    where = f"{change.node}: the {setting.title} of card {change.uuid}"
+    if change.is_left:
+        where = f"left by a run that was killed: {where}"
+    try:
+        handle = find_card(change.uuid).handle
+        now = setting.read(handle)
+        if now == change.set_to != change.before:
+            setting.write(handle, change.before)
+            yield f"{where} is back at {before}"
+        elif now != change.before:
+            yield f"{where} stays at {setting.words(now)}, which another program set"
+    except pynvml.NVMLError as error:
+        if error.value != pynvml.NVML_ERROR_NOT_FOUND:  # the card is not in this PC any more
+            fix = "type as root: python -m orchestrator stop"
+            yield f"{where} is not back at {before}: {error}; {fix}"
+            return
+    change.path.unlink(missing_ok=True)

@@ -45,7 +45,7 @@ class SensorReading:
     """The sensors of one card at one moment, or of a computer without one. `None`: unknown."""
 
     temperature_c: float | None = None
-    """Of the die; of the processor package on a computer without a card."""
+    """Of the die; of the processor on a computer without a card."""
     margin_c: float | None = None
     """How much warmer the die may get before the hardware slows itself down."""
     memory_temperature_c: float | None = None
@@ -53,7 +53,6 @@ class SensorReading:
     power_w: float | None = None
     power_limit_w: float | None = None
     sm_clock_mhz: int | None = None
-    sm_clock_max_mhz: int | None = None
     memory_clock_mhz: int | None = None
     utilisation_pct: float | None = None
     """Share of the last moment in which any kernel ran."""
@@ -62,16 +61,6 @@ class SensorReading:
     throttle_pct: float | None = None
     """Share of the samples of the last minute in which one of `THROTTLE_ALARMS` was set."""
     fan_pct: float | None = None
-    pcie_generation: int | None = None
-    pcie_lanes: int | None = None
-    ecc_errors: int | None = None
-    """Uncorrected, since the driver was loaded; only where the product has ECC."""
-    remapped_rows: int | None = None
-    """Rows of the VRAM replaced after uncorrectable errors; only where the product can."""
-    xid: int | None = None
-    """Number of the last Xid error that the driver told this process of."""
-    process_used_bytes: int | None = None
-    """Bytes of the card held by this process; not reported under WSL2 and WDDM."""
     of_processor: bool = False
     """Whether this is a computer without a card: temperatures that are hot for a card are normal
     for it.

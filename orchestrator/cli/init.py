@@ -64,9 +64,8 @@ def write_config(output: str, *, force: bool) -> Iterator[str]:
 
 
 def template() -> str:
-    """Return the cluster.yaml that comes with the program.
-
-    The one in the user's folder may have been changed.
+    """Return the cluster.yaml that comes with the program; in a clone, that of the clone, which the
+    user may have changed.
     """
     return resources.files("orchestrator").joinpath("cluster.yaml").read_text(encoding="utf-8")
 

@@ -17,10 +17,6 @@ from workers.units import GIB
 #: of 150 planned workers each gets 66 steps, and 151 of those fit.
 MAX_WORKERS_PER_CARD = 100
 
-#: Of all nodes together. The head asks each worker about once a second. Without a bound, a file of
-#: a few KiB could plan millions of workers.
-MAX_WORKERS = 10_000
-
 #: Edge of the square matrices where neither the workload nor the node says: the 3070 guide's size.
 DEFAULT_SIZE = 4096
 
@@ -67,8 +63,7 @@ def overbooked(node: NodeConfig) -> Overbooked | None:
         return None
     where = f"a {node.gpu}" if node.gpus else "its memory"
     asked = f"{shared_by} workers" if shared_by > 1 else "1 worker"
-    if node.gpus > 1:
-        asked = f"{asked} on the fullest of {node.gpus} cards"
+    asked += f" on the fullest of {node.gpus} cards" if node.gpus > 1 else ""
     text = (
         f"{asked} x {node.vram_per_worker_gib:.10g} GiB = {shared_by * each_bytes / GIB:.10g} GiB, "
         f"but {node.memory_fraction:.10g} of the {total_gib:.10g} GiB of {where} is "

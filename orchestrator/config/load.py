@@ -18,9 +18,7 @@ from orchestrator.config.schema import Config
 from orchestrator.config.validation import validated
 from orchestrator.config.yaml_source import (
     KeyPath,
-    Place,
     YamlSource,
-    cut,
     listed,
     read_yaml_file,
     read_yaml_text,
@@ -66,10 +64,10 @@ def _with_override(source: YamlSource, typed: str) -> YamlSource:
         raise refusal(name, "is not KEY=VALUE", valid)
     path = _path_of(words, source.data)
     data = _put(source.data, path, override_value(text, name, path), name)
-    place: Place = (name, None)
-    kept = {key: old for key, old in source.places.items() if key[: len(path)] != path}
-    made = {path[:length]: place for length in range(1, len(path)) if path[:length] not in kept}
-    return replace(source, data=data, places={**kept, **made, path: place})
+    places = {key: old for key, old in source.places.items() if key[: len(path)] != path}
+    for length in range(1, len(path)):
+        places.setdefault(path[:length], (name, None))
+    return replace(source, data=data, places={**places, path: (name, None)})
 
 
 def override_value(text: str, name: str, path: KeyPath) -> object:
@@ -89,33 +87,24 @@ def override_value(text: str, name: str, path: KeyPath) -> object:
 
 
 def _path_of(words: Sequence[str], data: object) -> KeyPath:
-    """Return the key path of dotted `words`.
-
-    A key that itself holds dots (`pc1.lan`) is found if it exists.
-    """
-    path: list[str] = []
-    rest = list(words)
-    while rest:
-        keys = data if isinstance(data, dict) else {}
-        length = next((n for n in range(len(rest), 1, -1) if ".".join(rest[:n]) in keys), 1)
-        path.append(".".join(rest[:length]))
-        data = keys.get(path[-1])
-        rest = rest[length:]
-    return tuple(path)
+    """Return the key path of dotted `words`; a node's name may hold dots itself (`pc1.lan`)."""
+    nodes = data.get("nodes") if isinstance(data, dict) and words[0] == "nodes" else None
+    if isinstance(nodes, dict):
+        for end in range(len(words), 2, -1):
+            if (name := ".".join(words[1:end])) in nodes:
+                return ("nodes", name, *words[end:])
+    return tuple(words)
 
 
 def _put(data: object, path: KeyPath, value: object, name: str, done: KeyPath = ()) -> object:
     """Return `data` with `value` at `path`; what lies beside the path is shared, not copied."""
     if not path:
         return value
-    here = ".".join(done)
     if data is not None and not isinstance(data, dict):
-        raise refusal(
-            name, f"{cut(here) or 'the file'} holds a single value or a list, no keys", None
-        )
+        here = ".".join(done) or "the file"
+        raise refusal(name, f"{here} holds a single value or a list, no keys", None)
     branch: dict[str, object] = data or {}
     if done == ("nodes",) and path[0] not in branch:
-        raise refusal(
-            name, f"there is no node {cut(path[0])}", listed(branch) or "no node is configured"
-        )
+        valid = listed(branch) or "no node is configured"
+        raise refusal(name, f"there is no node {path[0]}", valid)
     return {**branch, path[0]: _put(branch.get(path[0]), path[1:], value, name, (*done, path[0]))}

@@ -49,18 +49,14 @@ def notify_urls(settings: NotifyConfig) -> tuple[str, ...]:
 
 
 def _from_file(path: Path) -> list[str]:
-    name = shlex.quote(str(path))
     try:
         status = path.stat()
         if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
-            what = (
-                f"other users can read or change {path}, and addresses are secrets; type: "
-                f"chmod 600 {name}"
-            )
-            raise UsageError(one_line(f"notify.urls_file: {what}"))
+            what = f"other users can read or change {path}, and addresses are secrets"
+            fix = f"chmod 600 {shlex.quote(str(path))}"
+            raise UsageError(one_line(f"notify.urls_file: {what}; type: {fix}"))
         lines = [line.strip() for line in read_small(path, _MOST_BYTES).splitlines()]
     except (OSError, UnicodeDecodeError) as failure:
-        raise UsageError(
-            one_line(f"notify.urls_file: {path} cannot be read: {failure}")
-        ) from failure
+        told = f"notify.urls_file: {path} cannot be read: {failure}"
+        raise UsageError(one_line(told)) from failure
     return [line for line in lines if line and not line.startswith("#")]

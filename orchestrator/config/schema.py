@@ -6,7 +6,7 @@ sums (`core.placement`). The reason for each number is in the commented cluster.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -19,17 +19,20 @@ from workers.training.settings import TrainSettings
 _DAY_S = 86_400
 _MINUTE_S = 60.0
 
-#: What `yaml_source.MAX_VALUES` has room for when every key is written out, as `dump_config` does.
-MAX_NODES = 1000
+MAX_NODES = 100
 
 _HOST = r"(?:[A-Za-z0-9](?:[A-Za-z0-9.-]{0,251}[A-Za-z0-9])?|\[[0-9A-Fa-f:.]{2,45}\])"
 
 Share: TypeAlias = Annotated[float, Field(gt=0, le=1)]
 Seconds: TypeAlias = Annotated[float, Field(gt=0, le=_DAY_S)]
 Gib: TypeAlias = Annotated[float, Field(gt=0, le=4096)]
+Mib: TypeAlias = Annotated[float, Field(gt=0, le=1_048_576)]
+Count: TypeAlias = Annotated[int, Field(ge=1, le=1_000_000)]
 #: Edge of a square matrix; beyond 2^20 a single fp16 matrix is 2 TiB.
 Size: TypeAlias = Annotated[int, Field(ge=1, le=1_048_576)]
 Dtype: TypeAlias = Literal["fp32", "tf32", "fp16", "bf16"]
+Host: TypeAlias = Annotated[str, Field(pattern=rf"^{_HOST}$")]
+PathText: TypeAlias = Annotated[str, Field(min_length=1, max_length=1024)]
 Severity: TypeAlias = Literal["critical", "warning", "info"]
 ComputeShareMode: TypeAlias = Literal["duty", "none"]
 VALID_NODE_NAME = "1 to 63 of a-z, 0-9, - _ . that begin and end with a letter or digit"
@@ -57,21 +60,20 @@ def _printable(text: str) -> str:
     return text
 
 
-def _duration(value: Any) -> Any:  # noqa: ANN401  # before validation it may be anything
+def _duration(value: object) -> object:
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise ValueError(f"this is not a duration; valid: {VALID_DURATION}")  # noqa: TRY004  # pydantic's protocol
     parse_duration(value)
     return value
 
 
-def _or_off(value: Any) -> Any:  # noqa: ANN401  # before validation it may be anything
+def _or_off(value: object) -> object:
     """Read `off` as `None`; YAML 1.1 reads an unquoted `off` as false."""
     return None if value is False or value == "off" else value
 
 
-def _interval(value: Any) -> Any:  # noqa: ANN401  # before validation it may be anything
-    value = _or_off(value)
-    if value is not None and parse_duration(_duration(value)) < _MINUTE_S:
+def _interval(value: float | str | None) -> float | str | None:
+    if value is not None and parse_duration(value) < _MINUTE_S:
         raise ValueError(
             f"this is shorter than a minute; valid: {VALID_DURATION}, at least a minute, or off"
         )
@@ -88,6 +90,10 @@ def _no_address(text: str) -> str:
     return text
 
 
+#: As typed: minutes, or text with units. Code reads the property in seconds beside it.
+Duration: TypeAlias = Annotated[
+    float | str, BeforeValidator(_duration), Field(description=VALID_DURATION)
+]
 #: `None` is off.
 Celsius: TypeAlias = Annotated[
     Annotated[float, Field(gt=-50, lt=150)] | None,
@@ -139,19 +145,12 @@ class NodeConfig(_Section):
     """`None` means the workload's."""
     vram_gib: Gib | None = None
     """Overrides what the card's profile says; on a node without cards, what its workers share."""
-    host: (
-        Annotated[str, Field(pattern=rf"^{_HOST}$", description="an IP address or a host name")]
-        | None
-    ) = None
+    host: Annotated[Host | None, Field(description="an IP address or a host name")] = None
     """How other PCs reach this one; `None` leaves the choice to Ray."""
     power_limit_w: Annotated[float, Field(gt=0, le=10_000)] | None = None
-    """Set for the length of a run by `run --apply-power-limit` only; `None` keeps the card's own
-    limit.
-    """
+    """Set by `run --apply-power-limit` only; `None` keeps the card's own."""
     memory_offset_mhz: Annotated[int, Field(ge=-10_000, le=10_000)] | None = None
-    """Set for the length of a run by `run --apply-power-limit --yes-really` only; `None` keeps the
-    card's own.
-    """
+    """Set by `run --apply-power-limit --yes-really` only; `None` keeps the card's own."""
 
 
 class WorkersConfig(_Section):
@@ -193,7 +192,7 @@ class MemoryConfig(_Section):
     remember: bool = True
     first_fraction: Share = 0.20
     retry_reduction: Annotated[float, Field(gt=0, lt=1)] = 0.10
-    floor_mib: Annotated[float, Field(gt=0, le=1_048_576)] = 100.0
+    floor_mib: Mib = 100.0
     size_decay: Annotated[float, Field(gt=0, lt=1)] = 0.7
     size_floor: Size = 256
     batch_step: Annotated[int, Field(ge=0, le=1_048_576)] = 16
@@ -235,10 +234,7 @@ class VerifyConfig(_Section):
 class RunConfig(_Section):
     """How long, how often, and when to give up."""
 
-    duration: Annotated[
-        float | str, BeforeValidator(_duration), Field(description=VALID_DURATION)
-    ] = 5.0
-    """As typed: minutes, or text with units. Code reads `duration_s`."""
+    duration: Duration = 5.0
     slice_s: Annotated[float, Field(gt=0, le=60)] = 1.0
     min_success_rate: Annotated[float, Field(ge=0, le=1)] = 0.95
     hang_timeout_s: Seconds = 60.0
@@ -246,16 +242,14 @@ class RunConfig(_Section):
     start_timeout_s: Seconds = 120.0
     restart_backoff_s: Seconds = 1.0
     restart_backoff_max_s: Seconds = 60.0
-    max_deaths: Annotated[int, Field(ge=1, le=1_000_000)] = 5
+    max_deaths: Count = 5
     death_window_s: Seconds = 300.0
-    max_workload_errors: Annotated[int, Field(ge=1, le=1_000_000)] = 5
-    leak_flag_mib: Annotated[float, Field(gt=0, le=1_048_576)] | None = 256.0
-    leak_limit_mib: Annotated[float, Field(gt=0, le=1_048_576)] | None = 1024.0
+    max_workload_errors: Count = 5
+    leak_flag_mib: Mib | None = 256.0
+    leak_limit_mib: Mib | None = 1024.0
     stop_grace_s: Annotated[float, Field(ge=0, le=_DAY_S)] = 10.0
     dir: Annotated[
-        str,
-        Field(min_length=1, max_length=1024, description="a folder, made if it is not there"),
-        AfterValidator(_printable),
+        PathText, AfterValidator(_printable), Field(description="a folder, made if it is not there")
     ] = "runs"
     report: bool = False
 
@@ -289,24 +283,17 @@ class NotifyConfig(_Section):
     Addresses are secrets and stand in a file of their own.
     """
 
-    urls_file: (
-        Annotated[
-            str,
-            Field(
-                min_length=1,
-                max_length=1024,
-                description="a file with an address a line, which only you can read",
-            ),
-            AfterValidator(_no_address),
-        ]
-        | None
-    ) = None
+    urls_file: Annotated[
+        Annotated[PathText, AfterValidator(_no_address)] | None,
+        Field(description="a file with an address a line, which only you can read"),
+    ] = None
     every: Annotated[
-        float | str | None,
-        BeforeValidator(_interval),
+        Duration | None,
+        BeforeValidator(_or_off),
+        AfterValidator(_interval),
         Field(description=f"{VALID_DURATION}, or off"),
     ] = "10m"
-    """As typed; `None` sends no statuses. Code reads `every_s`."""
+    """`None` sends no statuses."""
     severity: Severity = "warning"
 
     @property
@@ -318,10 +305,8 @@ class NotifyConfig(_Section):
 class TuneConfig(_Section):
     """How `tune` measures, and what it chooses by."""
 
-    budget: Annotated[
-        float | str, BeforeValidator(_duration), Field(description=VALID_DURATION)
-    ] = "15m"
-    """As typed; `--budget` and the length of a rehearsal go before it. Code reads `budget_s`."""
+    budget: Duration = "15m"
+    """`--budget` and the length of a rehearsal go before it."""
     resolve: Annotated[float, Field(gt=0, le=0.5)] = 0.02
     """A share of the speed: differences of at most this count as none."""
     confidence: Annotated[float, Field(ge=0.5, le=0.999)] = 0.95

@@ -14,14 +14,7 @@ from dataclasses import asdict, dataclass
 import yaml
 
 from orchestrator.config.capacity import overbooked
-from orchestrator.config.gpu_specs import (
-    Advice,
-    GpuProfile,
-    advice_for,
-    by_formula,
-    key_of,
-    match_profile,
-)
+from orchestrator.config.gpu_specs import Advice, GpuProfile, by_formula, key_of, match_profile
 from orchestrator.config.schema import NodeConfig
 from orchestrator.errors import one_line
 from workers.host.facts import CardFacts, MachineFacts
@@ -35,6 +28,9 @@ _BESIDE = 4
 
 #: In the template: what is true of that PC alone.
 _HERE = "Here: "
+_WRITTEN = "#\n# Written by `python -m orchestrator init` for:"
+#: Its nodes: all up to the next line that is not indented.
+_NODES = re.compile(r"(?m)^nodes:.*\n((?:(?: .*)?\n)*)")
 
 #: Of free RAM, for all workers on a processor together; each as large as a rehearsal needs at most.
 _RAM_SHARE = 0.5
@@ -73,52 +69,61 @@ def choose(facts: MachineFacts, host: str | None = None) -> NodeChoice:
 
 
 def render(template: str, nodes: Mapping[str, NodeChoice], port: int | None = None) -> str:
-    """Return the cluster.yaml that comes with the program (`template`) with these nodes by name,
-    the head first.
+    """Return the configuration in `template` with these nodes in place of its own, the head first.
 
-    `port` is where the head listens; `None` keeps the usual one.
+    What stands outside of `nodes` stays as it is. `port` is where the head listens; `None` keeps
+    that of the template.
     """
     if port is not None:
         template = re.sub(r"(?m)^  port: .*$", f"  port: {port}", template, count=1)
-    before, _, rest = template.partition("\nnodes:\n")
-    block, _, after = rest.partition("\nworkload:\n")
+    before, block, after = _NODES.split(template, maxsplit=1)
     header, _, cluster = before.partition("\n\n")
-    explained = [line for line in block.split("\n  pc2:")[0].splitlines()[1:] if _HERE not in line]
-    keys = [line for line in explained if "#" not in line]
-    lines = [header, "#", "# Written by `python -m orchestrator init` for:"]
+    lines = [header.partition(f"\n{_WRITTEN}")[0], _WRITTEN]
     lines += [one_line(f"#   {name}: {choice.summary}") for name, choice in nodes.items()]
-    lines += ["", cluster, "nodes:"]
+    lines += ["", f"{cluster}nodes:"]
+    comments = _comments(block)
     for name, choice in nodes.items():
-        lines += _node(name, choice, explained)
-        explained = keys  # the first node explains them
-    return "\n".join([*lines, "", "workload:", after])
+        lines += _node(name, choice, comments)
+        comments = {}  # the first node explains the keys
+    return "\n".join([*lines, "", after])
 
 
-def _node(name: str, choice: NodeChoice, lines: Sequence[str]) -> Iterator[str]:
-    """Yield a node: the keys in `lines` with its values, and the reasons for them."""
+def _comments(block: str) -> dict[str, list[str]]:
+    """Return the comments above each key of a node, where a node has them first."""
+    comments: dict[str, list[str]] = {}
+    above: list[str] = []
+    for line in block.splitlines():
+        key, colon, _ = line.strip().partition(":")
+        if line.strip().startswith("#"):
+            above += [] if _HERE in line else [line]
+        elif colon:
+            comments.setdefault(key, above)
+            above = []
+    return comments
+
+
+def _node(name: str, choice: NodeChoice, comments: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    """Yield a node: its keys with their values, and the reasons for them."""
     yield f"  {_scalar(name)}:"
-    for line in lines:
-        key = line.strip().partition(":")[0]
-        if key.startswith("#"):
-            yield line
-            continue
+    for key, value in choice.config:
+        yield from comments.get(key, ())
         if key in choice.reasons:
             yield one_line(f"    # {_HERE}{choice.reasons[key]}")
-        yield f"    {key}: {_scalar(getattr(choice.config, key))}"
+        yield f"    {key}: {_scalar(value)}"
 
 
 def _with_cards(facts: MachineFacts, cards: Sequence[CardFacts], host: str | None) -> NodeChoice:
     # Every worker of a node has the same budget, so the smallest card sets it.
     card = min(cards, key=lambda card: card.total_bytes)
     profile, *others = {match_profile(each.name, each.total_bytes) for each in cards}
-    known = None if others or profile is None else profile
+    known = None if others else profile
     why_desktop = _why_desktop(facts, cards)
     total_gib = min(card.total_bytes / GIB, _MOST_GIB)
     advice = _advice(known, card, total_gib, is_desktop=why_desktop is not None)
     as_known = known is not None and _fits(known.shown_gib, advice)
     workers = advice.workers * len(cards)
     config = NodeConfig(
-        gpu=key_of(card.name) if known is None else known.key,
+        gpu=key_of(card.name, card.total_bytes),
         gpus=len(cards),
         cpus_per_worker=_cpus_per_worker(facts, workers),
         vram_gib=None if as_known else _floor(total_gib),
@@ -144,22 +149,19 @@ def _with_cards(facts: MachineFacts, cards: Sequence[CardFacts], host: str | Non
 
 def _left_out(facts: MachineFacts, cards: Sequence[CardFacts]) -> str:
     """Say which cards are too small beside the others, and how Ray is kept from them."""
-    others = [card.name for card in facts.visible_cards if card not in cards]
-    if not others:
-        return ""
+    others = ", ".join(card.name for card in facts.visible_cards if card not in cards)
     kept = ",".join(str(card.index) for card in cards)
-    return (
-        f" Too small beside that: {', '.join(others)}; start Ray there with "
-        f"CUDA_VISIBLE_DEVICES={kept}."
-    )
+    start = f"start Ray there with CUDA_VISIBLE_DEVICES={kept}"
+    return f" Too small beside that: {others}; {start}." if others else ""
 
 
 def _advice(
     known: GpuProfile | None, card: CardFacts, total_gib: float, *, is_desktop: bool
 ) -> Advice:
-    advice = None if known is None else advice_for(known.key, is_desktop=is_desktop)
-    if advice is not None and _fits(total_gib, advice):
-        return advice
+    if known is not None:
+        advice = (known.desktop if is_desktop else None) or known.alone
+        if _fits(total_gib, advice):
+            return advice
     return by_formula(total_gib, is_desktop=is_desktop, capability=card.compute_capability)
 
 
@@ -177,10 +179,11 @@ def _why_desktop(facts: MachineFacts, cards: Sequence[CardFacts]) -> str | None:
 
 
 def _without_card(facts: MachineFacts, host: str | None) -> NodeChoice:
-    shared_gib = _RAM_SHARE * facts.ram_available_bytes / GIB
+    free_gib = facts.ram_available_bytes / GIB
     cores = facts.cores_physical or facts.cores_logical
-    workers = max(1, min(cores, int(shared_gib / _LEAST_CPU_WORKER_GIB), _MOST_CPUS))
-    each_gib = max(0.01, min(_MOST_CPU_WORKER_GIB, _floor(shared_gib / workers)))
+    most = int(_RAM_SHARE * free_gib / _LEAST_CPU_WORKER_GIB)
+    workers = max(1, min(cores, most, _MOST_CPUS))
+    each_gib = max(0.01, min(_MOST_CPU_WORKER_GIB, _floor(_RAM_SHARE * free_gib / workers)))
     config = NodeConfig(
         gpu="cpu",
         gpus=0,
@@ -190,7 +193,6 @@ def _without_card(facts: MachineFacts, host: str | None) -> NodeChoice:
         size=2048,
         host=host,
     )
-    free_gib = facts.ram_available_bytes / GIB
     reasons = {
         "gpu": "no NVIDIA card was found: workers run on the processor.",
         "gpus": "with a card: 1, and its name above; or let `init` write a new file then.",

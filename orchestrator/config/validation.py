@@ -16,12 +16,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from orchestrator.config.capacity import (
-    MAX_WORKERS,
-    MAX_WORKERS_PER_CARD,
-    overbooked,
-    workers_per_card,
-)
+from orchestrator.config.capacity import MAX_WORKERS_PER_CARD, overbooked, workers_per_card
 from orchestrator.config.duration import shown
 from orchestrator.config.gpu_specs import PROFILES
 from orchestrator.config.schema import VALID_NODE_NAME, Config, NodeConfig
@@ -93,39 +88,36 @@ def _problem(
     source: YamlSource, model: type[BaseModel], path: KeyPath, errors: Sequence[ErrorDetails]
 ) -> Problem:
     """Return what is wrong at one place, in a sentence of one line."""
-    details, value = errors[0], in_words(errors[0]["input"])
-    kind, section = details["type"], _section(model, path[:-1])
-    fields = {field.alias or name: field for name, field in section.model_fields.items()}
+    details, kind, fields = errors[0], errors[0]["type"], _fields(model, path[:-1])
     if kind == "extra_forbidden":
         keys = sorted(fields)
         return source.problem(path, f"unknown key{nearest(path[-1], keys)}", ", ".join(keys))
-    valid = _description(fields.get(path[-1])) if path else None
     if details["loc"][-1:] == ("[key]",):
         return source.problem(path, "cannot be the name of a node", VALID_NODE_NAME)
+    valid = _description(fields[path[-1]]) if path and path[-1] in fields else None
     if kind == "value_error":
         # Our own validators say after "; valid: " what would be right.
         text, _, own = str(details["ctx"]["error"]).partition("; valid: ")
         return source.problem(path, text, own or valid)
     if kind in {"dict_type", "model_type"}:
-        keys = sorted(_section(model, path).model_fields)
-        valid = valid or f"a mapping with the keys {', '.join(keys)}"
+        valid = valid or f"a mapping with the keys {', '.join(sorted(_fields(model, path)))}"
     said = [_WORDS.get(one["type"], one["msg"]) for one in errors]
     forms = dict.fromkeys(re.sub(r"^.*? should ", "", words) for words in said)
     text = f"{{value}} should {', or '.join(forms)}" if " should " in said[0] else said[0]
-    text = text.replace("{value}", value)
+    text = text.replace("{value}", in_words(details["input"]))
     if kind == "literal_error":
         text += nearest(details["input"], re.findall(r"'([^']*)'", details["ctx"]["expected"]))
     return source.problem(path, text, valid)
 
 
-def _section(model: type[BaseModel], path: KeyPath) -> type[BaseModel]:
-    """Return the model of the section at `path`; names of nodes and numbers of entries in it are
-    passed over.
+def _fields(model: type[BaseModel], path: KeyPath) -> dict[str, FieldInfo]:
+    """Return what may stand in the section at `path`, by key; names of nodes and numbers of entries
+    in the path are passed over.
     """
     for key in path:
         field = model.model_fields.get(key)
         model = (field and _model_in(field.annotation)) or model
-    return model
+    return {field.alias or name: field for name, field in model.model_fields.items()}
 
 
 def _model_in(annotation: object) -> type[BaseModel] | None:
@@ -134,12 +126,11 @@ def _model_in(annotation: object) -> type[BaseModel] | None:
     return next(filter(None, map(_model_in, get_args(annotation))), None)
 
 
-def _description(field: FieldInfo | None) -> str | None:
+def _description(field: FieldInfo) -> str | None:
     """Return the words for what a key may be, also of one that may be null as well."""
-    if field is None or field.description is not None:
-        return field and field.description
-    notes = (note for form in get_args(field.annotation) for note in get_args(form)[1:])
-    return next((note.description for note in notes if isinstance(note, FieldInfo)), None)
+    forms = (note for form in get_args(field.annotation) for note in get_args(form)[1:])
+    notes = (field, *(note for note in forms if isinstance(note, FieldInfo)))
+    return next((note.description for note in notes if note.description), None)
 
 
 def _between_keys(source: YamlSource, config: Config) -> Iterator[Problem]:
@@ -150,11 +141,6 @@ def _between_keys(source: YamlSource, config: Config) -> Iterator[Problem]:
         yield source.problem(("cluster", "head"), text, f"{listed(nodes)}, or null for the first")
     for name, node in nodes.items():
         yield from _node_problems(source, ("nodes", name), node)
-    workers = sum(node.workers for node in nodes.values())
-    if workers > MAX_WORKERS:
-        parts = [("nodes", name, "workers") for name in nodes]
-        text = f"{workers} workers on {len(nodes)} nodes are too many for one head"
-        yield source.problem(("nodes",), text, f"at most {MAX_WORKERS} workers in all", parts)
 
 
 def _node_problems(source: YamlSource, path: KeyPath, node: NodeConfig) -> Iterator[Problem]:

@@ -25,11 +25,9 @@ Place: TypeAlias = tuple[str, int | None]
 MAX_FILE_BYTES = 1024 * 1024
 #: The configuration has four levels; this bounds recursion far below Python's own limit.
 MAX_DEPTH = 32
-#: Keys and values, before and after aliases are expanded. A thousand nodes need about 30,000.
+#: Keys and values, before and after aliases are expanded.
 MAX_VALUES = 50_000
 
-#: Text of the file (a tag, an alias, PyYAML's own words about them) is cut to this in a sentence.
-_LONGEST_QUOTE = 160
 #: Names of nodes in one sentence.
 _MOST_LISTED = 12
 _INIT = "python -m orchestrator init --output "
@@ -87,9 +85,8 @@ def read_text(path: str, usual: str, typed: str, missing: str) -> str:
         inside = f"{typed.removesuffix('PATH')}{path.rstrip('/')}/{usual}"
         raise refusal(path, "is a directory", inside) from None
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        valid = f"{typed} with a file you may read"
-        raise refusal(path, f"cannot be read: {reason}", valid) from None
+        reason = f"cannot be read: {getattr(error, 'strerror', None) or error}"
+        raise refusal(path, reason, f"{typed} with a file you may read") from None
     if len(raw) > MAX_FILE_BYTES:
         raise refusal(path, "is larger than 1 MiB", f"{typed} with a {usual}")
     if b"\0" in raw:
@@ -109,28 +106,30 @@ def read_yaml_text(text: str, name: str, empty: str = _START) -> YamlSource:
     Raises:
         ConfigError: not YAML, empty, or more than the limits of this module.
     """
-    loader: _Loader | None = None
+    line: int | None = None
     try:
-        loader = _Loader(text, name)
-        root = loader.get_single_node()
+        reader = _Reader(text, name)
+        try:
+            root = reader.get_single_node()
+        finally:
+            line = reader.line + 1
     except yaml.YAMLError as error:
         raise _syntax_refusal(error, text, name) from None
     except (ValueError, OverflowError):
         # PyYAML hands an escape such as "\UFFFFFFFF" and the digits of %YAML to Python as they are.
-        line = None if loader is None else loader.line + 1
         reason = "is not YAML: an escape or a version number in it is too large"
         valid = "characters up to \\U0010FFFF, and no %YAML line"
         raise refusal(name, reason, valid, line) from None
     if root is None:
         raise refusal(name, "is empty", empty)
-    walk = _Walk(name)
-    return YamlSource(name=name, data=walk.value(root, ()), places=walk.places)
+    return YamlSource(name=name, data=reader.plain(root), places=reader.places)
 
 
-class _Loader(yaml.SafeLoader):
-    """Composes nodes within `MAX_DEPTH` and `MAX_VALUES`; dates and `=` are text.
+class _Reader(yaml.SafeLoader):
+    """Composes nodes within `MAX_DEPTH` and `MAX_VALUES`, and makes plain data of them.
 
-    The pure-Python loader: its recursion is ours to bound.
+    Dates, `=` and `<<` are text, and so is every key. This is the pure-Python loader: its recursion
+    is ours to bound.
     """
 
     yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML's own attribute
@@ -140,9 +139,9 @@ class _Loader(yaml.SafeLoader):
 
     def __init__(self, text: str, name: str) -> None:
         super().__init__(text)
+        self.places: dict[KeyPath, Place] = {}
         self._source = name
-        self._depth = 0
-        self._nodes = 0
+        self._depth = self._nodes = self._values = 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         self._depth += 1
@@ -157,91 +156,71 @@ class _Loader(yaml.SafeLoader):
         self._depth -= 1
         return node
 
+    def plain(self, node: yaml.Node, path: KeyPath = (), line: int | None = None) -> object:
+        """Return the plain value of `node`, and note its line or that of its key.
 
-class _Walk:
-    """Turns composed nodes into plain data and notes the line of each."""
-
-    def __init__(self, name: str) -> None:
-        self.places: dict[KeyPath, Place] = {}
-        self._name = name
-        self._values = 0
-        self._constructor = yaml.constructor.SafeConstructor()
-
-    def value(self, node: yaml.Node, path: KeyPath) -> object:
-        """Return the plain value of `node`; `ConfigError` for what is no plain value."""
-        line = node.start_mark.line + 1
-        _, line = self.places.setdefault(path, (self._name, line))
+        `ConfigError` for what is no plain value.
+        """
+        line = _line_of(node) if line is None else line
+        self.places[path] = (self._source, line)
         self._values += 1
-        if self._values > MAX_VALUES:  # aliases make a small text a large tree
+        if self._values > MAX_VALUES or len(path) > MAX_DEPTH:
             text = f"has more than {MAX_VALUES} values once aliases (*name) are expanded"
-            raise refusal(self._name, text, None, line)
-        if len(path) > MAX_DEPTH:
-            text = "has an alias (*name) inside the value it stands for"
-            raise refusal(self._name, text, None, line)
+            if len(path) > MAX_DEPTH:
+                text = "has an alias (*name) inside the value it stands for"
+            raise refusal(self._source, text, None, line)
         if isinstance(node, yaml.MappingNode) and node.tag == _TAG + "map":
             return self._mapping(node, path)
         if isinstance(node, yaml.SequenceNode) and node.tag == _TAG + "seq":
-            return [self.value(item, (*path, str(n))) for n, item in enumerate(node.value)]
+            return [self.plain(item, (*path, str(n))) for n, item in enumerate(node.value)]
         return self._scalar(node, path, line)
 
     def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, object]:
         found: dict[str, object] = {}
         for key_node, value_node in node.value:
-            line = key_node.start_mark.line + 1
-            key = self._key(key_node, path, line)
-            if key in found:
-                text = f"is given twice, on line {self.places[*path, key][1]} and on line {line}"
-                raise self._refusal(line, (*path, key), text, "one of the two")
-            self.places[*path, key] = (self._name, line)
-            found[key] = self.value(value_node, (*path, key))
+            line = _line_of(key_node)
+            if not isinstance(key_node, yaml.ScalarNode):
+                text = "has a list or a mapping as a key"
+                raise refusal(self._source, text, "a word as the key", line, path)
+            self._scalar(key_node, path, line)
+            at = (*path, key_node.value)
+            if at[-1] in found:
+                text = f"is given twice, on line {self.places[at][1]} and on line {line}"
+                raise refusal(self._source, text, "one of the two", line, at)
+            found[at[-1]] = self.plain(value_node, at, line)
         return found
 
-    def _key(self, node: yaml.Node, path: KeyPath, line: int) -> str:
-        if not isinstance(node, yaml.ScalarNode):
-            text = "has a list or a mapping as a key"
-            raise self._refusal(line, path, text, "a word as the key")
-        if node.tag != _TAG + "str":
-            text = f"has the key {node.value[:60] or '(nothing)'}, which is not text"
-            valid = f'the key in quotes: "{cut(node.value)}"'
-            valid = valid if node.tag in _PLAIN_TAGS else "a word as the key"
-            raise self._refusal(line, path, text, valid)
-        if node.value == "<<":
-            raise self._refusal(line, path, "has a merge key <<", "the keys written out")
-        return str(self._scalar(node, (*path, node.value), line))
-
-    def _scalar(self, node: yaml.Node, path: KeyPath, line: int | None) -> object:
+    def _scalar(self, node: yaml.Node, path: KeyPath, line: int) -> object:
         if not isinstance(node, yaml.ScalarNode) or node.tag not in _PLAIN_TAGS:
-            tag = cut(str(node.tag).replace(_TAG, "!!"))
-            raise self._refusal(line, path, f"has the tag {tag}", "plain values, without tags")
+            text = f"has the tag {str(node.tag).replace(_TAG, '!!')}"
+            raise refusal(self._source, text, "plain values, without tags", line, path)
         try:
             node.value.encode("utf-8")
             # YAML 1.1 would read 1:30 as 90.
             is_text = node.tag == _TAG + "str" or ":" in node.value
-            return node.value if is_text else self._constructor.construct_object(node)
+            return node.value if is_text else self.construct_object(node)
         except (ValueError, KeyError, IndexError, OverflowError, yaml.YAMLError):
             text = f"{node.value[:60]!r} cannot be read as {node.tag.removeprefix(_TAG)}"
             valid = "the value in quotes if it is text"
-            raise self._refusal(line, path, text, valid) from None
-
-    def _refusal(self, line: int | None, path: KeyPath, text: str, valid: str) -> ConfigError:
-        return ConfigError([Problem(self._name, line, ".".join(path) or None, text, valid)])
+            raise refusal(self._source, text, valid, line, path) from None
 
 
-def cut(text: str) -> str:
-    """Return `text` of the file, shortened where it would make the sentence around it too long."""
-    return text if len(text) <= _LONGEST_QUOTE else f"{text[: _LONGEST_QUOTE - 1]}…"
+def _line_of(node: yaml.Node) -> int:
+    return int(node.start_mark.line) + 1
 
 
 def listed(names: Iterable[str]) -> str:
     """Return the first names of the file, joined by commas, and how many more there are."""
     every: Sequence[str] = list(names)
-    shown = ", ".join(cut(name) for name in every[:_MOST_LISTED])
+    shown = ", ".join(every[:_MOST_LISTED])
     return shown if len(every) <= _MOST_LISTED else f"{shown} and {len(every) - _MOST_LISTED} more"
 
 
-def refusal(source: str, text: str, valid: str | None, line: int | None = None) -> ConfigError:
-    """Return the error for one problem of a whole source, or of a line of it."""
-    return ConfigError([Problem(source, line, None, text, valid)])
+def refusal(
+    source: str, text: str, valid: str | None, line: int | None = None, path: KeyPath = ()
+) -> ConfigError:
+    """Return the error for one problem of a whole source, of a line of it, or of a key."""
+    return ConfigError([Problem(source, line, ".".join(path) or None, text, valid)])
 
 
 def _syntax_refusal(error: yaml.YAMLError, text: str, name: str) -> ConfigError:
@@ -255,4 +234,4 @@ def _syntax_refusal(error: yaml.YAMLError, text: str, name: str) -> ConfigError:
         valid = "one document, without a --- line between two parts"
         return refusal(name, "holds a second document", valid, line)
     tabs = "spaces for indentation; tabs are not allowed" if "'\\t'" in str(problem) else None
-    return refusal(name, "is not YAML" + (f": {cut(problem)}" if problem else ""), tabs, line)
+    return refusal(name, "is not YAML" + (f": {problem}" if problem else ""), tabs, line)

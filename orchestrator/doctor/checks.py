@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Final, TypeVar
 
 from orchestrator.config.capacity import budget_bytes, card_total_gib, overbooked, workers_per_card
-from orchestrator.config.gpu_specs import PROFILES, match_profile, profile_of
+from orchestrator.config.gpu_specs import PROFILES, key_of, match_profile
 from orchestrator.config.schema import Config, NodeConfig
 from orchestrator.core.fleet import NodeAnswer
 from orchestrator.core.node_commands import node_command
@@ -88,11 +88,11 @@ def _card(machine: Machine) -> Iterator[Finding]:
         )
     for card in facts.visible_cards:
         name = f"#{card.index} {card.name}, {card.total_bytes / GIB:.2f} GiB"
-        yield ok(f"{name}, in cluster.yaml: {profile_of(card).key}")
+        yield ok(f"{name}, in cluster.yaml: {key_of(card.name, card.total_bytes)}")
     if facts.visible_cards:
         return
     if facts.cards:
-        setting = f"CUDA_VISIBLE_DEVICES={facts.setting('CUDA_VISIBLE_DEVICES')}"
+        setting = f"CUDA_VISIBLE_DEVICES={facts.cuda_visible_devices}"
         yield fail(
             f"{len(facts.cards)} in this PC, but {setting} hides every one",
             fix="unset CUDA_VISIBLE_DEVICES",

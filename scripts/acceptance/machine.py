@@ -20,9 +20,8 @@ from benches.common import lone_worker
 
 from acceptance.crew import Watch, in_child, open_watch
 from acceptance.outcome import Outcome
-from orchestrator.config.gpu_specs import GpuProfile, match_profile, profile_of
+from orchestrator.config.gpu_specs import GpuProfile, match_profile
 from workers.devices import open_device
-from workers.host.machine import look_at_cards
 from workers.messages import DeviceInfo
 from workers.nvml import queries
 from workers.settings import WorkerSpec
@@ -149,11 +148,7 @@ def open_machine(device: str, *, quick: bool, command: str) -> Machine:
     }  # fmt: skip
     if told_bytes is not None:
         host["free_bytes"] = told_bytes
-    profile = None
-    if device == "cuda":
-        # Its row of the table, or by formula.
-        known = next((card for card in look_at_cards().cards if card.uuid == info.uuid), None)
-        profile = match_profile(info.name, info.total_bytes) if known is None else profile_of(known)
+    profile = match_profile(info.name, info.total_bytes) if device == "cuda" else None
     return Machine(device=device, quick=quick, scale=scale, host=host, profile=profile, watch=watch)
 
 

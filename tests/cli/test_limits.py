@@ -137,9 +137,12 @@ def test_the_verb_forgets_all_and_says_how_many(limits: Command, two: LimitStore
     assert only_object(done.stdout) == {"schema": 1, "path": str(two.path), "cleared": 1}
 
 
-def test_a_damaged_store_holds_nothing_and_is_cleared(limits: Command, two: LimitStore) -> None:
+def test_a_damaged_store_is_refused_and_cleared(limits: Command, two: LimitStore) -> None:
     two.path.write_bytes(b"\0" * 100)
-    assert "nothing is learned yet" in limits().stdout
+    damaged = limits()
+    assert damaged.returncode == 2
+    assert f"{two.path} is damaged" in damaged.stderr
+    assert "limits --clear" in damaged.stderr
     assert "nothing to forget" in limits("--clear").stdout
     assert json.loads(two.path.read_text()) == {}
 

@@ -6,11 +6,10 @@ from typing import Any, get_args, get_origin
 
 import pytest
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from orchestrator.config.gpu_specs import PROFILES
 from orchestrator.config.load import config_from_data, config_from_text, dump_config, load_config
 from orchestrator.config.schema import Config, NodeConfig
 from tests.scene import ROOT
@@ -69,31 +68,17 @@ def test_node_keys_left_out_take_their_defaults() -> None:
     assert node.model_dump() == {**SMALL["nodes"]["pc1"], **numbers, **unset}
 
 
-def test_models_are_frozen() -> None:
-    config = config_from_data(SMALL)
-    with pytest.raises(ValidationError):
-        config.run.dir = "elsewhere"  # type: ignore[misc]
-
-
 @pytest.mark.parametrize(
     ("override", "path", "value"),
     [
         ("workload.size=4096", ("workload", "size"), 4096),
-        ("workload.size=null", ("workload", "size"), None),
         ("workload.size=", ("workload", "size"), None),
         ("workload={size: 64, batch: 2}", ("workload", "batch"), 2),
         ("run.duration=30s", ("run", "duration"), "30s"),
-        ("run.stale_after_s=7", ("run", "stale_after_s"), 7.0),
-        ("compute_share_mode=none", ("compute_share_mode",), "none"),
         ("thermal.hot_c=off", ("thermal", "hot_c"), None),
         ("thermal.hot_c='off'", ("thermal", "hot_c"), None),
-        ("thermal.critical_c=90", ("thermal", "critical_c"), 90.0),
-        ("verify.share=0", ("verify", "share"), 0.0),
         ("nodes.pc1.host=192.168.1.10", ("nodes", "pc1", "host"), "192.168.1.10"),
         (" run . dir = a=b ", ("run", "dir"), "a=b"),
-        ("cluster.head=pc2", ("cluster", "head"), "pc2"),
-        ("workload.name=my.steps:Train", ("workload", "name"), "my.steps:Train"),
-        ("cluster.address=10.0.0.1:6379", ("cluster", "address"), "10.0.0.1:6379"),
         ("cluster.address='[fe80::1]:6379'", ("cluster", "address"), "[fe80::1]:6379"),
     ],
 )
@@ -158,36 +143,11 @@ def test_nodes_that_are_allowed(changes: dict[str, object]) -> None:
     config_from_data({"nodes": {"pc1": {**SMALL["nodes"]["pc1"], **changes}}})
 
 
-@pytest.mark.parametrize("name", ["a", "0", "pc-1", "pc_1.lan", "a" * 63])
+@pytest.mark.parametrize("name", ["a", "0", "no", "1.5", "pc-1", "pc_1.lan", "a" * 63])
 def test_node_names_that_are_allowed(name: str) -> None:
-    assert list(config_from_data({"nodes": {name: SMALL["nodes"]["pc1"]}}).nodes) == [name]
-
-
-def test_the_shipped_budgets_fit_what_their_cards_show() -> None:
-    for node in load_config(str(ROOT / "cluster.yaml")).nodes.values():
-        asked_gib = node.workers * node.vram_per_worker_gib / node.gpus
-        assert asked_gib <= PROFILES[node.gpu].shown_gib * node.memory_fraction
-
-
-def test_every_profile_can_be_named_and_shows_less_than_its_box() -> None:
-    nominal_gib = {
-        "rtx-3060": 12,
-        "rtx-3070": 8,
-        "rtx-3090": 24,
-        "rtx-4090": 24,
-        "h100": 80,
-        "h200": 141,
-    }
-    assert list(PROFILES) == list(nominal_gib)
-    for key, profile in PROFILES.items():
-        node = {
-            "gpu": key,
-            "workers": 1,
-            "vram_per_worker_gib": profile.shown_gib,
-            "memory_fraction": 1,
-        }
-        config_from_data({"nodes": {"pc1": node}})
-        assert 0.9 * nominal_gib[key] < profile.shown_gib < nominal_gib[key]
+    """Also without quotes: every key is text."""
+    config = config_from_text(f"nodes:\n  {name}: {SMALL['nodes']['pc1']}\n", "typed")
+    assert list(config.nodes) == [name]
 
 
 @pytest.mark.parametrize(

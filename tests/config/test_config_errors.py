@@ -3,10 +3,13 @@
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from orchestrator.config.load import config_from_data, load_config
 from orchestrator.config.schema import Config
 from orchestrator.errors import ConfigError, Problem
+from tests.scene import ROOT
 
 GOOD = """\
 cluster:
@@ -53,8 +56,6 @@ def test_the_text_these_tests_break_is_good(tmp_path: Path) -> None:
     [
         # wrong types
         ("workers: 7", 'workers: "7"', 7, "nodes.pc1.workers", "'7' should be a valid integer"),
-        ("workers: 7", "workers: true", 7, "nodes.pc1.workers", "true should be a valid integer"),
-        ("workers: 7", "workers: 7.5", 7, "nodes.pc1.workers", "7.5 should be a valid integer"),
         ("3.3", "lots", 8, "nodes.pc1.vram_per_worker_gib", "'lots' should be a valid number"),
         ("gpu: rtx-3090", "gpu: 3090", 5, "nodes.pc1.gpu",
          "3090 should be a valid string; valid: the name of a card, such as rtx-3090"),
@@ -67,12 +68,8 @@ def test_the_text_these_tests_break_is_good(tmp_path: Path) -> None:
         # several forms of one value
         ("run:\n", "train: {micro: many}\nrun:\n", 13, "train.micro",
          "'many' should be 'auto', or be a valid integer"),
-        ("run:\n", "train: {pin: 3}\nrun:\n", 13, "train.pin",
-         "3 should be 'auto', or be a valid boolean"),
         ("run:\n", "train: {recompute: -1}\nrun:\n", 13, "train.recompute",
          "-1 should be 'auto', 'none' or 'all', or be greater than or equal to 0"),
-        ("run:\n", "train: {batch: 0}\nrun:\n", 13, "train.batch",
-         "0 should be greater than or equal to 1"),
         # ranges
         ("workers: 7", "workers: 0", 7, "nodes.pc1.workers",
          "0 should be greater than or equal to 1"),
@@ -80,22 +77,17 @@ def test_the_text_these_tests_break_is_good(tmp_path: Path) -> None:
          "1000000 should be less than or equal to 1024"),
         ("3.3", ".nan", 8, "nodes.pc1.vram_per_worker_gib", "nan should be a finite number"),
         ("3.3", "1" * 400, 8, "nodes.pc1.vram_per_worker_gib", "a number of more than 18 digits"),
-        ("0.99", "99", 9, "nodes.pc1.memory_fraction", "99 should be less than or equal to 1"),
         ("duration: 5", "duration: 0", 14, "run.duration", "0 is not longer than nothing"),
         ("duration: 5", "slice_s: 20", 13, "run",
          "slice_s 20 is longer than stale_after_s 10; valid: slice_s at most stale_after_s"),
         # choices
         ("dtype: fp16", "dtype: fp61", 12, "workload.dtype",
          "'fp61' should be 'fp32', 'tf32', 'fp16' or 'bf16'; did you mean fp16?"),
-        ("run:\n", "memory: {policy: adaptative}\nrun:\n", 13, "memory.policy",
-         "'adaptative' should be 'adaptive' or 'classic'; did you mean adaptive?"),
         ("run:\n", f"memory: {{policy: 0x{'f' * 4000}}}\nrun:\n", 13, "memory.policy",
          "a number of more than 18 digits should be 'adaptive'"),
         # texts of a form
         ("dtype: fp16", "name: my step", 12, "workload.name",
          "'my step' is not in the right form; valid: matmul, train, or your own as package"),
-        ("address: auto", "address: 10.0.0.1", 2, "cluster.address",
-         "'10.0.0.1' is not in the right form; valid: auto, or HOST:PORT"),
         ("address: auto", "address: pc1:99999", 2, "cluster.address",
          "pc1:99999 has a port that does not exist; valid: a port from 1 to 65535"),
         ("gpus: 1", "host: a b", 6, "nodes.pc1.host",
@@ -107,32 +99,20 @@ def test_the_text_these_tests_break_is_good(tmp_path: Path) -> None:
          "unknown key; valid: cluster, compute_share_mode, memory, nodes, notify, run"),
         ("    workers: 7\n", "", 4, "nodes.pc1.workers",
          "is missing; valid: how many workers, from 1 to 1024"),
-        ("    gpu: rtx-3090\n", "", 4, "nodes.pc1.gpu", "is missing; valid: the name of a card"),
         # keys and tags
         ("gpus: 1", "workers: 2", 7, "nodes.pc1.workers",
          "is given twice, on line 6 and on line 7; valid: one of the two"),
-        ("  pc2:", "  2:", 10, "nodes",
-         'has the key 2, which is not text; valid: the key in quotes: "2"'),
-        ("  pc2:", "  no:", 10, "nodes", 'valid: the key in quotes: "no"'),
-        ("  pc2:", f"  ? {'1' * 200}\n  :", 10, "nodes", "has the key 1111"),
         ("  pc2:", "  [a, b]:", 10, "nodes", "has a list or a mapping as a key; valid: a word"),
-        ("  pc2:", "  <<:", 10, "nodes", "has a merge key <<; valid: the keys written out"),
-        ("workers: 7", "workers: !mine 7", 7, "nodes.pc1.workers",
-         "has the tag !mine; valid: plain values, without tags"),
         ("dtype: fp16", "dtype: !!python/name:os.x ''", 12, "workload.dtype",
          "has the tag !!python/name"),
         ("dtype: fp16", f"dtype: !{'t' * 6000} x", 12, "workload.dtype", "has the tag !tttt"),
         ("workers: 7", "workers: !!int x", 7, "nodes.pc1.workers",
          "'x' cannot be read as int; valid: the value in quotes if it is text"),
-        ("workers: 7", "workers: " + "9" * 5000, 7, "nodes.pc1.workers", "cannot be read as int"),
         ("dtype: fp16", 'dtype: "\\ud800"', 12, "workload.dtype", "cannot be read as str"),
         # node names
-        *(
-            ("  pc2:", f"  {typed}:", 10, f"nodes.{name}",
-             "cannot be the name of a node; valid: 1 to 63 of a-z, 0-9, - _ . that begin and end")
-            for typed, name in (("PC2", "PC2"), ("-pc2", "-pc2"), ("pc2-", "pc2-"),
-                                ('"pc2\\n"', "pc2\n"), ("a" * 64, "a" * 64))
-        ),
+        ("  pc2:", '  "pc2\\n":', 10, "nodes.pc2\n",
+         "cannot be the name of a node; valid: 1 to 63 of a-z, 0-9, - _ . that begin and end"),
+        ("  pc2:", "  <<:", 10, "nodes.<<", "cannot be the name of a node"),
         # between keys
         ("address: auto", "head: pc3", 2, "cluster.head",
          "there is no node 'pc3'; did you mean pc2?; valid: pc1, pc2, or null"),
@@ -172,23 +152,22 @@ LAUGHS = "a: &a [1,1,1,1,1,1,1,1,1,1]\n" + "".join(
         ("", None, None, "is empty; valid: start from the cluster.yaml"),
         ("nodes:\n", 1, "nodes", "null should be a mapping; valid: at least one node"),
         ("nodes: {}\n", 1, "nodes", "should have at least 1 item"),
+        ("nodes:\n" + "".join(f"  n{n}: {CPU}\n" for n in range(101)), 1, "nodes",
+         "should have at most 100 items"),
         ("run: {}\n", 1, "nodes", "is missing; valid: at least one node"),
         ("\nnodes:\n  pc1:\n", 3, "nodes.pc1", "null should be a mapping; valid: a mapping with"),
         ("- a\n- b\n", 1, None, "a list should be a mapping; valid: a mapping with the keys"),
         ("hello", 1, None, "'hello' should be a mapping"),
         ("a: 1\nb: [1, 2\nc: 3\n", 3, None, "is not YAML: "),
-        ("a: 1\nb: 'x\n", 3, None, "is not YAML: found unexpected end of stream"),
         ("a:\n\tb: 1\n", 2, None, "is not YAML: found character"),
         ("a: 1\n---\nb: 1\n", 2, None, "holds a second document; valid: one document"),
         ("a: *b\n", 1, None, "is not YAML: found undefined alias"),
         (f"run: *{'n' * 6000}\n", 1, None, "is not YAML: found undefined alias 'nnnn"),
         ('run:\n  dir: "\\UFFFFFFFF"\n', 2, None, "an escape or a version number in it is too"),
-        ('run:\n  dir: "\\U00110000"\n', 2, None, "an escape or a version number in it is too"),
         (f"%YAML {'9' * 5000}.1\n---\na: 1\n", 1, None, "an escape or a version number in it"),
         (b"a: 1\nb: \x01\n", 2, None, "holds a control character; valid: printable text"),
         (b"a: 1\nb: \xff\n", 2, None, "is not UTF-8 text; valid: the file saved again"),
         ("a: 1\nb: ü\n".encode("utf-16"), None, None, "is a binary file; valid: a YAML text file"),
-        (b"\x7fELF\x02\x01\x01\0\0\0", None, None, "is a binary file"),
         (b"#" * (1024 * 1024 + 1), None, None, "is larger than 1 MiB; valid: --config PATH"),
         ("a:\n  " + "[" * 500_000, 2, None, "is nested deeper than 32 levels"),
         ("a: " + "{a: " * 40 + "}" * 40, 1, None, "is nested deeper than 32 levels"),
@@ -241,22 +220,14 @@ def test_more_problems_than_a_screen_holds_are_counted(tmp_path: Path) -> None:
     assert [len(found), found[-1].text] == [101, "has 200 more problems, not shown"]
 
 
-def test_more_workers_than_a_head_can_ask_are_refused(tmp_path: Path) -> None:
-    nodes = "nodes:\n  n0: &n {gpu: cpu, gpus: 0, workers: 1024, vram_per_worker_gib: 1}\n"
-    nodes += "".join(f"  n{number}: *n\n" for number in range(1, 900))
-    (problem,) = problems_of(tmp_path, nodes)
-    assert "921600 workers on 900 nodes are too many for one head" in problem.text
-
-
 @pytest.mark.parametrize(
     ("override", "key", "said"),
     [
         ("foo", None, "is not KEY=VALUE; valid: --set workload.size=4096"),
-        (".a=3", None, "is not KEY=VALUE"),
         ("a." * 9000 + "a=3", None, "is not KEY=VALUE"),
         ("run.duration.x=3", None, "run.duration holds a single value or a list, no keys"),
         ("nodes.pc3.workers=2", None, "there is no node pc3; valid: pc1, pc2"),
-        (f"nodes.{'x' * 6000}.workers=2", None, "…; valid: pc1, pc2"),
+        (f"nodes.{'x' * 6000}.workers=2", None, "x; valid: pc1, pc2"),
         ("nodes.pc1.workers=0", "nodes.pc1.workers", "0 should be greater than or equal to 1"),
         ("nodes.pc1.workers=8", "nodes.pc1", "8 workers x 3.3 GiB = 26.4 GiB"),
         ("workload={size: 0}", "workload.size", "0 should be greater than or equal to 1"),
@@ -264,7 +235,6 @@ def test_more_workers_than_a_head_can_ask_are_refused(tmp_path: Path) -> None:
         ("workload.size=" + "[" * 50, "workload.size", "is nested deeper than 32 levels"),
         ("workload.size=\0", "workload.size", "holds a control character; valid: printable text"),
         ("cluster.head=pc9", "cluster.head", "there is no node 'pc9'; did you mean pc2?"),
-        ("tune.nosuch=1", "tune.nosuch", "unknown key"),
     ],
 )  # fmt: skip
 def test_an_override_that_is_wrong_is_named_as_typed(
@@ -285,3 +255,24 @@ def test_a_sum_spoilt_by_the_file_alone_is_blamed_on_the_file(tmp_path: Path) ->
 def test_data_that_came_from_no_file_is_named_by_the_caller() -> None:
     with pytest.raises(ConfigError, match=r"^local: run\.duration: 0 is not longer"):
         config_from_data({"nodes": {"a": CPU}, "run": {"duration": 0}}, "local")
+
+
+SHIPPED = (ROOT / "cluster.yaml").read_bytes()
+
+
+@given(
+    at=st.integers(0, len(SHIPPED)),
+    hole=st.integers(0, 200),
+    filling=st.binary(max_size=20) | st.sampled_from((b"\t", b"---\n", b"[" * 99, b"*a", b"!x ")),
+)
+def test_any_damage_of_the_file_is_a_configuration_or_refused_in_words(
+    at: int, hole: int, filling: bytes, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    file = tmp_path_factory.getbasetemp() / "damaged.yaml"
+    file.write_bytes(SHIPPED[:at] + filling + SHIPPED[at + hole :])
+    said = ""
+    try:
+        load_config(str(file))
+    except ConfigError as error:
+        said = str(error)
+    assert all(line.isprintable() for line in said.splitlines())

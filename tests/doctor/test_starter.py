@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,8 +21,6 @@ from orchestrator.run import environment
 from tests.factories import card_facts, laptop, workstation, wsl
 from workers.host.facts import CardFacts, Holder, MachineFacts
 from workers.units import GIB
-
-ROOT = Path(__file__).parents[2]
 
 NAMES = (
     "NVIDIA GeForce RTX 3060", "NVIDIA GeForce RTX 3070", "NVIDIA GeForce RTX 3070 Laptop GPU",
@@ -182,12 +179,18 @@ def test_no_number_of_the_reference_pair_is_left_in_the_nodes() -> None:
     assert "# Here: 7 x 2 = 14." in nodes
 
 
-def test_the_packaged_template_is_the_file_at_the_root() -> None:
-    """`init` needs it where no checkout is.
-
-    After a change: cp cluster.yaml orchestrator/cluster.yaml.
+def test_what_stands_outside_of_the_nodes_stays() -> None:
+    """In a checkout the template is the cluster.yaml that the user may have changed, or written
+    with `init`.
     """
-    assert template() == (ROOT / "cluster.yaml").read_text(encoding="utf-8")
+    first = {"pc1": choose(workstation())}
+    changed = template().replace("policy: adaptive", "policy: classic")
+    text = render(changed, first)
+    assert config_from_text(text, "again").memory.policy == "classic"
+    assert render(text, first) == text
+    short = "nodes: {old: {gpu: h100, workers: 1, vram_per_worker_gib: 1}}\nrun:\n  report: true\n"
+    config = config_from_text(render(short, first), "short")
+    assert (list(config.nodes), config.run.report) == (["pc1"], True)
 
 
 @given(st.integers(GIB, 200 * GIB), st.integers(1, 8))

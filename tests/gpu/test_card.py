@@ -23,6 +23,7 @@ from tests.engine.scene import slices
 from tests.flips import flip_bit, flip_latest
 from tests.gpu.scene import ON_A_CARD, spec_of
 from tests.scene import MIB
+from workers.host.machine import look_at_cards
 from workers.messages import Verdict, WorkerState
 from workers.nvml import queries
 from workers.nvml.sensors import SAMPLE_EVERY_S, open_sampler
@@ -45,18 +46,11 @@ PLAUSIBLE: dict[str, tuple[float, float]] = {
     "power_w": (1, 1500),
     "power_limit_w": (15, 1500),
     "sm_clock_mhz": (100, 4000),
-    "sm_clock_max_mhz": (500, 4000),
     "memory_clock_mhz": (100, 20000),
     "utilisation_pct": (0, 100),
     "throttle_bits": (0, 2**32),
     "throttle_pct": (0, 100),
     "fan_pct": (0, 120),
-    "pcie_generation": (1, 7),
-    "pcie_lanes": (1, 16),
-    "ecc_errors": (0, 2**40),
-    "remapped_rows": (0, 2**16),
-    "xid": (1, 1000),
-    "process_used_bytes": (16 * MIB, 2**50),
 }
 
 DTYPES = {
@@ -106,7 +100,8 @@ def idle_and_busy() -> Found:
         "name": properties.name,
         "capability": (properties.major, properties.minor),
         "total_bytes": properties.total_memory,
-        "cards": queries.cards(),
+        "cards": look_at_cards().cards,
+        "used_bytes": queries.process_used_bytes(queries.visible_card()),
         "card": queries.visible_card(),
     }
 
@@ -143,13 +138,8 @@ class TestSensors:
             pytest.skip("this card does not tell its utilisation")
         assert max(told) > 0
 
-    def test_the_clock_stays_below_the_highest(self, seen: Found) -> None:
-        for reading in seen["busy"]:
-            if reading.sm_clock_mhz is not None and reading.sm_clock_max_mhz is not None:
-                assert reading.sm_clock_mhz <= reading.sm_clock_max_mhz
-
     def test_what_this_process_holds_covers_its_tensors(self, seen: Found) -> None:
-        told = seen["busy"][-1].process_used_bytes
+        told = seen["used_bytes"]
         if told is None:
             pytest.skip("this driver does not tell what a process holds")
         assert seen["reserved_bytes"] <= told <= seen["total_bytes"]

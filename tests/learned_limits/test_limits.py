@@ -47,8 +47,6 @@ LIMITS = st.builds(
     best_tflops=st.none() | NUMBERS,
     best_under=st.none() | TEXTS,
 )
-#: What a limit cannot be without.
-NEEDED = ("card", "torch", "dtype", "workload", "cap_bytes", "size", "learned_at_unix_s")
 CAPS = st.integers(min_value=1, max_value=2**50)
 
 
@@ -57,20 +55,13 @@ def test_a_limit_survives_its_plain_form_and_json(any_limit: StoredLimit) -> Non
     assert from_plain(json.loads(json.dumps(to_plain(any_limit)))) == any_limit
 
 
-def test_the_plain_form_is_one_flat_object() -> None:
-    fields = [field.name for part in (LimitKey, Learned) for field in dataclasses.fields(part)]
-    assert sorted(to_plain(LIMIT)) == sorted(
-        [*fields, "peak_bytes", "learned_at_unix_s", "best_tflops", "best_under"]
-    )
-
-
-@pytest.mark.parametrize("name", NEEDED)
-@pytest.mark.parametrize("value", [None, [], "", -1])
-def test_what_is_no_limit_is_refused(name: str, value: object) -> None:
-    if value in ("", -1) and name not in {"cap_bytes", "size"}:
-        return  # a text, or a moment in 1969
-    with pytest.raises(ValueError, match=name if value != -1 else "above 0"):
-        from_plain({**to_plain(LIMIT), name: value})
+def test_what_is_no_limit_is_refused() -> None:
+    for name in ("card", "torch", "dtype", "workload", "cap_bytes", "size", "learned_at_unix_s"):
+        with pytest.raises(ValueError, match=name):
+            from_plain({**to_plain(LIMIT), name: None})
+    for name in ("cap_bytes", "size"):
+        with pytest.raises(ValueError, match="above 0"):
+            from_plain({**to_plain(LIMIT), name: -1})
 
 
 @pytest.mark.parametrize(
@@ -147,13 +138,11 @@ def test_name_and_class_have_one_fingerprint_loaded_or_not(
     module("burn_pack.deep.steps", "class Mlp: pass\ndef step(batch_size): pass\n")
     before = workload_fingerprint("burn_pack.deep.steps:Mlp")
     loaded = importlib.import_module("burn_pack.deep.steps")
-    assert "@" in before
-    assert (
-        workload_fingerprint("burn_pack.deep.steps:Mlp")
-        == workload_fingerprint(loaded.Mlp)
-        == before
-    )
+    again = workload_fingerprint("burn_pack.deep.steps:Mlp")
+    assert before.startswith("burn_pack.deep.steps:Mlp@")
+    assert again == workload_fingerprint(loaded.Mlp) == before
     assert workload_fingerprint(loaded.step) == before.replace(":Mlp@", ":step@")
+    assert workload_fingerprint(functools.partial(print)).startswith("functools:partial@")
 
 
 def test_a_name_is_looked_up_without_running_anything(module: Callable[[str, str], None]) -> None:
@@ -163,38 +152,13 @@ def test_a_name_is_looked_up_without_running_anything(module: Callable[[str, str
     assert not [name for name in sys.modules if name.startswith("burn_loud")]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "no_such_module:Step",
-        "no_such_package.steps:Step",
-        "json.no_such:Step",
-        "sys:Step",
-        "json.decoder.x:Y",
-    ],
-)
+@pytest.mark.parametrize("name", ["no_such.steps:Step", "sys:Step", "json.decoder.x:Y"])
 def test_a_source_that_cannot_be_read_leaves_the_name(name: str) -> None:
     assert workload_fingerprint(name) == name
 
 
-def test_matmul_has_the_products_version_under_each_name() -> None:
-    from importlib.metadata import version
-
-    expected = f"matmul@{version('oom-orchestrator')}"
-    assert workload_fingerprint("matmul") == expected
-    assert workload_fingerprint("workers.workloads.matmul:Matmul") == expected
-
-
-def test_an_object_that_can_be_called_goes_by_its_class() -> None:
-    assert workload_fingerprint(functools.partial(print)).startswith("functools:partial@")
-
-
-def test_settings_of_the_footprint_change_the_fingerprint() -> None:
+def test_matmul_has_one_fingerprint_under_each_name() -> None:
     plain = workload_fingerprint("matmul")
-    told = workload_fingerprint("matmul", power=2.0, batch=128)
-    assert told == f"{plain} batch=128 power=2"
-    assert told == workload_fingerprint("matmul", batch=128, power=2)
-    assert told != workload_fingerprint("matmul", batch=64, power=2)
-    assert workload_fingerprint("matmul", share=0.1234567) != workload_fingerprint(
-        "matmul", share=0.1234568
-    )
+    assert plain.startswith("matmul@")
+    assert workload_fingerprint("workers.workloads.matmul:Matmul") == plain
+    assert workload_fingerprint("matmul", size=2, batch=128) == f"{plain} batch=128 size=2"

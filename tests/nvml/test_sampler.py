@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import psutil
-import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from workers.nvml.sensors import Sampler, open_sampler, package_reading
+from workers.nvml.sensors import Sampler, open_sampler, processor_reading
 from workers.readings import THROTTLE_ALARMS, SensorReading, Throttle
 
 
@@ -73,41 +71,11 @@ def test_the_share_is_that_of_the_samples_of_the_last_minute(
         assert told.throttle_pct == (100.0 * alarms / len(recent) if recent else None)
 
 
-class Sensor(NamedTuple):
-    """What psutil tells of one sensor, as far as it is read."""
-
-    label: str
-    current: float
-    critical: float | None = None
-
-
-@pytest.mark.parametrize(
-    ("chips", "temperature_c", "margin_c"),
-    [
-        ({}, None, None),
-        ({"nvme": [Sensor("Composite", 41.0, 85.0)], "acpitz": [Sensor("", 27.8)]}, None, None),
-        (
-            {
-                "coretemp": [Sensor("Core 0", 99.0, 100.0), Sensor("Package id 0", 61.0, 100.0)],
-                "k10temp": [],
-            },
-            61.0,
-            39.0,
-        ),
-        ({"coretemp": [Sensor("Package id 0", 61.0, 100.0), Sensor("Package id 1", 72.0, 105.0)]},
-         72.0, 33.0),
-        ({"k10temp": [Sensor("Tctl", 80.0), Sensor("Tdie", 70.0), Sensor("Tccd1", 66.0)]}, 70.0,
-         None),
-        ({"k10temp": [Sensor("Tctl", 80.0), Sensor("Tccd1", 66.0)]}, 80.0, None),
-        ({"cpu_thermal": [Sensor("", 55.5)]}, 55.5, None),
-    ],
-)  # fmt: skip
-def test_the_processor_is_as_warm_as_its_package(
-    chips: Mapping[str, list[Sensor]], temperature_c: float | None, margin_c: float | None
-) -> None:
-    assert package_reading(chips) == SensorReading(
-        temperature_c=temperature_c, margin_c=margin_c, of_processor=True
-    )
+def test_a_processor_is_as_warm_as_its_hottest_part() -> None:
+    part = lambda celsius: SimpleNamespace(current=celsius)  # noqa: E731
+    chips = {"nvme": [part(91.0)], "coretemp": [part(61.0), part(72.0)], "k10temp": []}
+    assert processor_reading(chips) == SensorReading(temperature_c=72.0, of_processor=True)
+    assert processor_reading({"acpitz": [part(27.8)]}) == SensorReading(of_processor=True)
 
 
 def test_a_computer_without_a_card_tells_what_its_system_tells() -> None:
@@ -115,6 +83,6 @@ def test_a_computer_without_a_card_tells_what_its_system_tells() -> None:
     reading = sampler.sample_if_due(0.0)
     sampler.close()
     assert reading is not None
-    now = package_reading(psutil.sensors_temperatures())
+    now = processor_reading(psutil.sensors_temperatures())
     assert (reading.temperature_c is None) == (now.temperature_c is None)
     assert (reading.power_w, reading.throttle_pct, reading.lost) == (None, None, False)

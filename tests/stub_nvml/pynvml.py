@@ -1,10 +1,8 @@
 """Stands in for nvidia-ml-py where this folder is on PYTHONPATH; answers from a JSON file.
 
 The file is named by the variable NVML_SCRIPT. Without it there is no driver. A card's keys are
-listed in `tests/cards.py`, which writes the file. A number may be a curve, `[[seconds, value], ...]`:
-straight lines between the points, the last value held; `throttle` and `lost` change in steps. Time
-zero is when the file was written, for all processes. A file that is written again counts at once. A
-question that a card has no key for is "not supported", as on a real card.
+listed in `tests/cards.py`, which writes the file. A file that is written again counts at once, for
+all processes. A question that a card has no key for is "not supported", as on a real card.
 
 Constants, exceptions and their texts are nvidia-ml-py's own. What is set on a card stands in a file
 beside the script, for all processes. Does not cover MIG, and nothing that needs a handle's address.
@@ -16,8 +14,6 @@ import importlib.util
 import json
 import os
 import sys
-import time
-from bisect import bisect_right
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -93,21 +89,9 @@ def _card(function: str, handle: int) -> dict[str, Any]:
     if not 0 <= handle < len(cards):
         _fail("invalid_argument")
     card = cards[handle]
-    if _at(card.get("lost", False), in_steps=True):
+    if card.get("lost"):
         _fail("gpu_is_lost")
     return card | _set_values().get(card["uuid"], {})
-
-
-def _at(value: Any, *, in_steps: bool = False) -> Any:
-    """Return the value of a curve at this moment; of anything else, itself."""
-    if not (isinstance(value, list) and value and isinstance(value[0], list)):
-        return value
-    now_s, times = time.time() - _path().stat().st_mtime, [at_s for at_s, _ in value]
-    after = bisect_right(times, now_s)
-    if in_steps or after in {0, len(value)}:
-        return value[max(0, after - 1)][1]
-    (from_s, before), (to_s, then) = value[after - 1 : after + 1]
-    return before + (then - before) * (now_s - from_s) / (to_s - from_s)
 
 
 def _ask(function: str, handle: int, key: str) -> Any:
@@ -116,7 +100,7 @@ def _ask(function: str, handle: int, key: str) -> Any:
         _fail(card["fails"][key])
     if card.get(key) is None:
         _fail("not_supported")
-    return _at(card[key], in_steps=key == "throttle")
+    return card[key]
 
 
 # --- The library, and the cards of this machine.
@@ -173,8 +157,6 @@ def _milli(watts: float) -> int:
 _answers("nvmlDeviceGetName", "name", str)
 _answers("nvmlDeviceGetUUID", "uuid", str)
 _answers("nvmlDeviceGetCudaComputeCapability", "compute_capability", tuple)
-_answers("nvmlDeviceGetComputeMode", "compute_mode")
-_answers("nvmlDeviceGetPersistenceMode", "persistence_mode")
 _answers("nvmlDeviceGetTemperature", "temperature_c")
 _answers("nvmlDeviceGetTemperatureV", "temperature_c")
 _answers("nvmlDeviceGetMarginTemperature", "margin_c")
@@ -182,15 +164,8 @@ _answers("nvmlDeviceGetTemperatureThreshold", "slowdown_c")
 _answers("nvmlDeviceGetPowerUsage", "power_average_w", _milli)
 _answers("nvmlDeviceGetEnforcedPowerLimit", "power_limit_w", _milli)
 _answers("nvmlDeviceGetPowerManagementLimit", "power_limit_w", _milli)
-_answers("nvmlDeviceGetPowerManagementDefaultLimit", "power_limit_default_w", _milli)
 _answers("nvmlDeviceGetMemClkVfOffset", "memory_offset_mhz")
-_answers("nvmlDeviceGetMaxClockInfo", "sm_clock_max_mhz")
 _answers("nvmlDeviceGetFanSpeed", "fan_pct")
-_answers("nvmlDeviceGetCurrPcieLinkGeneration", "pcie_generation")
-_answers("nvmlDeviceGetCurrPcieLinkWidth", "pcie_lanes")
-_answers("nvmlDeviceGetTotalEccErrors", "ecc_errors")
-_answers("nvmlDeviceGetEccMode", "ecc_enabled", lambda enabled: [int(enabled)] * 2)
-_answers("nvmlDeviceGetRemappedRows", "remapped_rows", lambda rows: [0, round(rows), 0, 0])
 _answers("nvmlDeviceGetUtilizationRates", "utilisation_pct", lambda pct: SimpleNamespace(gpu=pct))
 _answers("nvmlDeviceGetCurrentClocksEventReasons", "throttle")
 _answers("nvmlDeviceGetCurrentClocksThrottleReasons", "throttle")
@@ -232,7 +207,7 @@ def nvmlDeviceGetMemoryInfo(handle: int, version: int | None = None) -> SimpleNa
     """The first version counts what the driver keeps as used; the second tells it apart."""
     name = "nvmlDeviceGetMemoryInfo" + ("" if version is None else "_v2")
     total, used = (round(_ask(name, handle, key)) for key in ("total_bytes", "used_bytes"))
-    kept = round(_at(_card(name, handle).get("reserved_bytes", 0)))
+    kept = round(_card(name, handle).get("reserved_bytes", 0))
     free = total - used - kept
     if version is None:
         return SimpleNamespace(total=total, used=used + kept, free=free)
@@ -254,30 +229,6 @@ for _version in ("v2", "v3"):
     _lists(f"nvmlDeviceGetComputeRunningProcesses_{_version}", "compute")
     _lists(f"nvmlDeviceGetMPSComputeRunningProcesses_{_version}", "mps")
     _lists(f"nvmlDeviceGetGraphicsRunningProcesses_{_version}", "graphics")
-
-
-# --- Errors that the driver tells of as events.
-
-
-def nvmlEventSetCreate() -> SimpleNamespace:
-    return SimpleNamespace(handle=None, told=0)
-
-
-def nvmlDeviceRegisterEvents(handle: int, kinds: int, events: SimpleNamespace) -> None:
-    _ask("nvmlDeviceRegisterEvents", handle, "xids")
-    events.handle = handle
-
-
-def nvmlEventSetWait_v2(events: SimpleNamespace, timeout_ms: int) -> SimpleNamespace:
-    xids = _ask("nvmlEventSetWait_v2", events.handle, "xids")
-    if events.told == len(xids):
-        _fail("timeout")
-    events.told += 1
-    return SimpleNamespace(eventData=xids[events.told - 1])
-
-
-def nvmlEventSetFree(events: SimpleNamespace) -> None:
-    events.handle = None
 
 
 # --- What is set on a card.

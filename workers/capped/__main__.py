@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from workers.capped.hook.sitecustomize import VARIABLE
-from workers.host.machine import is_visible
+from workers.host.machine import is_visible, look_at_cards
 from workers.nvml import queries
 from workers.units import GIB, MIB
 
@@ -167,8 +167,8 @@ def _card_bytes(visible: str | None) -> int | None:
         return queries.card_total_bytes(visible.partition(",")[0])
     totals = (
         card.total_bytes
-        for card in queries.cards()
-        if card.uuid is not None and is_visible(card.index, card.uuid, visible)
+        for card in look_at_cards().cards
+        if is_visible(card.index, card.uuid, visible)
     )
     return min((total for total in totals if total), default=None)
 

@@ -31,6 +31,7 @@ from workers.command import keeper
 from workers.command.code import CODE, code_of, is_same_code
 from workers.command.files import Log, Record, Results, folder_of, keep_outputs
 from workers.command.launch import JOB_DIR, launch
+from workers.host.machine import look_at_cards
 from workers.host.processes import is_alive, start_time
 from workers.messages import (
     DeviceInfo,
@@ -362,7 +363,7 @@ class CommandEngine:
     @cached_property
     def _device(self) -> DeviceInfo:
         on_card, shown = self._spec.device == "cuda", queries.visible_card()
-        cards = queries.cards() if on_card else ()
+        cards = look_at_cards().cards if on_card else ()
         card = next((card for card in cards if shown in {card.uuid, str(card.index)}), None)
         return DeviceInfo(
             kind=self._spec.device,

@@ -32,17 +32,6 @@ class CardFacts:
     used_bytes: int | None = None
     """By all programs, the driver's own reserve included."""
     compute_capability: tuple[int, int] | None = None
-    cores: int | None = None
-    """FP32 units, of all multiprocessors together."""
-    max_sm_clock_mhz: int | None = None
-    max_memory_clock_mhz: int | None = None
-    bus_width_bits: int | None = None
-    power_limit_w: float | None = None
-    """As delivered."""
-    pcie_lanes: int | None = None
-    """In use now; fewer generations are in use while a card rests, but not fewer lanes."""
-    most_pcie_lanes: int | None = None
-    """That the card and its slot could use together."""
     persistence: bool | None = None
     """Whether the driver keeps the card initialised while no program uses it."""
     display: bool | None = None
@@ -92,34 +81,26 @@ class MachineFacts(DriverFacts):
     """One machine. `None`: unknown."""
 
     hostname: str
-    system: str
-    """`linux`, `darwin`, `win32`."""
-    kernel: str
     is_wsl: bool
     python: str
     ray: str | None
     project: str | None
     cores_logical: int
     cores_physical: int | None = None
-    ram_total_bytes: int
     ram_available_bytes: int
     pci_cards: int | None = None
     """NVIDIA cards on the PCI bus, driver or none."""
     has_nouveau: bool = False
     """Whether the kernel's own driver for NVIDIA cards is loaded, which cannot compute."""
     torch: TorchFacts = field(default_factory=TorchFacts)
-    environment: tuple[tuple[str, str], ...] = ()
-    """The variables that matter here, and no others; never a token."""
+    cuda_visible_devices: str | None = None
+    """The value of this variable, if it is set."""
     cpu_governors: tuple[str, ...] = ()
     """How the kernel chooses the clocks of the cores; each once."""
     cpu_scaling_driver: str | None = None
     """What carries that out, such as intel_pstate, which also chooses within a governor."""
     mps_daemon: bool = False
     """Whether a control daemon of NVIDIA's Multi-Process Service runs."""
-
-    def setting(self, name: str) -> str | None:
-        """Return the value of an environment variable, if it is one that matters and is set."""
-        return dict(self.environment).get(name)
 
     @property
     def visible_cards(self) -> tuple[CardFacts, ...]:

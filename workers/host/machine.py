@@ -30,19 +30,14 @@ def look_at_cards() -> DriverFacts:
     """Ask NVML about the driver and all cards; never raises for what a machine has or lacks."""
     try:
         with queries.opened():
-            found = {identity: _card(identity) for identity in queries.cards()}
+            found = [_card(index) for index in range(pynvml.nvmlDeviceGetCount())]
             cuda = _cuda_version()
             return DriverFacts(
                 driver=queries.driver_version(),
-                driver_cuda=None
-                if cuda is None
-                else (cuda // 1000, cuda % 1000 // 10),  # 12080 is 12.8
-                card_errors=tuple(
-                    f"card {identity.index} {'is lost' if identity.lost else 'does not answer'}"
-                    for identity, card in found.items()
-                    if card is None
-                ),
-                cards=tuple(card for card in found.values() if card is not None),
+                # 12080 is 12.8.
+                driver_cuda=None if cuda is None else (cuda // 1000, cuda % 1000 // 10),
+                card_errors=tuple(card for card in found if isinstance(card, str)),
+                cards=tuple(card for card in found if isinstance(card, CardFacts)),
             )
     except pynvml.NVMLError as error:
         return DriverFacts(nvml_error=str(error))
@@ -56,42 +51,33 @@ def visible_cards() -> tuple[CardFacts, ...]:
     return tuple(card for card in look_at_cards().cards if card.visible)
 
 
-def _card(identity: queries.CardIdentity) -> CardFacts | None:
-    """Ask about one card; `None` if it does not answer, or not even with its name and memory."""
-    if identity.uuid is None or identity.name is None or identity.total_bytes is None:
-        return None
-    with suppress(pynvml.NVMLError):
-        return _facts(identity, queries.find_card(identity.uuid))
-    return None
-
-
-def _facts(identity: queries.CardIdentity, card: queries.Card) -> CardFacts:
-    """Raises `pynvml.NVMLError` if the card is lost meanwhile."""
-    ask, setting = card.ask, os.environ.get("CUDA_VISIBLE_DEVICES")
-    limit_mw = ask("nvmlDeviceGetPowerManagementDefaultLimit")
-    persistence, display = ask("nvmlDeviceGetPersistenceMode"), ask("nvmlDeviceGetDisplayActive")
-    return CardFacts(
-        index=identity.index,
-        name=str(identity.name),
-        uuid=str(identity.uuid),
-        total_bytes=identity.total_bytes or 0,
-        used_bytes=card.used_bytes(),
-        compute_capability=identity.compute_capability,
-        visible=is_visible(identity.index, str(identity.uuid), setting),
-        holders=tuple(
-            Holder(pid=pid, name=_name_of(pid), used_bytes=used_bytes)
-            for pid, used_bytes in sorted(card.processes(drawing=True).items())
-        ),
-        cores=ask("nvmlDeviceGetNumGpuCores"),
-        max_sm_clock_mhz=ask("nvmlDeviceGetMaxClockInfo", pynvml.NVML_CLOCK_SM),
-        max_memory_clock_mhz=ask("nvmlDeviceGetMaxClockInfo", pynvml.NVML_CLOCK_MEM),
-        bus_width_bits=ask("nvmlDeviceGetMemoryBusWidth"),
-        power_limit_w=None if limit_mw is None else limit_mw / 1e3,
-        pcie_lanes=ask("nvmlDeviceGetCurrPcieLinkWidth"),
-        most_pcie_lanes=ask("nvmlDeviceGetMaxPcieLinkWidth"),
-        persistence=None if persistence is None else bool(persistence),
-        display=None if display is None else bool(display),
-    )
+def _card(index: int) -> CardFacts | str:
+    """Ask about one card; a sentence if it does not answer, or not even with its name and memory."""
+    try:
+        card = queries.find_card(str(index))
+        ask, uuid = card.ask, str(pynvml.nvmlDeviceGetUUID(card.handle))
+        name, total_bytes = ask("nvmlDeviceGetName"), card.total_bytes()
+        if name is None or total_bytes is None:
+            return f"card {index} does not answer"
+        persistence = ask("nvmlDeviceGetPersistenceMode")
+        display = ask("nvmlDeviceGetDisplayActive")
+        return CardFacts(
+            index=index,
+            name=name,
+            uuid=uuid,
+            total_bytes=total_bytes,
+            used_bytes=card.used_bytes(),
+            compute_capability=ask("nvmlDeviceGetCudaComputeCapability"),
+            persistence=None if persistence is None else bool(persistence),
+            display=None if display is None else bool(display),
+            visible=is_visible(index, uuid, os.environ.get("CUDA_VISIBLE_DEVICES")),
+            holders=tuple(
+                Holder(pid=pid, name=_name_of(pid), used_bytes=used_bytes)
+                for pid, used_bytes in sorted(card.processes(drawing=True).items())
+            ),
+        )
+    except pynvml.NVMLError as error:
+        return f"card {index} {'is lost' if error.value in queries.GONE else 'does not answer'}"
 
 
 def _cuda_version() -> int | None:
@@ -117,14 +103,6 @@ def _name_of(pid: int) -> str | None:
         return None
 
 
-#: What is looked up in the environment. Nothing secret: all of it may be printed.
-SETTINGS = (
-    "CUDA_DEVICE_ORDER",
-    "CUDA_VISIBLE_DEVICES",
-    "PYTORCH_ALLOC_CONF",
-    "PYTORCH_CUDA_ALLOC_CONF",
-)
-
 #: A cold disk needs a while for torch; one that takes longer hangs.
 _TORCH_TIMEOUT_S = 120.0
 
@@ -149,24 +127,20 @@ _DISPLAY_CLASSES = ("0x0300", "0x0302")
 def look_around(*, with_torch: bool = True) -> MachineFacts:
     """Look at this machine; takes some seconds if torch is asked too."""
     is_wsl = "microsoft" in platform.release().lower()
-    memory = psutil.virtual_memory()
     driver = look_at_cards()
     return MachineFacts(
         hostname=socket.gethostname(),
-        system=sys.platform,
-        kernel=platform.release(),
         is_wsl=is_wsl,
         python=platform.python_version(),
         ray=_version("ray"),
         project=_version("oom-orchestrator"),
         cores_logical=os.cpu_count() or 1,
         cores_physical=psutil.cpu_count(logical=False),
-        ram_total_bytes=memory.total,
-        ram_available_bytes=memory.available,
+        ram_available_bytes=psutil.virtual_memory().available,
         pci_cards=None if is_wsl else _pci_cards(),
         has_nouveau=Path("/sys/module/nouveau").exists(),
         torch=ask_torch() if with_torch else TorchFacts(),
-        environment=tuple((name, os.environ[name]) for name in SETTINGS if name in os.environ),
+        cuda_visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
         cpu_governors=_cpu_governors(),
         cpu_scaling_driver=_read(Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_driver"))
         or None,

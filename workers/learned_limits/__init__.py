@@ -2,15 +2,14 @@
 
 One small JSON file that all processes of the user read and write. Of a card, type and workload it
 has what was learned last. Nothing here raises: of a damaged file only what is whole is read, and
-`LimitStore.problem` says why a file cannot be read or written. A worker then starts without a
-learned size. A policy checks such a size with each step that starts there. Loads no torch.
+`LimitStore.problem` says so, or why a file cannot be read or written. A worker then starts without
+a learned size. A policy checks such a size with each step that starts there. Loads no torch.
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
-import importlib.util
 import json
 import os
 import sys
@@ -18,7 +17,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, fields
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -38,8 +36,7 @@ STATE_DIR_VARIABLE: Final = "ORCHESTRATOR_STATE_DIR"
 """Environment variable that names another folder for the store."""
 
 _PRODUCT: Final = "oom-orchestrator"
-_BUILT_IN: Final = "matmul"
-_BUILT_IN_MODULE: Final = "workers.workloads.matmul"
+_MATMUL_MODULE: Final = "workers.workloads.matmul"
 _MARK: Final = "@"
 """Between a workload's name and what distinguishes its versions; no name holds one."""
 _HASH_DIGITS: Final = 12
@@ -52,21 +49,19 @@ _FILE_MOST_BYTES: Final = 16 * 2**20
 def workload_fingerprint(workload: str | Callable[..., object], **settings: Scalar) -> str:
     """Return what distinguishes this workload from others and from other versions of itself.
 
-    Its name, then the product's version for `matmul`, or a hash of the source file of the user's
-    module where that can be read: `mine.steps:Mlp@3f9a0c51d2e8`. What it imports is not looked at.
-    Loads nothing.
+    Its name, then a hash of its module's source file where that can be read:
+    `mine.steps:Mlp@3f9a0c51d2e8`. What it imports is not looked at. Loads nothing.
 
     Args:
         workload: `matmul`, or `package.module:Class`; or the class or function itself.
         settings: What else decides how many bytes a step of some size takes, such as `batch=128`.
     """
     name = workload if isinstance(workload, str) else _name_of(workload)
-    if name in {_BUILT_IN, f"{_BUILT_IN_MODULE}:Matmul"}:
-        parts = [_BUILT_IN, _product_version()]
-    else:
-        parts = [name, _source_hash(name.partition(":")[0])]
-    words = [f"{key}={_word(value)}" for key, value in sorted(settings.items())]
-    return " ".join([_MARK.join(part for part in parts if part is not None), *words])
+    if name == f"{_MATMUL_MODULE}:Matmul":
+        name = "matmul"
+    source = _source_hash(_MATMUL_MODULE if name == "matmul" else name.partition(":")[0])
+    words = [f"{key}={value}" for key, value in sorted(settings.items())]
+    return " ".join([name if source is None else f"{name}{_MARK}{source}", *words])
 
 
 def settings_hash(settings: Mapping[str, Scalar]) -> str:
@@ -74,53 +69,20 @@ def settings_hash(settings: Mapping[str, Scalar]) -> str:
     return hashlib.sha256(repr(sorted(settings.items())).encode()).hexdigest()[:_HASH_DIGITS]
 
 
-def workload_name(fingerprint: str) -> str:
-    """Return the name that a fingerprint begins with."""
-    return fingerprint.partition(" ")[0].partition(_MARK)[0]
-
-
 def _name_of(workload: Callable[..., object]) -> str:
     named = workload if hasattr(workload, "__qualname__") else type(workload)
     return f"{named.__module__}:{named.__qualname__}"
 
 
-def _word(value: Scalar) -> str:
-    if isinstance(value, float) and value.is_integer():
-        return str(int(value))  # 2 and 2.0 are one
-    return str(value)
-
-
-def _product_version() -> str | None:
-    try:
-        return version(_PRODUCT)
-    except PackageNotFoundError:  # run from a folder that was never installed
-        return _source_hash(_BUILT_IN_MODULE)
-
-
 def _source_hash(module: str) -> str | None:
-    try:
-        path = _source_of(module)
-        content = None if path is None else path.read_bytes()
-    except (OSError, ImportError, ValueError, AttributeError):  # also of finders of others
-        return None
-    return None if content is None else hashlib.sha256(content).hexdigest()[:_HASH_DIGITS]
-
-
-def _source_of(module: str) -> Path | None:
-    """Return the file of a module, loaded or not.
-
-    Not by `find_spec` of the whole name, which loads its packages.
-    """
-    if module in sys.modules:
-        file = getattr(sys.modules[module], "__file__", None)
-        return Path(file) if isinstance(file, str) else None
-    top, *others = module.split(".")
-    spec = importlib.util.find_spec(top)
-    if spec is None or not others:
-        return Path(spec.origin) if spec is not None and spec.origin is not None else None
-    places = [Path(folder, *others) for folder in spec.submodule_search_locations or ()]
-    files = (file for place in places for file in (place / "__init__.py", place.with_suffix(".py")))
-    return next((file for file in files if file.is_file()), None)
+    """Return a hash of the file of a module, loaded or not; packages around it are not loaded."""
+    loaded = getattr(sys.modules.get(module), "__file__", None)
+    places = [Path(folder, *module.split(".")) for folder in sys.path]
+    files = [file for place in places for file in (place / "__init__.py", place.with_suffix(".py"))]
+    for file in [Path(loaded)] if isinstance(loaded, str) else files:
+        with suppress(OSError, ValueError):
+            return hashlib.sha256(file.read_bytes()).hexdigest()[:_HASH_DIGITS]
+    return None
 
 
 def choose(candidates: Iterable[StoredLimit], key: LimitKey) -> StoredLimit | None:
@@ -172,15 +134,14 @@ class LimitStore:
         """Prepare; nothing is made before there is something to remember."""
         self.path = default_path() if path is None else path
         self.problem: str | None = None
-        """A sentence about the last call if that failed, else `None`."""
+        """A sentence about the last call if that failed or found damage, else `None`."""
 
     def all(self, now_unix_s: float) -> tuple[StoredLimit, ...]:
         """Return every limit that has not expired, the newest first."""
         limits: dict[str, StoredLimit] = {}
         with self._told("read"):
-            limits = _read(self.path, now_unix_s)
-        newest_first = sorted(limits.values(), key=lambda limit: -limit.learned_at_unix_s)
-        return tuple(newest_first)
+            limits = self._read(now_unix_s)
+        return tuple(sorted(limits.values(), key=lambda limit: -limit.learned_at_unix_s))
 
     def best(self, key: LimitKey, now_unix_s: float) -> StoredLimit | None:
         """Return the limit to start from; `None` if nothing that fits is known."""
@@ -190,27 +151,52 @@ class LimitStore:
         """Return every limit of a workload, in any version: a worker, which knows its card and its
         own copy of the source, chooses.
         """
-        name = workload_name(workload)
-        known = self.all(now_unix_s)
-        return tuple(limit for limit in known if workload_name(limit.key.workload) == name)
+        named = ((limit.key.workload.partition(" ")[0], limit) for limit in self.all(now_unix_s))
+        return tuple(limit for name, limit in named if name.partition(_MARK)[0] == workload)
 
     def remember(self, *limits: StoredLimit) -> None:
         """Store these limits in place of what was known of the same card, type and workload."""
         if not limits:
             return
         with self._told("written"), self._locked():
-            known = _read(self.path, max(limit.learned_at_unix_s for limit in limits))
+            known = self._read(max(limit.learned_at_unix_s for limit in limits))
             for limit in limits:
                 known[f"{limit.key.card} {limit.key.dtype} {limit.key.workload}"] = limit
             self._write(known)
 
     def clear(self, now_unix_s: float) -> int:
         """Delete all limits; return how many had not expired."""
-        gone = self.all(now_unix_s)
-        if self.problem is None and self.path.exists():
+        self.problem, count = None, 0
+        if self.path.exists():
             with self._told("written"), self._locked():
+                known = self._read(now_unix_s)
                 self._write({})
-        return len(gone) if self.problem is None else 0
+                self.problem, count = None, len(known)
+        return count
+
+    def _read(self, now_unix_s: float) -> dict[str, StoredLimit]:
+        """Return the limits that have not expired; of a damaged file those that are whole."""
+        stored, limits, is_whole = {}, {}, True
+        try:
+            stored = json.loads(read_small(self.path, _FILE_MOST_BYTES))
+        except FileNotFoundError:
+            return {}
+        except (ValueError, RecursionError):
+            is_whole = False
+        for name, plain in stored.items() if isinstance(stored, dict) else ():
+            try:
+                limit = from_plain(plain)
+            except (ValueError, TypeError):
+                is_whole = False
+                continue
+            if abs(now_unix_s - limit.learned_at_unix_s) < EXPIRY_S:
+                limits[name] = limit
+        if not is_whole or not isinstance(stored, dict):
+            self.problem = (
+                f"learned limits: {self.path} is damaged: what is whole in it is used, and the next "
+                "run writes it anew; to begin afresh: python -m orchestrator limits --clear"
+            )
+        return limits
 
     def _write(self, limits: Mapping[str, StoredLimit]) -> None:
         plain = {name: to_plain(limit) for name, limit in limits.items()}
@@ -234,17 +220,3 @@ class LimitStore:
                 f"learned limits cannot be {what}: {self.path}: {failure.strerror or failure}; "
                 f"make it accessible, or name another folder in {STATE_DIR_VARIABLE}"
             )
-
-
-def _read(path: Path, now_unix_s: float) -> dict[str, StoredLimit]:
-    """Return the limits of a file that have not expired; of a damaged file those that are whole."""
-    stored: object = None
-    with suppress(FileNotFoundError, ValueError, RecursionError):
-        stored = json.loads(read_small(path, _FILE_MOST_BYTES))
-    limits = {}
-    for name, plain in stored.items() if isinstance(stored, dict) else ():
-        with suppress(ValueError, TypeError):
-            limit = from_plain(plain)
-            if abs(now_unix_s - limit.learned_at_unix_s) < EXPIRY_S:
-                limits[name] = limit
-    return limits

@@ -1,1 +1,1 @@
-"""Questions to NVML, and a fake NVML that answers by a script."""
+"""Questions to NVML: what a card is, holds and senses."""

@@ -1,5 +1,4 @@
-"""Queries to NVML for what torch does not know: the cards, and their use by all programs or by one
-process.
+"""Queries to NVML for what torch does not know: a card's use by all programs or by one process.
 
 No answer is `None`: no library, no card, or a platform that does not report it (WSL2 and WDDM give
 no memory per process). What is named after a card opens NVML and closes it again; that is for
@@ -12,7 +11,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 import pynvml
@@ -25,37 +23,16 @@ GONE: Final = frozenset({pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_RESET_
 _NEVER: Final = frozenset({pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_FUNCTION_NOT_FOUND})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CardIdentity:
-    """One card of this machine: what does not change while it runs.
-
-    `None`: not reported by the card or its driver.
-    """
-
-    index: int
-    """NVML's, in the order of the PCI bus; CUDA's too under CUDA_DEVICE_ORDER=PCI_BUS_ID."""
-    uuid: str | None = None
-    name: str | None = None
-    total_bytes: int | None = None
-    compute_capability: tuple[int, int] | None = None
-    lost: bool = False
-    """The driver lists the card and says that it does not answer."""
-
-
 class Card:
     """Asks one card; NVML has to be open."""
 
     def __init__(self, handle: Any) -> None:  # noqa: ANN401 - nvidia-ml-py has no types
         self.handle = handle
-        self.refused: dict[tuple[object, ...], str] = {}
-        """Questions without an answer, and the reason in NVML's words."""
         self.never: set[tuple[object, ...]] = set()
-        """Of these, what is not supported."""
+        """Questions that are not supported; they are not asked again."""
 
     def ask(self, functions: str, *arguments: object) -> Any:  # noqa: ANN401 - as above
-        """Return what the card answers; `None` if it does not, with the reason in `refused`.
-
-        What is not supported is not asked again.
+        """Return what the card answers; `None` if it does not.
 
         Args:
             functions: Names in NVML with blanks between, the newest first: older drivers have only
@@ -76,10 +53,9 @@ class Card:
         return None
 
     def note(self, question: tuple[object, ...], error: pynvml.NVMLError) -> None:
-        """Keep why a question has no answer; raises the error if the card is lost."""
+        """Take in why a question has no answer; raises the error if the card is lost."""
         if error.value in GONE:
             raise error
-        self.refused[question] = str(error)
         if error.value in _NEVER:
             self.never.add(question)
 
@@ -160,16 +136,6 @@ def find_card(name: str) -> Card:
     return Card(pynvml.nvmlDeviceGetHandleByIndex(int(name)))
 
 
-def cards() -> tuple[CardIdentity, ...]:
-    """Return all cards of this machine, whatever CUDA_VISIBLE_DEVICES says.
-
-    None if there is no driver.
-    """
-    with suppress(pynvml.NVMLError), opened():
-        return tuple(_identity(index) for index in range(pynvml.nvmlDeviceGetCount()))
-    return ()
-
-
 def card_used_bytes(card: str) -> int | None:
     """Bytes of the card in use by all programs, without the driver's own."""
     return _once(lambda: find_card(card).used_bytes())
@@ -199,17 +165,3 @@ def _once(ask: Callable[[], T]) -> T | None:
     with suppress(pynvml.NVMLError), opened():
         return ask()
     return None
-
-
-def _identity(index: int) -> CardIdentity:
-    try:
-        card = find_card(str(index))
-        return CardIdentity(
-            index=index,
-            uuid=str(pynvml.nvmlDeviceGetUUID(card.handle)),
-            name=card.ask("nvmlDeviceGetName"),
-            total_bytes=card.total_bytes(),
-            compute_capability=card.ask("nvmlDeviceGetCudaComputeCapability"),
-        )
-    except pynvml.NVMLError as error:
-        return CardIdentity(index=index, lost=error.value in GONE)

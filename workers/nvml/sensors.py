@@ -22,32 +22,18 @@ import pynvml
 from workers.nvml.queries import GONE, Card, card_total_bytes, find_card, visible_card
 from workers.readings import THROTTLE_ALARMS, SensorReading
 
-#: How often what hardly changes is asked: limits, link, errors of the memory.
+#: How often what hardly changes is asked: the power limit, and where the hardware slows down.
 RARELY_S: Final = 30.0
 #: How often NVML is opened again after it failed, or after the card was lost.
 REOPEN_S: Final = 5.0
 SAMPLE_EVERY_S: Final = 1.0
 THROTTLE_WINDOW_S: Final = 60.0
 
-#: Xid errors that an application causes, as in NVIDIA's k8s-device-plugin: they say nothing about
-#: the card.
-_APPLICATION_XIDS: Final = frozenset({13, 31, 43, 45, 68, 109})
-_MOST_EVENTS: Final = 16
-
-_FIELD_VALUES: Final = "nvmlDeviceGetFieldValues"
-
 #: Members of NVML's union of values, by nvmlValueType_t.
 _VALUE_MEMBERS: Final = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
 
-#: Where Linux reports the temperature of a processor: driver, label of the package's sensor (None:
-#: any of them).
-_PACKAGE_SENSORS: Final = (
-    ("coretemp", "Package id"),
-    ("k10temp", "Tdie"),
-    ("k10temp", "Tctl"),
-    ("zenpower", "Tdie"),
-    ("cpu_thermal", None),
-)
+#: Drivers by which Linux reports the temperature of a processor.
+_PROCESSOR_SENSORS: Final = ("coretemp", "k10temp", "zenpower", "cpu_thermal")
 
 
 class CardSensors:
@@ -60,14 +46,12 @@ class CardSensors:
         self._name = card
         self._is_open = False
         self._card: Card | None = None
-        self._events: Any = None
         self._due_s: float | None = None
-        self._rarely = SensorReading()
+        self._limit_w: float | None = None
         self._slowdown_c: float | None = None
         self._slowdown_tlimit_c = 0.0
         self._closed_until_s: float | None = None
         self._lost = False
-        self._xid: int | None = None
 
     def read(self, now_s: float) -> SensorReading:
         """Read once; never raises for an error of NVML.
@@ -77,8 +61,7 @@ class CardSensors:
         if self._closed_until_s is not None and now_s < self._closed_until_s:
             return SensorReading(lost=self._lost)
         try:
-            card = self._card or self._open()
-            reading = self._look(card, now_s)
+            reading = self._look(self._card or self._open(), now_s)
         except pynvml.NVMLError as error:  # no single question failed: nothing can be asked
             self.close()
             self._closed_until_s = now_s + REOPEN_S
@@ -91,35 +74,28 @@ class CardSensors:
     def close(self) -> None:
         """Close NVML, if it is open. A later `read` opens it again."""
         with suppress(pynvml.NVMLError):
-            if self._events is not None:
-                pynvml.nvmlEventSetFree(self._events)
-        with suppress(pynvml.NVMLError):
             if self._is_open:
                 pynvml.nvmlShutdown()
         self._is_open = False
-        self._card = self._events = self._due_s = None
+        self._card = self._due_s = None
 
     def _open(self) -> Card:
         """Open NVML and find the card; card, library and driver may be missing."""
         pynvml.nvmlInit()
         self._is_open = True
         self._card = find_card(self._name)
-        with suppress(pynvml.NVMLError):  # WSL2 and Windows have no events
-            events, kind = pynvml.nvmlEventSetCreate(), pynvml.nvmlEventTypeXidCriticalError
-            try:
-                pynvml.nvmlDeviceRegisterEvents(self._card.handle, kind, events)
-                self._events = events
-            finally:
-                if self._events is None:
-                    pynvml.nvmlEventSetFree(events)
         return self._card
 
     def _look(self, card: Card, now_s: float) -> SensorReading:
         """Ask everything that is due; raises if the card is lost."""
-        if self._due_s is None or now_s >= self._due_s:
-            self._look_rarely(card)
-            self._due_s = now_s + RARELY_S
         ask = card.ask
+        if self._due_s is None or now_s >= self._due_s:
+            self._limit_w = _watts(ask("nvmlDeviceGetEnforcedPowerLimit"))
+            slowdown = pynvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN
+            self._slowdown_c = ask("nvmlDeviceGetTemperatureThreshold", slowdown)
+            tlimit_c = _field(card, pynvml.NVML_FI_DEV_TEMPERATURE_SLOWDOWN_TLIMIT)
+            self._slowdown_tlimit_c = tlimit_c or 0.0
+            self._due_s = now_s + RARELY_S
         temperature_c = ask(
             "nvmlDeviceGetTemperatureV nvmlDeviceGetTemperature", pynvml.NVML_TEMPERATURE_GPU
         )
@@ -127,13 +103,13 @@ class CardSensors:
         if power_mw is None:  # on consumer cards since Ampere an average over a second
             power_mw = ask("nvmlDeviceGetPowerUsage")
         rates = ask("nvmlDeviceGetUtilizationRates")
-        return replace(
-            self._rarely,
+        return SensorReading(
             temperature_c=temperature_c,
             margin_c=self._margin_c(card, temperature_c),
             # GeForce says 0 for "not reported".
             memory_temperature_c=_field(card, pynvml.NVML_FI_DEV_MEMORY_TEMP) or None,
             power_w=_watts(power_mw),
+            power_limit_w=self._limit_w,
             sm_clock_mhz=ask("nvmlDeviceGetClockInfo", pynvml.NVML_CLOCK_SM),
             memory_clock_mhz=ask("nvmlDeviceGetClockInfo", pynvml.NVML_CLOCK_MEM),
             utilisation_pct=None if rates is None else rates.gpu,
@@ -141,24 +117,7 @@ class CardSensors:
                 "nvmlDeviceGetCurrentClocksEventReasons nvmlDeviceGetCurrentClocksThrottleReasons"
             ),
             fan_pct=ask("nvmlDeviceGetFanSpeed"),
-            xid=self._last_xid(),
-            process_used_bytes=card.processes().get(os.getpid()),
         )
-
-    def _look_rarely(self, card: Card) -> None:
-        ask = card.ask
-        self._rarely = SensorReading(
-            power_limit_w=_watts(ask("nvmlDeviceGetEnforcedPowerLimit")),
-            sm_clock_max_mhz=ask("nvmlDeviceGetMaxClockInfo", pynvml.NVML_CLOCK_SM),
-            pcie_generation=ask("nvmlDeviceGetCurrPcieLinkGeneration"),
-            pcie_lanes=ask("nvmlDeviceGetCurrPcieLinkWidth"),
-            ecc_errors=_ecc_errors(card),
-            remapped_rows=_remapped_rows(card),
-        )
-        slowdown = pynvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN
-        self._slowdown_c = ask("nvmlDeviceGetTemperatureThreshold", slowdown)
-        tlimit_c = _field(card, pynvml.NVML_FI_DEV_TEMPERATURE_SLOWDOWN_TLIMIT)
-        self._slowdown_tlimit_c = tlimit_c or 0.0
 
     def _margin_c(self, card: Card, temperature_c: float | None) -> float | None:
         """Say how much warmer the die may get before the hardware slows down.
@@ -175,20 +134,6 @@ class CardSensors:
             return None
         return self._slowdown_c - temperature_c
 
-    def _last_xid(self) -> int | None:
-        """Take what the driver has told since the last look.
-
-        An Xid of the card is kept until another comes.
-        """
-        for _ in range(_MOST_EVENTS if self._events is not None else 0):
-            try:
-                event = pynvml.nvmlEventSetWait_v2(self._events, 0)
-            except pynvml.NVMLError:  # a timeout: nothing happened
-                break
-            if event.eventData not in _APPLICATION_XIDS:
-                self._xid = int(event.eventData)
-        return self._xid
-
 
 def _watts(milliwatts: float | None) -> float | None:
     return None if milliwatts is None else milliwatts / 1e3
@@ -197,33 +142,12 @@ def _watts(milliwatts: float | None) -> float | None:
 def _field(card: Card, field: int) -> float | None:
     """Return one of NVML's field values; `None` if it is not reported."""
     question = ("field", field)
-    for value in () if question in card.never else card.ask(_FIELD_VALUES, (field,)) or ():
+    fields = () if question in card.never else card.ask("nvmlDeviceGetFieldValues", (field,)) or ()
+    for value in fields:
         if value.nvmlReturn == pynvml.NVML_SUCCESS:
             return float(getattr(value.value, _VALUE_MEMBERS[value.valueType]))
         card.note(question, pynvml.NVMLError(value.nvmlReturn))
     return None
-
-
-def _remapped_rows(card: Card) -> int | None:
-    """Count the rows replaced after uncorrectable errors, where the product can replace rows at
-    all.
-
-    The query itself does not refuse on a 4090 (gpud, PR 351).
-    """
-    name = card.ask("nvmlDeviceGetName")
-    if name is None or any(family in name.upper() for family in ("GEFORCE", "TITAN")):
-        return None
-    remapped = card.ask("nvmlDeviceGetRemappedRows")
-    return None if remapped is None else int(remapped[1])
-
-
-def _ecc_errors(card: Card) -> int | None:
-    mode = card.ask("nvmlDeviceGetEccMode")
-    if mode is None or mode[0] != pynvml.NVML_FEATURE_ENABLED:
-        return None
-    kind = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
-    errors: int | None = card.ask("nvmlDeviceGetTotalEccErrors", kind, pynvml.NVML_VOLATILE_ECC)
-    return errors
 
 
 class ProcessorSensors:
@@ -232,28 +156,17 @@ class ProcessorSensors:
     def read(self, now_s: float) -> SensorReading:  # noqa: ARG002 - nothing here is asked more rarely
         """Look once."""
         with suppress(OSError):
-            return package_reading(psutil.sensors_temperatures())
-        return package_reading({})
+            return processor_reading(psutil.sensors_temperatures())
+        return processor_reading({})
 
     def close(self) -> None:
         """Nothing is held."""
 
 
-def package_reading(chips: Mapping[str, Sequence[Any]]) -> SensorReading:
-    """Return the hottest processor package of what `psutil.sensors_temperatures` returns."""
-    for driver, label in _PACKAGE_SENSORS:
-        sensors = [
-            sensor
-            for sensor in chips.get(driver, ())
-            if label is None or sensor.label.startswith(label)
-        ]
-        if sensors:
-            hottest = max(sensors, key=lambda sensor: sensor.current)
-            margin_c = hottest.critical - hottest.current if hottest.critical else None
-            return SensorReading(
-                temperature_c=hottest.current, margin_c=margin_c, of_processor=True
-            )
-    return SensorReading(of_processor=True)
+def processor_reading(chips: Mapping[str, Sequence[Any]]) -> SensorReading:
+    """Return the hottest part of a processor in what `psutil.sensors_temperatures` returns."""
+    told_c = [each.current for driver in _PROCESSOR_SENSORS for each in chips.get(driver, ())]
+    return SensorReading(temperature_c=max(told_c, default=None), of_processor=True)
 
 
 class Sampler:
