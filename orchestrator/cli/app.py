@@ -423,22 +423,19 @@ def tune(
     levers: opt.Levers = None,
 ) -> None:
     """Measure what each setting brings here; write tuned.yaml."""
-    from orchestrator.lab.tune import results, tuning
+    from orchestrator.lab.tune.tuning import Tuning, names_in
 
     import_from_here()
-    asked = tuning.prepare(
+    tuning = Tuning(
         here.load({"train.preset": preset}),
         Path(here.config).read_text(encoding="utf-8"),
         rehearse=here.rehearse,
         budget_s=duration_s(budget, "--budget"),
-        names=tuning.names_in(levers or ""),
+        names=names_in(levers or ""),
         workload=workload,
     )
-    result, is_whole = tuning.tune(asked, lambda line: typer.echo(line, err=True))
-    shown = results.result_text(result, _width())
-    if asked.trains:
-        shown += f"\nYour file with these settings: {asked.folder / 'tuned.yaml'}"
-    print_text(results.json_text(result) if here.as_json else shown)
+    is_whole = tuning.run(lambda line: typer.echo(line, err=True))
+    print_text(tuning.json_text() if here.as_json else tuning.text(_width()))
     if not is_whole:
         raise typer.Exit(130)
 
