@@ -60,7 +60,7 @@ def serve(connection: Connection, spec: ArmSpec) -> None:
         device = open_device(spec.spec)
         multiplies = spec.spec.workload.name == "matmul"
         work: Products | Training = (Products if multiplies else Training)(spec, device)
-        answer: Opened | float = _first_steps(work, spec)
+        answer: Opened | tuple[float, float] = _first_steps(work, spec)
         while True:
             if work.on_card:
                 with device.enforced():
@@ -107,8 +107,9 @@ def _first_steps(work: Products | Training, spec: ArmSpec) -> Opened:
     )
 
 
-def _turn(work: Products | Training, seconds: float) -> float:
-    """Work for so long, and one step at the least; return what was done in a second.
+def _turn(work: Products | Training, seconds: float) -> tuple[float, float]:
+    """Work for so long, and one step at the least; return what was done in a second, and in one
+    without the time in which other programs had the processor.
 
     Time between steps is not counted. On a card neither is the first step, which fills the
     allocator's pool again.
@@ -117,12 +118,12 @@ def _turn(work: Products | Training, seconds: float) -> float:
         with work.device.enforced():
             work.unpark()
             work.step()
-    until_s, done, took_s = time.monotonic() + seconds, 0.0, 0.0
+    until_s, done, took_s, waited_s = time.monotonic() + seconds, 0.0, 0.0, 0.0
     while not took_s or time.monotonic() < until_s:
-        step_done, step_s = work.timed_step()
+        step_done, step_s, step_waited_s = work.timed_step()
         work.device.step_peak_bytes()  # by which a device knows steps that are alike
-        done, took_s = done + step_done, took_s + step_s
-    return done / took_s
+        done, took_s, waited_s = done + step_done, took_s + step_s, waited_s + step_waited_s
+    return done / took_s, done / max(took_s - waited_s, _LEAST_S)
 
 
 class Products:
@@ -143,9 +144,11 @@ class Products:
         with device.enforced():
             self._matmul = Matmul(context)
 
-    def timed_step(self) -> tuple[float, float]:
-        """Do one step; return its operations and its seconds."""
-        return self.device.timed(self.step, self._size)
+    def timed_step(self) -> tuple[float, float, float]:
+        """Do one step; return its operations, its seconds, and 0: workers at once wait for each
+        other.
+        """
+        return *self.device.timed(self.step, self._size), 0.0
 
     def step(self) -> float:
         """Do one step; return its operations."""
@@ -177,11 +180,11 @@ class Training:
         """The last is that of the last optimiser step."""
         return self._trainer.course.losses
 
-    def timed_step(self) -> tuple[float, float]:
-        """Do one optimiser step; return its samples and its seconds.
+    def timed_step(self) -> tuple[float, float, float]:
+        """Do one optimiser step; return its samples, its seconds, and how many of these this thread
+        has waited for a processor, if it computes there.
 
-        Where it does not fit, with half as many samples at once. On the processor, time in which
-        other programs had it is not counted: beside them, that was most of what made turns differ.
+        Where it does not fit, with half as many samples at once.
         """
         while True:
             try:
@@ -191,13 +194,13 @@ class Training:
                     raise
                 drop_frames(error)
             else:
-                return done, seconds if self.on_card else max(seconds - waited_s, _LEAST_S)
+                return done, seconds, 0.0 if self.on_card else waited_s
             # Outside the handler, which holds the tensors of the failure.
             self._micro //= 2
             self.device.release()
 
     def _waiting_step(self) -> tuple[float, float]:
-        """Do one step; return its samples, and how long this thread has waited for a processor."""
+        """Do one step; return its samples, and how long this thread has waited."""
         waited_s = _waited_s()
         done = self.step()
         return done, _waited_s() - waited_s

@@ -3,10 +3,13 @@
     context = fork_context()
     context.Process(target=run_arm, args=(connection, spec))
 
-The arm answers `Opened`, and then the speed of each turn; the head sends how many seconds a turn
-lasts. In place of any answer it may say `Refused`. This module loads neither torch nor Ray: the fork
-server has imported torch once, so that an arm begins in milliseconds. The fork server has not
-touched a card, because a context of CUDA does not survive a fork.
+The head sends how many seconds a turn lasts. The arm answers `Opened`, and then two speeds for each
+turn, the second without the time in which other programs had the processor; in place of any answer
+it may say `Refused`.
+
+This module loads neither torch nor Ray: the fork server has imported torch once, so that an arm
+begins in milliseconds. The fork server has not touched a card, because a context of CUDA does not
+survive a fork.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ _TURN_BOUNDS_S: Final = (0.1, 0.5)
 _MOST_ROUNDS: Final = 120
 
 #: Of a lever's time, for the first steps of its arm.
-_OPENING_SHARE: Final = 0.2
+_OPENING_SHARE: Final = 0.3
 
 
 class ArmError(Exception):
@@ -81,13 +81,15 @@ class Bench:
             arm = self._start(trial)
             trial.opened(arm.opened, baseline)
             turn_s = _between(_TURN_BOUNDS_S, _TURN_SHARE * (until_s - time.monotonic()))
+            arm.turn(turn_s)  # not counted: a CPU then keeps memory between steps that are alike
             while not trial.look(self._rules) and self._goes_on(trial.rounds, until_s, last_s):
                 # Who begins changes with each round.
                 if trial.rounds % 2:
                     own, other = arm.turn(turn_s), self._baseline_turn(turn_s)
                 else:
                     other, own = self._baseline_turn(turn_s), arm.turn(turn_s)
-                trial.speeds.append((own, other))
+                clock = 0 if trial.counts_waiting else 1
+                trial.speeds.append((own[clock], other[clock]))
         except ArmError as error:
             return str(error)
         finally:
@@ -113,8 +115,8 @@ class Bench:
         lacks_rounds = rounds < self._least_rounds and now_s < last_s
         return rounds < _MOST_ROUNDS and (now_s < until_s or lacks_rounds)
 
-    def _baseline_turn(self, seconds: float) -> float:
-        """Return the speed of the baseline; the next lever gets another process if it fails."""
+    def _baseline_turn(self, seconds: float) -> tuple[float, float]:
+        """Return the speeds of the baseline; the next lever gets another process if it fails."""
         if self._arm is None:
             raise ArmError("the baseline has ended")
         try:
@@ -154,13 +156,15 @@ class _Arm:
             host_bytes=sum(answer.host_bytes for answer in answers),
         )
 
-    def turn(self, seconds: float) -> float:
-        """Have all of its processes work together; return what they did in a second.
+    def turn(self, seconds: float) -> tuple[float, float]:
+        """Have all of its processes work together; return what they did in a second, and in one
+        without the time in which other programs had the processor.
 
         Raises:
             ArmError: It cannot.
         """
-        return float(sum(self._answers(seconds)))
+        speeds, alone = zip(*self._answers(seconds), strict=True)
+        return sum(speeds), sum(alone)
 
     def close(self) -> None:
         """Close the connections, which ends the processes once their turn is over, or kill them."""

@@ -132,6 +132,7 @@ def together(several: Sequence[Trial]) -> Trial:
         setting=" + ".join(each.name for each in several),
         changes={key: value for each in several for key, value in each.changes.items()},
         parity_class=_EXACT if is_exact else _NUMERIC,
+        counts_waiting=any(each.counts_waiting for each in several),
     )
 
 
@@ -143,14 +144,17 @@ def _trials_of(lever: _Lever, own: Mapping[str, Any], *, on_card: bool) -> Itera
             continue
         needed = {} if is_usual else lever.beside or {}
         beside = {key: other for key, other in needed.items() if own.get(key) in _OFF}
+        changes = {**beside, lever.key: value}
+        loaders = {own.get("loader_workers"), changes.get("loader_workers", 0)}
         trial = Trial(
             lever=lever.key,
             setting=" with ".join(
                 [_text_of(value), *(f"{key} {_text_of(other)}" for key, other in beside.items())]
             ),
-            changes={**beside, lever.key: value},
+            changes=changes,
             parity_class=lever.parity,
             slow=lever.slow,
+            counts_waiting=loaders != {0},
         )
         if value in lever.on_cards and not on_card:
             trial.verdict, trial.reason = LeverVerdict.UNAVAILABLE, _ON_CARDS

@@ -95,6 +95,10 @@ class Trial:
     """Workers at once."""
     slow: bool = False
     """Whether it compiles, for which a rehearsal has no time."""
+    counts_waiting: bool = False
+    """Whether time in which other programs have the processor counts: a loader waits for it in
+    processes of its own, where that cannot be told from other waiting.
+    """
     settled: bool = False
     """Whether a first look at its rounds has told its speed."""
     verdict: LeverVerdict = LeverVerdict.TOO_FEW_ROUNDS
