@@ -167,9 +167,7 @@ def test_an_arm_has_the_environment_of_a_worker(
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
     ours, theirs = multiprocessing.Pipe()
-    spec = ArmSpec(
-        name="baseline", spec=spec_of(), log=tmp_path / "log", settings={"deterministic": True}
-    )
+    spec = ArmSpec(spec=spec_of(), log=tmp_path / "log", settings={"deterministic": True})
     child = multiprocessing.get_context("fork").Process(
         target=messages.run_arm, args=(theirs, spec)
     )
