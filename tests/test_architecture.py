@@ -30,7 +30,7 @@ PLANTED = {
         ("orchestrator/run/terminal.py", "orchestrator.lab.burn"),
         ("orchestrator/lab/burn.py", "orchestrator.doctor.report"),
         ("orchestrator/view/notify/digest.py", "orchestrator.lab.burn"),
-        ("orchestrator/view/web/guard.py", "orchestrator.lab.tune.results"),
+        ("orchestrator/view/web/guard.py", "orchestrator.lab.tune.tuning"),
         ("orchestrator/view/cells.py", "orchestrator.run.terminal"),
         ("orchestrator/control/client.py", "orchestrator.run.terminal"),
         ("orchestrator/control/client.py", "orchestrator.view.cells"),

@@ -495,24 +495,22 @@ def tune(
     ),
 ) -> None:
     """Measure what each setting brings here; write tuned.yaml."""
-    from orchestrator.lab.tune import results, tuning
+    from orchestrator.lab.tune.tuning import Tuning, names_in
 
     import_from_here()
-    asked = tuning.prepare(
+    tuning = Tuning(
         here.load({"train.preset": preset}),
         Path(here.config).read_text(encoding="utf-8"),
         rehearse=here.rehearse,
         budget_s=duration_s(budget, "--budget"),
-        names=tuning.names_in(levers or ""),
+        names=names_in(levers or ""),
         workload=workload,
     )
-    result, is_whole = tuning.tune(asked, lambda line: typer.echo(line, err=True))
+    is_whole = tuning.run(lambda line: typer.echo(line, err=True))
     if here.as_json:
-        print_json(results.json_text(result))
+        print_json(tuning.json_text())
     else:
-        tell(results.result_text(result, _columns() if sys.stdout.isatty() else None))
-        if asked.trains:
-            tell(f"Your file with these settings: {asked.folder / 'tuned.yaml'}")
+        tell(tuning.text(_columns() if sys.stdout.isatty() else None))
     if not is_whole:
         raise typer.Exit(130)
 

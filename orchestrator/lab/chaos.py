@@ -19,13 +19,13 @@ from random import Random
 from typing import Any, Final, cast
 
 from orchestrator.config.duration import parse_duration
-from orchestrator.core.fleet import Fleet, SliceEnded, SliceReported
+from orchestrator.core.fleet import Fleet, SliceEnded
 from orchestrator.core.slot import HeadState, SlotState, slot_state
 from orchestrator.errors import UsageError, one_line
 from orchestrator.record.events import EventLog
 from orchestrator.run.environment import Environment, Mode
 from orchestrator.run.supervisor import Clock
-from workers.messages import Directive, Report, WorkerState
+from workers.messages import WorkerState
 from workers.settings import WorkerSpec
 
 #: No worker is killed in the last seconds of a run, or in this share of a short one, so that what
@@ -59,7 +59,6 @@ class FaultKind(StrEnum):
 class FaultOutcome(StrEnum):
     """What became of a fault."""
 
-    PENDING = "pending"
     #: The process continued.
     SURVIVED = "survived"
     #: A new process reports, or all workers of a node do.
@@ -157,8 +156,8 @@ class Fault:
     """Since the run began to count; of faults of steps, when the first was reported."""
     kind: FaultKind
     target: str
-    fate: FaultOutcome = FaultOutcome.PENDING
-    became: str = "under way"
+    fate: FaultOutcome = FaultOutcome.NOT_BACK
+    became: str = "not back at the end"
     """For the user: `reports again after 4.1 s`."""
     detail: str = ""
     """How the head saw it: the slot's reason, or which slots are missing."""
@@ -202,8 +201,6 @@ class Chaos:
         self._planned = list(self._plan.nodes)
         self._nodes: dict[str, str] = {}
         self._states: dict[str, SlotState] = {}
-        self._asked: set[str] = set()
-        """Slots that were sent a slice since the last wait: a run that drains sends none."""
         self._chance = Random(seed)  # noqa: S311 - repeatable is what is wanted
         self._began_s = self._calm_s = self._ends_s = self._kill_s = math.inf
         self._began_unix_s = 0.0
@@ -250,11 +247,6 @@ class Chaos:
             spec = replace(spec, workload=replace(spec.workload, name=name, settings=settings))
         self._inner.place(spec, num_cpus, num_gpus)
 
-    def submit(self, slot: str, directive: Directive) -> None:
-        """Send a slice."""
-        self._asked.add(slot)
-        self._inner.submit(slot, directive)
-
     def abandon(self, slot: str) -> None:
         """End the slot's actor."""
         self._nodes.pop(slot, None)
@@ -266,15 +258,13 @@ class Chaos:
         if self._began_s <= now_s < self._ends_s:
             self._strike(now_s)
         ended = self._inner.wait(timeout_s)
-        now_s = self._clock.monotonic_s()
-        for one in ended:
-            if isinstance(one, SliceReported):
-                self._count_faults_of_steps(one.report, max(0.0, now_s - self._began_s))
-        self._close_what_is_back(now_s)
+        self._close_what_is_back(self._clock.monotonic_s())
         return ended
 
     def on_event(self, entry: Mapping[str, Any]) -> None:
-        """Take in what the run writes into its event log: when it counts, and how slots change."""
+        """Take in what the run writes into its event log: when it counts, how slots change, and
+        which steps ran out of memory.
+        """
         if entry["event"] == "counting":
             self._began_s, duration_s = self._clock.monotonic_s(), float(entry["duration_s"])
             self._began_unix_s = self._clock.unix_s()
@@ -287,16 +277,23 @@ class Chaos:
             for each in self._open:
                 if slot in each.waiting:
                     _note(each, slot, state, str(entry["cause"]))
+        elif entry["event"] == "chaos" and isinstance(count := entry.get("count"), int):
+            slot = entry["slot"]
+            if slot not in self._of_steps:
+                at_s = max(0.0, self._clock.monotonic_s() - self._began_s)
+                fault = self._of_steps[slot] = self._enter(FaultKind.OOM, slot, at_s)
+                fault.fate, fault.became = FaultOutcome.SURVIVED, "survived in the same slice"
+                fault.count = 0
+            self._of_steps[slot].count += count
 
     def told(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Give every fault of a run that is over its outcome, and return all, and their counts.
+        """Return every fault of a run that is over with its outcome, and their counts.
 
         Of a kind, `injected` is the sum of `recovered` (or survived), `given_up` and `pending` (not
         back when the run ended). `moot` were planned, and the run ended first.
         """
         for each in self._open:
             each.fault.detail = f"waiting for {', '.join(sorted(each.waiting)) or 'its node'}"
-            each.fault.fate, each.fault.became = FaultOutcome.NOT_BACK, "not back at the end"
         for planned in self._planned:
             fault = self._enter(FaultKind.NODE, planned.node, planned.at_s)
             fault.fate, fault.became = FaultOutcome.MOOT, "never struck: the run ended first"
@@ -314,7 +311,7 @@ class Chaos:
                 "injected": counts[kind].total() - counts[kind]["moot"],
                 "recovered": counts[kind]["survived"] + counts[kind]["recovered"],
                 "given_up": counts[kind]["given_up"],
-                "pending": counts[kind]["pending"] + counts[kind]["not_back"],
+                "pending": counts[kind]["not_back"],
                 "moot": counts[kind]["moot"],
             }
             for kind in self._plan.kinds
@@ -328,8 +325,7 @@ class Chaos:
     def _strike(self, now_s: float) -> None:
         """Kill a worker and end nodes if that is due; start nodes whose time has come."""
         struck = {slot for each in self._open for slot in each.waiting}
-        at_work = {slot for slot in self._asked if self._states.get(slot) in _AT_WORK}
-        self._asked.clear()
+        at_work = {slot for slot in self._nodes if self._states.get(slot) in _AT_WORK}
         if self._kill_s <= now_s < self._calm_s and (targets := sorted(at_work - struck)):
             self._kill_s = max(self._kill_s + self._plan.kill_every_s, now_s)
             slot = self._chance.choice(targets)
@@ -351,7 +347,6 @@ class Chaos:
 
     def _end_node(self, planned: NodeFault, now_s: float) -> None:
         for before in [each for each in self._open if each.fault.target == planned.node]:
-            before.fault.fate = FaultOutcome.NOT_BACK
             before.fault.became = "not back before it was ended again"
             self._open.remove(before)
         slots = [slot for slot, node in self._nodes.items() if node == planned.node]
@@ -361,16 +356,6 @@ class Chaos:
         self._open.append(_Open(fault=fault, struck_s=now_s, waiting=waiting, start_s=start_s))
         self._events.write("chaos_node_ended", node=planned.node)
         self._inner.end_node(planned.node)
-
-    def _count_faults_of_steps(self, report: Report, at_s: float) -> None:
-        counts = [event.detail.get("count") for event in report.events if event.name == "chaos"]
-        for count in (each for each in counts if isinstance(each, int)):
-            if report.slot not in self._of_steps:
-                fault = self._enter(FaultKind.OOM, report.slot, at_s)
-                fault.fate, fault.became = FaultOutcome.SURVIVED, "survived in the same slice"
-                fault.count = 0
-                self._of_steps[report.slot] = fault
-            self._of_steps[report.slot].count += count
 
     def _close_what_is_back(self, now_s: float) -> None:
         for each in self._open[:]:

@@ -29,7 +29,6 @@ from orchestrator.lab.burn import (
 from orchestrator.record.store import STORE_NAME, RunStore
 from orchestrator.record.summary import summary_dict, write_summary
 from tests.factories import FACTS, event, make_row, make_snapshot, record
-from workers.messages import WorkerState
 
 CAPS, HEAT, FULL = PHASES
 SECONDS = 600
@@ -78,11 +77,9 @@ def test_a_cool_card_that_did_its_work_passes_every_check() -> None:
         # More than nine tenths of the cap are held once it has climbed, and never more than all.
         *(("memory", {"reserved_bytes": held}, expected, said) for held, expected, said in (
             (901, True, "90.1 % of its cap"), (900, False, "more than 90"),
-            (1001, False, "more than its cap"),
             (lambda at: 1001 if at == 7 else 950, False, "more than its cap"),
             (lambda at: 950 if at > 100 else 200, True, ""), (None, None, "never told"),
         )),
-        ("errors", {"was_starved": True}, False, "no memory for any step"),
         # Sustained is half a minute on end, or a tenth of the time.
         *(("temperature", {"temperature_c": heat}, expected, said) for heat, expected, said in (
             (None, None, "no sensor"), (79.9, True, "80 C at most"), (80.0, False, "80 C or more"),
@@ -91,11 +88,23 @@ def test_a_cool_card_that_did_its_work_passes_every_check() -> None:
             (lambda at: 80.0 if at % 10 == 0 else 60.0, True, "10 % of the time"),
             (lambda at: 80.0 if at % 9 == 0 else 60.0, False, "11 % of the time"),
         )),
+        ("temperature", {"row": {"temperature_of": "processor"}}, None, "no sensor"),
         *(("slowdown", seen, expected, said) for seen, expected, said in (
             ({"alarms": ("power brake",)}, False, "alarm: power brake"),
             ({"throttle_pct": 5.0}, True, "none"), ({"throttle_pct": None}, None, "no sensor"),
             ({"throttle_pct": 5.1}, False, "slowed itself down"),
         )),
+        # An out-of-memory error that was survived is no error.
+        *(("errors", {"row": row}, expected, said) for row, expected, said in (
+            ({"steps_oom": 3, "oom_count": 5, "emergency_count": 5}, True, "none"),
+            ({"steps_error": 1}, False, "errors of the workload: 1"),
+            ({"restarts": 1}, False, "restarts: 1"), ({"steps_ok": 0}, False, "did no step"),
+            ({"state": "QUARANTINED", "reason": "why"}, False, "ended QUARANTINED: why"),
+            ({"state": "EMERGENCY"}, False, "ended EMERGENCY"),
+        )),
+        ("errors", {"was_starved": True}, False, "no memory for any step"),
+        ("results", {"row": {"verify_errors": 1}}, False, "1 of 10"),
+        ("results", {"row": {"verify_checks": 0}}, None, "no result was checked"),
         ("results", {"unchecked": "no memory"}, None, "checked, then no more: no memory"),
     ],
 )  # fmt: skip
@@ -103,29 +112,6 @@ def test_where_a_pass_ends(
     check: str, changes: dict[str, Any], expected: bool | None, said: str
 ) -> None:
     is_good, text = judged(**changes).findings[check]
-    assert is_good is expected
-    assert said in text
-
-
-@pytest.mark.parametrize(
-    ("check", "row", "expected", "said"),
-    [
-        ("errors", {"steps_error": 1}, False, "errors of the workload: 1"),
-        ("errors", {"restarts": 1}, False, "restarts: 1"),
-        ("errors", {"steps_ok": 0}, False, "did no step"),
-        ("errors", {"state": "QUARANTINED", "reason": "why"}, False, "ended QUARANTINED: why"),
-        ("errors", {"state": "EMERGENCY"}, False, "ended EMERGENCY"),
-        # An out-of-memory error that was survived is no error.
-        ("errors", {"steps_oom": 3, "oom_count": 5, "emergency_count": 5}, True, "none"),
-        ("results", {"verify_errors": 1}, False, "1 of 10"),
-        ("results", {"verify_checks": 0}, None, "no result was checked"),
-        ("temperature", {"temperature_of": "processor"}, None, "no sensor"),
-    ],
-)  # fmt: skip
-def test_what_a_row_says_of_its_worker(
-    check: str, row: dict[str, Any], expected: bool | None, said: str
-) -> None:
-    is_good, text = judged(row, temperature_c=95.0).findings[check]
     assert is_good is expected
     assert said in text
 
@@ -181,24 +167,24 @@ def test_three_phases_in_order_and_none_longer_than_heat(
     assert [run.dtype for run in planned_runs(config(), "cpu", heat_s, {1})] == ["fp32", "fp16"]
 
 
-def test_the_first_phase_tries_a_type_with_dense_checks() -> None:
-    first, *_ = planned_runs(config(verify={"share": 0.1}), "cuda", HEAT_S, {1})
-    assert first.config.workload.dtype == "fp32"
-    assert {node.dtype for node in first.config.nodes.values()} == {None}, "a node's own would win"
-    assert first.config.verify.share == 0.25
+def test_caps_and_heat_are_matmul_and_full_load_is_the_configuration_as_it_is() -> None:
+    loaded = config(
+        workload={"name": "mine:Step"},
+        thermal={"hot_c": 76.0},
+        verify={"share": 0.1},
+        run={"duration": "2m"},
+    )
+    caps, *_ = planned_runs(loaded, "cuda", HEAT_S, {1})
+    assert (caps.config.workload.name, caps.config.workload.dtype) == ("matmul", "fp32")
+    assert {node.dtype for node in caps.config.nodes.values()} == {None}, "a node's own would win"
+    assert caps.config.verify.share == 0.25
 
-
-def test_heat_is_full_duty_with_matmul_and_nothing_else() -> None:
-    loaded = config(workload={"name": "mine:Step"}, thermal={"hot_c": 76.0})
     (heat,) = planned_runs(loaded, "cuda", 600.0, {2})
     assert heat.config.compute_share_mode == "none"
     assert heat.config.workload.name == "matmul"
     assert heat.config.thermal == loaded.thermal, "the governor protects the card"
     assert {node.size for node in heat.config.nodes.values()} == {8192}
 
-
-def test_full_load_is_the_configuration_as_it_is() -> None:
-    loaded = config(workload={"name": "mine:Step"}, run={"duration": "2m"})
     (full,) = planned_runs(loaded, "cuda", HEAT_S, {3})
     changed = full.config.model_dump()
     changed["run"]["duration"] = loaded.run.duration
@@ -257,37 +243,26 @@ def test_only_passes_pass(runs: list[BurnRun], outcome: str, exit_code: int) -> 
     assert (result["outcome"], result["exit_code"]) == (outcome, exit_code)
 
 
-def test_the_json_says_who_failed_and_why() -> None:
+def test_json_and_text_say_who_failed_and_what_is_unknown() -> None:
     other = judged({"slot": "pc2/0", "node": "pc2", "state": HeadState.LOST.value})
-    result = result_dict([run_of(1, judged(), other)], "2026-01-01", "rehearse")
+    blind = judged({"slot": "pc2/1", "node": "pc2"}, temperature_c=None, throttle_pct=None)
+    result = result_dict([run_of(2, judged(), other, blind)], "2026-01-01", "rehearse")
     (phase,) = result["phases"]
-    assert phase["title"] == "caps and precision"
     assert phase["nodes"] == [
         {"node": "pc1", "verdict": "pass"},
         {"node": "pc2", "verdict": "fail"},
     ]
-    good, bad = phase["workers"]
-    assert (good["verdict"], good["dtype_asked"], good["memory_verdict"]) == (
-        "pass",
-        "fp32",
-        "pass",
-    )
+    good, bad, unknown = phase["workers"]
+    assert [worker["verdict"] for worker in phase["workers"]] == ["pass", "fail", "not_judged"]
     assert good["vram_held_pct"] == pytest.approx(95.0)
-    (reason,) = bad["reasons"]
-    assert reason.startswith("errors: ended LOST")
+    assert unknown["temperature_verdict"] == "not_judged"
+    assert bad["reasons"][0].startswith("errors: ended LOST")
     assert phase["runs"][0]["run_id"] is None
 
-
-def test_the_text_names_what_failed_and_what_is_unknown() -> None:
-    hot = judged({"slot": "pc1/1"}, temperature_c=90.0)
-    blind = judged({"slot": "pc1/2"}, temperature_c=None, throttle_pct=None)
-    result = result_dict([run_of(2, judged(), hot, blind)], "2026-01-01", "local")
     lines = list(result_lines(result))
     text = "\n".join(lines)
     assert "Phase 2, heat, 1m: FAIL" in text
     assert "  PASS  pc1/0, 20 TFLOP/s" in text
-    assert "  FAIL  pc1/1" in text
-    assert "temperature: 90 C at most" in text
+    assert "  FAIL  pc2/0" in text
     assert "temperature: no sensor tells it" in text
     assert lines[-1] == "\nFAIL"
-    assert WorkerState.RUNNING not in text

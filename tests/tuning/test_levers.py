@@ -6,59 +6,54 @@ import pytest
 
 from orchestrator.errors import UsageError
 from orchestrator.lab.tune import levers
-from orchestrator.lab.tune.levers import Candidate
+from orchestrator.lab.tune.trial import CHOSEN, LeverVerdict, Trial
 from workers.training.settings import TrainSettings
 
 
-def candidates(*, on_card: bool = False, **train: object) -> dict[str, Candidate]:
-    found = levers.train_candidates(TrainSettings.model_validate(train), on_card=on_card)
+def trials(*, on_card: bool = False, **train: object) -> dict[str, Trial]:
+    found = levers.train_trials(TrainSettings.model_validate(train), on_card=on_card)
     assert len({each.name for each in found}) == len(found)
     return {each.name: each for each in found}
 
 
-def test_a_lever_that_the_file_has_on_is_tried_off() -> None:
-    assert "precision=fp32" in candidates(precision="bf16")
-    assert "precision=bf16" not in candidates(precision="bf16")
-    assert "precision=bf16" in candidates(precision="fp32")
-
-
-@pytest.mark.parametrize("key", ["micro", "recompute", "channels_last"])
-def test_what_auto_stands_for_is_not_tried_again(key: str) -> None:
-    usual = {"micro": 16, "recompute": "none", "channels_last": "false"}[key]
-    train = TrainSettings.model_validate({key: "auto"})
-    names = {each.name for each in levers.train_candidates(train, on_card=False)}
-    assert f"{key}={usual}" not in names
+def test_what_the_file_has_is_tried_off_and_auto_stands_for_the_usual() -> None:
+    assert "precision=fp32" in trials(precision="bf16")
+    assert "precision=bf16" not in trials(precision="bf16")
+    for key, usual in (("micro", "16"), ("recompute", "none"), ("channels_last", "false")):
+        assert f"{key}={usual}" not in trials(**{key: "auto"})
 
 
 def test_a_lever_brings_along_the_key_that_it_needs() -> None:
-    assert candidates()["r_drop=0.5 with dropout 0.1"].changes == {"r_drop": 0.5, "dropout": 0.1}
-    assert candidates(dropout=0.2)["r_drop=0.5"].changes == {"r_drop": 0.5}
+    assert trials()["r_drop=0.5 with dropout 0.1"].changes == {"r_drop": 0.5, "dropout": 0.1}
+    assert trials(dropout=0.2)["r_drop=0.5"].changes == {"r_drop": 0.5}
 
 
-def test_a_rehearsal_tries_a_dozen_keys_that_are_quick() -> None:
-    found = levers.for_rehearsal(list(candidates().values()))
+def test_a_rehearsal_tries_a_dozen_keys_that_are_quick_and_may_be_chosen() -> None:
+    found = levers.for_rehearsal(list(trials().values()))
     assert len(found) >= 12
     assert len({each.lever for each in found}) == len(found)
-    assert not any(each.slow or each.unavailable for each in found)
+    assert all(each.parity_class in CHOSEN and not each.slow for each in found)
+    assert not any(each.verdict is LeverVerdict.UNAVAILABLE for each in found)
 
 
-@pytest.mark.parametrize("on_card", [True, False])
-def test_what_needs_a_card_says_so_without_one(*, on_card: bool) -> None:
-    tf32 = candidates(on_card=on_card)["precision=tf32"]
-    assert (tf32.unavailable is None) is on_card
+def test_what_needs_a_card_says_so_without_one() -> None:
+    without, on_card = (trials(on_card=each)["precision=tf32"] for each in (False, True))
+    assert (without.verdict, on_card.verdict) == ("UNAVAILABLE", "TOO FEW ROUNDS")
+    assert "without a card" in without.reason
+
+
+def test_time_that_others_have_the_processor_counts_where_a_loader_waits_for_it_too() -> None:
+    own, other = trials(), trials(loader_workers=2)
+    assert own["loader_workers=1"].counts_waiting
+    assert own["prefetch=4 with loader_workers 1"].counts_waiting
+    assert not own["micro=8"].counts_waiting
+    assert other["micro=8"].counts_waiting
 
 
 def test_levers_are_named_by_key_or_by_key_and_value() -> None:
-    found = list(candidates().values())
+    found = list(trials().values())
     named = levers.named(found, ["optimizer", "precision=fp32"], "--levers")
     assert {each.lever for each in named} == {"optimizer", "precision"}
     assert [each.setting for each in named if each.lever == "precision"] == ["fp32"]
     with pytest.raises(UsageError, match="--levers names 'precison', which is none; valid: micro"):
         levers.named(found, ["precison"], "--levers")
-
-
-def test_matmul_is_tried_with_two_and_three_workers() -> None:
-    found = {each.name: each.copies for each in levers.matmul_candidates()}
-    assert found == {
-        "workers=2": 2, "workers=3": 3, "dtype=tf32": 1, "dtype=fp16": 1, "dtype=bf16": 1
-    }  # fmt: skip

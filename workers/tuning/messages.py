@@ -3,9 +3,13 @@
     context = fork_context()
     context.Process(target=run_arm, args=(connection, spec))
 
-Pickled through a pipe between the head and its own child process. This module loads neither torch
-nor Ray: the fork server has imported torch once, so that an arm begins in milliseconds. The fork
-server has not touched a card, because a context of CUDA does not survive a fork.
+The head sends how many seconds a turn lasts. The arm answers `Opened`, and then two speeds for each
+turn, the second without the time in which other programs had the processor; in place of any answer
+it may say `Refused`.
+
+This module loads neither torch nor Ray: the fork server has imported torch once, so that an arm
+begins in milliseconds. The fork server has not touched a card, because a context of CUDA does not
+survive a fork.
 """
 
 from __future__ import annotations
@@ -32,35 +36,26 @@ _ARM: Final = "workers.tuning.arm"
 #: an arm begins with.
 _SLOW: Final = "torch._dynamo"
 
-FEWEST_STEPS: Final = 3
-"""First steps that each arm does at least: what a first update has changed shows in the third."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArmSpec:
     """One arm: what it computes, under which cap."""
 
-    name: str
     spec: WorkerSpec
-    """Budget and device. Its workload says what is computed: `train` or `matmul`."""
+    """Slot, budget and device. Its workload says what is computed: `train` or `matmul`."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """The section `train:` of this arm; empty for matmul."""
     log: Path
     """Where the output of the process goes."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Open:
-    """Make the training, and do the first optimiser steps, whose losses are compared."""
-
-    steps: int
-    most_s: float = math.inf
-    """After so many seconds no step begins beyond the first `FEWEST_STEPS`."""
+    first_steps: int = 3
+    """Optimiser steps whose losses are compared, three at the least."""
+    first_steps_s: float = math.inf
+    """After so many seconds no more of them begin."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opened:
-    """What the first steps were."""
+    """What the first steps of an arm were."""
 
     losses: tuple[float, ...] = ()
     """Of each optimiser step; empty for matmul."""
@@ -79,24 +74,7 @@ class Opened:
     torch: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
-    """Work for so long, and at least one step; then wait in host memory."""
-
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Done:
-    """What was done in a turn."""
-
-    samples: float
-    """Samples, or tokens where lengths differ; for matmul 10^9 operations."""
-    seconds: float
-    """While the device computed. Moves to the device and back are not counted."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Refused:
     """The arm cannot do that on this machine; its process ends."""
 

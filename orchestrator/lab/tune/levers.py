@@ -12,33 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from orchestrator.errors import UsageError
-from orchestrator.lab.tune.statistics import ParityClass
+from orchestrator.lab.tune.trial import CHOSEN, LeverVerdict, ParityClass, Trial
 from workers.training.settings import TrainSettings
-
-#: The workload that is tuned where nothing is trained.
-MATMUL: Final = "matmul"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """Some keys at other values than the baseline has."""
-
-    lever: str
-    setting: str
-    changes: Mapping[str, Any]
-    parity: ParityClass | None = None
-    """`None`: nothing is trained."""
-    unavailable: str | None = None
-    """Why this kind of device cannot run it; `None`: only trying tells."""
-    copies: int = 1
-    """Workers at once."""
-    slow: bool = False
-    """Whether it compiles, for which a rehearsal has no time."""
-
-    @property
-    def name(self) -> str:
-        """What rows and files call it."""
-        return f"{self.lever}={self.setting}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,70 +78,65 @@ _LEVERS: Final = (
 _OFF: Final = (None, False, 0, "off", "none")
 
 
-def train_candidates(train: TrainSettings, *, on_card: bool) -> list[Candidate]:
-    """Return one candidate for each lever and value that is not the user's own."""
+def train_trials(train: TrainSettings, *, on_card: bool) -> list[Trial]:
+    """Return one trial for each lever and value that is not the user's own."""
     batch = train.batch
     micro = _Lever("micro", batch, [size for size in (batch // 2, batch // 4) if size], _EXACT)
     more = _Lever("batch", batch, (batch + batch // 2, 2 * batch), _OBJECTIVE)
     return [
-        candidate
+        trial
         for lever in (micro, *_LEVERS, more)
-        for candidate in _candidates_of(lever, train.model_dump(), on_card=on_card)
+        for trial in _trials_of(lever, train.model_dump(), on_card=on_card)
     ]
 
 
-def for_rehearsal(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return one value of each key that is quick to begin: what fits into minutes on two cores."""
-    quick = [each for each in candidates if not each.slow and each.unavailable is None]
-    return list({each.lever: each for each in reversed(quick)}.values())[::-1]
+def for_rehearsal(trials: Sequence[Trial]) -> list[Trial]:
+    """Return one value of each key that tuned.yaml may get and that is quick to begin: what fits
+    into minutes on two cores.
+    """
+    first: dict[str, Trial] = {}
+    for trial in trials:
+        is_possible = trial.verdict is not LeverVerdict.UNAVAILABLE
+        if trial.parity_class in CHOSEN and is_possible and not trial.slow:
+            first.setdefault(trial.lever, trial)
+    return list(first.values())
 
 
-def named(candidates: Sequence[Candidate], names: Sequence[str], where: str) -> list[Candidate]:
-    """Return the candidates that are named, by key or by `key=value`; all if none is named.
+def named(trials: Sequence[Trial], names: Sequence[str], where: str) -> list[Trial]:
+    """Return the trials that are named, by key or by `key=value`; all if none is named.
 
     Raises:
         UsageError: A name fits no lever; `where` is where it stands.
     """
-    valid = {name for each in candidates for name in (each.lever, each.name)}
+    valid = {name for each in trials for name in (each.lever, each.name)}
     if unknown := [name for name in names if name not in valid]:
-        keys = ", ".join(dict.fromkeys(each.lever for each in candidates))
+        keys = ", ".join(dict.fromkeys(each.lever for each in trials))
         raise UsageError(
             f"{where} names {unknown[0]!r}, which is none; valid: {keys}, or one as KEY=VALUE"
         )
-    return [each for each in candidates if not names or {each.lever, each.name} & {*names}]
+    return [each for each in trials if not names or {each.lever, each.name} & {*names}]
 
 
-def matmul_candidates() -> list[Candidate]:
-    """Return the candidates of matmul against one worker with fp32 products: several workers at
-    once, and other number types.
-    """
-    several = [
-        Candidate(lever="workers", setting=str(count), changes={}, copies=count) for count in (2, 3)
+def matmul_trials() -> list[Trial]:
+    """Return the trials of matmul: several workers at once, against one."""
+    return [
+        Trial(lever="workers", setting=str(count), changes={}, copies=count) for count in (2, 3)
     ]
-    types = [
-        Candidate(lever="dtype", setting=name, changes={"dtype": name})
-        for name in ("tf32", "fp16", "bf16")
-    ]
-    return several + types
 
 
-def together(several: Sequence[Candidate]) -> Candidate:
-    """Return one candidate with the changes of several."""
-    is_exact = all(each.parity is ParityClass.EXACT for each in several)
-    return Candidate(
+def together(several: Sequence[Trial]) -> Trial:
+    """Return one trial with the changes of several."""
+    is_exact = all(each.parity_class is _EXACT for each in several)
+    return Trial(
         lever="all chosen",
         setting=" + ".join(each.name for each in several),
         changes={key: value for each in several for key, value in each.changes.items()},
-        parity=ParityClass.EXACT if is_exact else ParityClass.NUMERIC,
+        parity_class=_EXACT if is_exact else _NUMERIC,
+        counts_waiting=any(each.counts_waiting for each in several),
     )
 
 
-def text_of(value: object) -> str:
-    """Return the value of a key as a tuning names it."""
-    return str(value).lower() if isinstance(value, bool) or value is None else str(value)
-
-
-def _candidates_of(lever: _Lever, own: Mapping[str, Any], *, on_card: bool) -> Iterator[Candidate]:
+def _trials_of(lever: _Lever, own: Mapping[str, Any], *, on_card: bool) -> Iterator[Trial]:
     now = own.get(lever.key)
     for value in (lever.usual, *lever.values):
         is_usual = value == lever.usual
@@ -175,13 +145,21 @@ def _candidates_of(lever: _Lever, own: Mapping[str, Any], *, on_card: bool) -> I
         needed = {} if is_usual else lever.beside or {}
         beside = {key: other for key, other in needed.items() if own.get(key) in _OFF}
         changes = {**beside, lever.key: value}
-        yield Candidate(
+        loaders = {own.get("loader_workers"), changes.get("loader_workers", 0)}
+        trial = Trial(
             lever=lever.key,
             setting=" with ".join(
-                [text_of(value), *(f"{key} {text_of(other)}" for key, other in beside.items())]
+                [_text_of(value), *(f"{key} {_text_of(other)}" for key, other in beside.items())]
             ),
             changes=changes,
-            parity=lever.parity,
+            parity_class=lever.parity,
             slow=lever.slow,
-            unavailable=_ON_CARDS if value in lever.on_cards and not on_card else None,
+            counts_waiting=loaders != {0},
         )
+        if value in lever.on_cards and not on_card:
+            trial.verdict, trial.reason = LeverVerdict.UNAVAILABLE, _ON_CARDS
+        yield trial
+
+
+def _text_of(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) or value is None else str(value)

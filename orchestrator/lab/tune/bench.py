@@ -6,31 +6,18 @@ refuses, dies or hangs costs its lever, and never the tuning. Decides no verdict
 
 from __future__ import annotations
 
-import math
 import signal
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Final, TypeAlias, TypeVar
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Final, TypeAlias
 
 from orchestrator.config.schema import TuneConfig
-from orchestrator.lab.tune.levers import Candidate
-from orchestrator.lab.tune.statistics import least_rounds
-from workers.tuning.messages import (
-    ArmSpec,
-    Done,
-    Open,
-    Opened,
-    Refused,
-    Turn,
-    fork_context,
-    run_arm,
-)
+from orchestrator.lab.tune.trial import Trial, least_rounds
+from workers.tuning.messages import ArmSpec, Opened, Refused, fork_context, run_arm
 
-Result = TypeVar("Result")
-
-MakeSpec: TypeAlias = Callable[[str, Mapping[str, Any]], ArmSpec]
-"""From the name of an arm and its changes against the baseline."""
+MakeSpec: TypeAlias = Callable[[Trial | None], ArmSpec]
+"""From a lever, or `None` for the baseline."""
 
 #: A process that is told to end has so long for it.
 _END_S: Final = 5.0
@@ -49,24 +36,11 @@ _TURN_BOUNDS_S: Final = (0.1, 0.5)
 _MOST_ROUNDS: Final = 120
 
 #: Of a lever's time, for the first steps of its arm.
-_OPENING_SHARE: Final = 0.2
+_OPENING_SHARE: Final = 0.3
 
 
 class ArmError(Exception):
     """An arm refused, died, or did not answer."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Measured:
-    """What was measured of a lever."""
-
-    opened: Opened | None = None
-    log_ratios: list[float] = field(default_factory=list)
-    """Of speeds, lever to baseline, one of each round."""
-    speeds: list[float] = field(default_factory=list)
-    """Samples a second of the lever in each round."""
-    lost: str | None = None
-    """Why its process, or the baseline's, could not go on."""
 
 
 class Bench:
@@ -76,11 +50,10 @@ class Bench:
         self, make_spec: MakeSpec, rules: TuneConfig, budget_s: float, levers: int
     ) -> None:
         """Start nothing yet; `levers` is how many there will be."""
-        self._make_spec = make_spec
+        self._make_spec, self._rules = make_spec, rules
         self._patience_s = _between(_PATIENCE_BOUNDS_S, _PATIENCE_SHARE * budget_s)
-        self._least_rounds = least_rounds(rules.confidence)
-        opening_s = _OPENING_SHARE * budget_s / (levers + 1)
-        self._open = Open(steps=rules.parity_steps, most_s=opening_s)
+        self._least_rounds = least_rounds(rules)
+        self._opening_s = _OPENING_SHARE * budget_s / (levers + 1)
         self._arm: _Arm | None = None
         self.opened: Opened | None = None
         """The baseline's first steps."""
@@ -92,32 +65,37 @@ class Bench:
             ArmError: It cannot be measured.
         """
         if self._arm is None or self.opened is None:
-            self._arm = _Arm(self._make_spec("baseline", {}), self._patience_s, 1)
-            self.opened = self._of_baseline(lambda arm: arm.open(self._open))
-            self._open = Open(steps=len(self.opened.losses))
+            self._arm = self._start(None)
+            self.opened = self._arm.opened
         return self.opened
 
-    def measure(self, candidate: Candidate, until_s: float, last_s: float) -> Measured:
+    def measure(self, trial: Trial, until_s: float, last_s: float) -> str | None:
         """Measure a lever until a time; it gets the fewest rounds also after that, until `last_s`.
 
-        Times are those of `time.monotonic`. Rounds end by the clock and never by what they show, so
-        that the interval holds.
+        Times are those of `time.monotonic`. A lever whose first look tells its speed leaves its time
+        to the others. Returns why a process could not go on, or `None`.
         """
-        measured, arm = Measured(), None
+        arm = None
         try:
-            self.baseline()
-            spec = self._make_spec(candidate.name, candidate.changes)
-            arm = _Arm(spec, self._patience_s, candidate.copies)
-            measured.opened = arm.open(self._open)
+            baseline = self.baseline()
+            arm = self._start(trial)
+            trial.opened(arm.opened, baseline)
             turn_s = _between(_TURN_BOUNDS_S, _TURN_SHARE * (until_s - time.monotonic()))
-            while self._goes_on(len(measured.log_ratios), until_s, last_s):
-                self._round(arm, turn_s, measured)
+            arm.turn(turn_s)  # not counted: a CPU then keeps memory between steps that are alike
+            while not trial.look(self._rules) and self._goes_on(trial.rounds, until_s, last_s):
+                # Who begins changes with each round.
+                if trial.rounds % 2:
+                    own, other = arm.turn(turn_s), self._baseline_turn(turn_s)
+                else:
+                    other, own = self._baseline_turn(turn_s), arm.turn(turn_s)
+                clock = 0 if trial.counts_waiting else 1
+                trial.speeds.append((own[clock], other[clock]))
         except ArmError as error:
-            measured.lost = str(error)
+            return str(error)
         finally:
             if arm is not None:
                 arm.close()
-        return measured
+        return None
 
     def close(self) -> None:
         """End the baseline's process."""
@@ -125,26 +103,24 @@ class Bench:
             self._arm.close()
         self._arm = None
 
+    def _start(self, trial: Trial | None) -> _Arm:
+        """Start an arm; a lever does no more first steps than the baseline has done."""
+        spec = replace(self._make_spec(trial), first_steps_s=self._opening_s)
+        if self.opened is not None:
+            spec = replace(spec, first_steps=len(self.opened.losses))
+        return _Arm(spec, self._patience_s, 1 if trial is None else trial.copies)
+
     def _goes_on(self, rounds: int, until_s: float, last_s: float) -> bool:
         now_s = time.monotonic()
         lacks_rounds = rounds < self._least_rounds and now_s < last_s
         return rounds < _MOST_ROUNDS and (now_s < until_s or lacks_rounds)
 
-    def _round(self, arm: _Arm, turn_s: float, measured: Measured) -> None:
-        """Have both take a turn. Who begins changes with each round."""
-        baseline_first = len(measured.log_ratios) % 2 == 0
-        own = None if baseline_first else arm.turn(turn_s)
-        other = self._of_baseline(lambda baseline: baseline.turn(turn_s))
-        own = arm.turn(turn_s) if own is None else own
-        measured.speeds.append(own)
-        measured.log_ratios.append(math.log(own / other))
-
-    def _of_baseline(self, ask: Callable[[_Arm], Result]) -> Result:
-        """Return what the baseline's arm answers; the next lever gets another one if it fails."""
+    def _baseline_turn(self, seconds: float) -> tuple[float, float]:
+        """Return the speeds of the baseline; the next lever gets another process if it fails."""
         if self._arm is None:
             raise ArmError("the baseline has ended")
         try:
-            return ask(self._arm)
+            return self._arm.turn(seconds)
         except ArmError as error:
             self.close()
             raise ArmError(f"the baseline: {error}") from error
@@ -153,7 +129,11 @@ class Bench:
 class _Arm:
     """One process, or several that work at the same time."""
 
+    opened: Opened
+    """Their first steps; the memory of several processes is added."""
+
     def __init__(self, spec: ArmSpec, patience_s: float, copies: int) -> None:
+        """Start them, and wait for their first steps; `ArmError` if one cannot do them."""
         context = fork_context()
         self._patience_s = patience_s
         self._members = []
@@ -161,32 +141,30 @@ class _Arm:
             ours, theirs = context.Pipe()
             # Not a daemon: those may have no children, and a loader has some. It ends when the
             # connection does.
-            process = context.Process(target=run_arm, args=(theirs, spec), name=spec.name)
+            process = context.Process(target=run_arm, args=(theirs, spec), name=spec.spec.slot)
             process.start()
             theirs.close()
             self._members.append((ours, process))
-
-    def open(self, message: Open) -> Opened:
-        """Have it do its first steps; the memory of several processes is added.
-
-        Raises:
-            ArmError: It cannot.
-        """
-        answers: list[Opened] = self._ask(message)
-        return replace(
+        try:
+            answers = self._answers()
+        except BaseException:
+            self.close()
+            raise
+        self.opened = replace(
             answers[0],
             peak_bytes=sum(answer.peak_bytes for answer in answers),
             host_bytes=sum(answer.host_bytes for answer in answers),
         )
 
-    def turn(self, seconds: float) -> float:
-        """Have it work, all of its processes together; return what they did in a second.
+    def turn(self, seconds: float) -> tuple[float, float]:
+        """Have all of its processes work together; return what they did in a second, and in one
+        without the time in which other programs had the processor.
 
         Raises:
             ArmError: It cannot.
         """
-        answers: list[Done] = self._ask(Turn(seconds=seconds))
-        return sum(done.samples / done.seconds for done in answers)
+        speeds, alone = zip(*self._answers(seconds), strict=True)
+        return sum(speeds), sum(alone)
 
     def close(self) -> None:
         """Close the connections, which ends the processes once their turn is over, or kill them."""
@@ -198,12 +176,15 @@ class _Arm:
                 process.kill()
                 process.join(_END_S)
 
-    def _ask(self, message: Open | Turn) -> list[Any]:
-        """Return the answer of each process; `ArmError` if one has none, or refuses."""
+    def _answers(self, seconds: float | None = None) -> list[Any]:
+        """Return the answer of each process to a turn, if one is asked for; `ArmError` if one has
+        none, or refuses.
+        """
         answers = []
         try:
             for connection, _ in self._members:
-                connection.send(message)
+                if seconds is not None:
+                    connection.send(seconds)
             for connection, _ in self._members:
                 if not connection.poll(self._patience_s):
                     raise ArmError(f"it gave no answer for {self._patience_s:.0f} s")
