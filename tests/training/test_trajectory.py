@@ -5,36 +5,18 @@ from __future__ import annotations
 import random
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.fork_server import Child, ForkServer
 from tests.scene import PATIENCE_S, ROOT, wait_for
-from tests.training.scene import CNN, GPT, trainer
+from tests.training.scene import CNN, GPT, gap, in_shared_memory, train, trainer
 from workers.training.batches import tensors_in
 from workers.training.trainer import Trainer
-
-
-def train(
-    run: Trainer, limit: Callable[[], int], level: Callable[[], int] = lambda: 0
-) -> list[float]:
-    """Train to the end; return the loss of each step."""
-    losses: list[float] = []
-    while not run.finished:
-        if run.micro_batch(limit(), level()).updated:
-            losses.append(run.course.losses[-1])
-    return losses
-
-
-def gap(one: list[float], other: list[float]) -> float:
-    """Return the largest relative difference of two courses."""
-    return max(abs(a - b) / abs(b) for a, b in zip(one, other, strict=True))
 
 
 def held_by(run: Trainer) -> list[torch.Tensor]:
@@ -46,8 +28,8 @@ def held_by(run: Trainer) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("kind", [GPT, CNN])
 def test_any_micro_batches_change_the_loss_by_rounding_only(kind: str) -> None:
-    alone = train(trainer(kind), lambda: 12)
-    control = train(trainer(kind), lambda: 5)
+    alone = train(trainer(kind), 12)
+    control = train(trainer(kind))
     drawn = random.Random(3)  # noqa: S311 - repeatable
     changing = trainer(kind)
     limits: list[int] = []
@@ -78,48 +60,14 @@ def test_any_recomputation_levels_change_no_bit(kind: str, precision: str) -> No
         levels.append(drawn.randint(0, 2))
         return levels[-1]
 
-    assert train(alone, lambda: 6) == train(changing, lambda: 6, level)
+    assert train(alone, 6) == train(changing, 6, level)
     assert alone.weights_sha256() == changing.weights_sha256()
     assert set(levels) == {0, 1, 2}
 
 
-def test_another_seed_is_another_training() -> None:
-    assert (
-        gap(
-            train(trainer(seed=1, steps=5), lambda: 12), train(trainer(seed=2, steps=5), lambda: 12)
-        )
-        > 1e-4
-    )
-
-
-def test_a_training_goes_on_from_its_state_to_the_same_bits() -> None:
-    whole = trainer(steps=12)
-    train(whole, lambda: 5)
-    first = trainer(steps=12)
-    for _ in range(7 * 3):  # parts of 4
-        first.micro_batch(5)
-    second = trainer(steps=12)
-    second.load(first.state())
-    train(second, lambda: 5)
-    assert second.weights_sha256() == whole.weights_sha256()
-    assert second.course == whole.course
-    for one, other in zip(second.state()["average"], whole.state()["average"], strict=True):
-        assert one.equal(other)
-
-
-def in_shared_memory(tensor: Tensor) -> bool:
-    """Whether the kernel counts the tensor's memory as shared, and not as this process's own data."""
-    for line in Path("/proc/self/maps").read_text(encoding="ascii", errors="replace").splitlines():
-        ends, rights, *_ = line.split()
-        first, last = (int(end, 16) for end in ends.split("-"))
-        if first <= tensor.data_ptr() < last:
-            return rights.endswith("s")
-    raise AssertionError("the tensor is not in this process's memory")
-
-
 def test_parking_in_the_middle_of_a_batch_changes_no_bit() -> None:
     alone, run = trainer(steps=4), trainer(steps=4)
-    train(alone, lambda: 5)
+    train(alone)
     for _ in range(4):
         run.micro_batch(5)
     needed_bytes = sum(each.nbytes for each in held_by(run))
@@ -144,7 +92,7 @@ def test_parking_in_the_middle_of_a_batch_changes_no_bit() -> None:
     assert all(in_shared_memory(each) for each in held_by(run)), "all of it stays in host memory"
     run.unpark()
     assert not any(in_shared_memory(each) for each in held_by(run))
-    train(run, lambda: 5)
+    train(run)
     assert run.weights_sha256() == alone.weights_sha256()
 
 
