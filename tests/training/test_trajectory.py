@@ -129,7 +129,13 @@ def lines(child: Child) -> list[list[str]]:
     return [line.split() for line in child.out[: child.out.rfind("\n") + 1].splitlines()]
 
 
+def saved_step(child: Child) -> int:
+    """Return the newest step that it has told to be safe."""
+    return max((int(words[1]) for words in lines(child) if words[0].isdigit()), default=0)
+
+
 def test_killed_trainings_end_with_the_same_bits(fork_server: ForkServer, tmp_path: Path) -> None:
+    """Each is killed at any moment after it has saved once more."""
     undisturbed = fork_server.run(TRAINS, str(ROOT), str(tmp_path / "alone"), "1000")
     assert undisturbed.returncode == 0, undisturbed.stderr
     drawn, begins, safe = random.Random(3), [], 0  # noqa: S311 - moments of a test
@@ -140,12 +146,16 @@ def test_killed_trainings_end_with_the_same_bits(fork_server: ForkServer, tmp_pa
         begins.append(int(began[0][1]))
         assert begins[-1] >= safe, "a checkpoint that was told to be safe is not lost"
         if kills_left:
-            time.sleep(drawn.uniform(0.1, 0.4))
+            wait_for(
+                lambda child=child: saved_step(child) > begins[-1] or "weights" in child.out,
+                "checkpoint",
+            )
+            time.sleep(drawn.uniform(0, 0.1))
             child.kill()
-        assert child.wait(PATIENCE_S) == (-signal.SIGKILL if kills_left else 0), child.err
-        told = lines(child)
+        ends = {0, -signal.SIGKILL} if kills_left else {0}
+        assert child.wait(PATIENCE_S) in ends, child.err
+        told, safe = lines(child), max(safe, saved_step(child))
         child.close()
-        safe = max([safe, *(int(words[1]) for words in told if words[0].isdigit())])
     assert ["weights", *undisturbed.stdout.split()[-1:]] == told[-1]
     assert len(set(begins)) > 2, "so few kills came after a checkpoint"
     assert sorted(each.name for each in (tmp_path / "killed").iterdir()) == [
