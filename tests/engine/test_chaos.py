@@ -19,9 +19,9 @@ def told(report: Report) -> int:
 
 def test_a_rate_of_oom_is_met_repeats_and_is_survived_by_real_recoveries(in_child: InChild) -> None:
     spec = with_ooms(spec_of(size=64), 0.2)
-    reports, again = (in_child(slices, spec, [{}] * count) for count in (200, 40))
+    reports, again = (in_child(slices, spec, [{}] * count) for count in (100, 20))
     failed = [told(report) for report in reports]
-    assert failed[:40] == [told(report) for report in again]
+    assert failed[:20] == [told(report) for report in again]
     assert all(report.verdict is Verdict.OK and report.error is None for report in reports)
     for report, count in zip(reports, failed, strict=True):
         assert report.counts.steps_oom == names(report).count("oom") == count
@@ -29,4 +29,4 @@ def test_a_rate_of_oom_is_met_repeats_and_is_survived_by_real_recoveries(in_chil
     evidence = {event.detail["evidence"] for event in events(reports, "oom")}
     assert evidence == {"type torch.OutOfMemoryError"}
     steps = sum(report.counts.steps_ok for report in reports)
-    assert sum(failed) / (sum(failed) + steps) == pytest.approx(0.2, abs=0.07)
+    assert sum(failed) / (sum(failed) + steps) == pytest.approx(0.2, abs=0.1)

@@ -40,7 +40,7 @@ def share_of_cap(report: Report) -> float:
     return report.memory.peak_bytes / report.device.cap_bytes
 
 
-@pytest.mark.parametrize("workload", [own_steps.Squares, own_steps.Deep, own_steps.KeepsError])
+@pytest.mark.parametrize("workload", [own_steps.Squares, own_steps.KeepsError])
 def test_size_of_a_step_that_frees_everything(in_child: InChild, workload: type) -> None:
     """It is found with three failures, and nothing is taken for a leak."""
     reports = in_child(slices, spec(workload), [{}] * 13)
