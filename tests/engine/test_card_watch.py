@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from workers.engine.engine import Engine
 from workers.engine.slice_stats import SliceStats
 from workers.messages import Directive, Report, Verdict, WorkerState
 from workers.policy.base import Run
-from workers.readings import Throttle
+from workers.readings import SensorReading, Throttle
 from workers.settings import THERMAL_OFF, FailureKind, ThermalSettings, WorkerSpec
 from workers.testing import injected_error
 from workers.workloads.base import Workload
@@ -150,6 +151,17 @@ def test_a_hot_processor_is_no_cause_for_alarm(stats: SliceStats) -> None:
     assert heat.reading is not None
     assert heat.reading.of_processor
     assert heat.decision.reason == "thermal limits are off"
+
+
+def test_the_memory_is_timed_once_in_a_while(
+    stats: SliceStats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heat, timed = ThermalControl(spec_of(), None), []
+    heat.reading = SensorReading(memory_clock_mhz=9751)
+    for now_s in (1e9, 1e9 + 1, 1e9 + 29, 1e9 + 31):
+        monkeypatch.setattr(time, "monotonic", lambda now_s=now_s: now_s)
+        heat.measure_bandwidth(lambda now_s=now_s: timed.append(now_s), stats)
+    assert timed == [1e9, 1e9 + 31]
 
 
 class TestResults:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -235,6 +236,17 @@ def test_checkpoints_cost_less_than_a_hundredth_of_the_time(
         pause >= EARLIER * (min(60.0, save_every_s) if failed else save_every_s)
         for pause, (_, failed) in zip(pauses, rounds, strict=True)
     )
+
+
+def test_only_one_checkpoint_is_in_flight(opened: Open) -> None:
+    checkpoints, gate = opened(), threading.Event()
+    checkpoints.load()
+    checkpoints._jobs.put(gate.wait)  # keeps the writer busy
+    assert checkpoints.save(state_at(1), 1)
+    assert not checkpoints.save(state_at(2), 2)
+    gate.set()
+    assert checkpoints.wait(60)
+    assert opened().load().step == 1
 
 
 #: Saves as fast as it can, and says which steps are safe. Every tensor of a state holds its step.

@@ -25,6 +25,7 @@ from workers.training.loader import (
     LoaderNumbers,
     Order,
     loader_numbers,
+    row_bytes,
 )
 from workers.training.settings import TrainSettings
 from workers.training.trainer import Trainer
@@ -259,6 +260,13 @@ def test_a_data_set_is_kept_if_it_fits_into_half_of_the_free_ram(
     )
     assert (told.workers, told.ram_cache) == (3, cached)
     assert words in told.reason
+
+
+def test_of_a_batch_that_is_not_all_rows_nothing_is_kept() -> None:
+    rows = torch.zeros(4, 3)
+    assert row_bytes({"x": rows, "y": (rows.double(),)}) == 36
+    assert row_bytes([rows, "name"]) is None
+    assert row_bytes([rows, rows[:2]]) is None
 
 
 class Counting:

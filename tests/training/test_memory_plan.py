@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.data import TensorDataset
 
 from tests.in_child import InChild
 from workers.devices.cpu import process_memory, reset_highest
 from workers.training.memory_plan import MemoryPlan, MemoryPlanner
 from workers.training.settings import TrainSettings
-from workers.training.tasks import find_task
+from workers.training.tasks import TrainTask, find_task
 from workers.training.trainer import Trainer
 
 #: glibc's M_MMAP_THRESHOLD: larger blocks are given back to the kernel as soon as they are freed.
@@ -92,6 +94,18 @@ def _planned_and_measured(chosen: dict[str, Any], level: int) -> tuple[int, int]
     return planned, process_memory().highest_bytes - before
 
 
+def test_the_parts_of_a_plan_are_those_of_the_model() -> None:
+    plan = planner_of(
+        preset="gpt-nano", precision="fp32", ema_decay=0.9, optimizer="adamw-foreach"
+    ).plan(4, 0)
+    model = find_task(TrainSettings(preset="gpt-nano"), 0).model()
+    weights = sum(each.nbytes for each in model.parameters())
+    assert plan.weights_bytes == plan.average_bytes == plan.update_bytes == weights
+    assert plan.gradients_bytes == pytest.approx(weights, rel=1e-3)
+    assert plan.optimizer_bytes == pytest.approx(2 * weights, rel=1e-3)
+    assert plan.total_bytes == plan.state_bytes + plan.activations_bytes + plan.workspace_bytes
+
+
 def test_an_absent_card_is_planned_for_without_its_memory() -> None:
     before = process_memory().resident_bytes
     planner = planner_of(on_card=True, preset="gpt2-medium", batch=12, precision="bf16")
@@ -111,3 +125,24 @@ def test_the_largest_part_that_fits_is_found() -> None:
     below_two: MemoryPlan | None = planner.largest_micro(planner.plan(2, 0).total_bytes - 1, 0)
     assert below_two is not None
     assert below_two.micro == 1
+
+
+def test_a_users_task_with_its_own_optimiser_is_planned() -> None:
+    task = TrainTask(
+        name="own",
+        model=lambda: nn.Sequential(
+            nn.Linear(64, 256), nn.Dropout(0.1), nn.BatchNorm1d(256), nn.Linear(256, 2)
+        ),
+        dataset=TensorDataset(torch.zeros(8, 64), torch.zeros(8, dtype=torch.int64)),
+        loss=lambda model, batch: nn.functional.cross_entropy(
+            model(batch[0]), batch[1], reduction="sum"
+        ),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    )
+    plan = MemoryPlanner(task, TrainSettings(batch=8, precision="fp32"), on_card=False).plan(8, 0)
+    numbers = 64 * 256 + 256 + 256 * 2 + 256 * 2 + 2
+    assert (
+        plan.weights_bytes == 4 * (numbers + 2 * 256) + 8
+    )  # the means, variances and the counter of the norm
+    assert plan.gradients_bytes == pytest.approx(4 * numbers, abs=16)
+    assert plan.optimizer_bytes == 0

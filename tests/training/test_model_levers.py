@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from itertools import combinations
 from statistics import fmean
@@ -14,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.training.scene import CNN, CPU, GPT, train, trainer
+from tests.training.scene import CNN, CPU, GPT, in_shared_memory, train, trainer
 from workers.training.errors import TaskError
 from workers.training.host_memory import power_of_two
 from workers.training.keyed_random import KeyedDropout, row_keys
@@ -114,6 +115,26 @@ def test_r_drop_adds_the_divergence_of_two_passes() -> None:
     assert divergence > 0
     with pytest.raises(ValidationError, match="two passes with different dropout"):
         TrainSettings(r_drop=1.0)
+
+
+def test_an_average_on_the_host_is_parked_and_resumed() -> None:
+    alone, run = trainer(steps=4), trainer(steps=4, ema_on="host")
+    train(alone)
+    run.micro_batch(12)
+    run.park()
+    run.unpark()
+    run.load(run.state())
+    before = run.weights_sha256()
+    tokens = torch.stack([run.task.dataset[0]])
+    run.task = replace(
+        run.task, evaluate=lambda model: {"loss": float(next_token_loss(model, tokens))}
+    )
+    alone.task = run.task
+    run.evaluate()
+    assert run.weights_sha256() == before, "the weights are back in their place"
+    train(run)
+    assert run.evaluate() == alone.evaluate()
+    assert all(map(in_shared_memory, run.state()["average"])), "where no cap counts it"
 
 
 def test_each_block_learns_slower_than_the_one_after_it() -> None:

@@ -13,6 +13,7 @@ from torch.nn import functional
 from tests.training.scene import CPU, GPT, task
 from workers.training.errors import TaskError
 from workers.training.made_data import MadeText
+from workers.training.memory_plan import MemoryPlanner
 from workers.training.order import by_length, packed_rows, pool_samples, samples
 from workers.training.sequences import NO_TOKEN, PackedRows, filled_up
 from workers.training.settings import TrainSettings
@@ -92,6 +93,17 @@ def test_the_loss_of_each_token_is_that_of_its_document_alone() -> None:
     assert float((of_together - of_alone).norm() / of_alone.norm()) <= 1e-6
     seeing_all, _ = losses_and_gradient(inputs, labels, None)
     assert float(((seeing_all - alone).abs() / alone).max()) > 1e-3, "a difference would show"
+
+
+def test_a_preset_plans_for_its_longest_document() -> None:
+    plans, kinds = list[int](), list[dict[str, Any]]()
+    kinds += {}, {"min_seq": 4}, {"min_seq": 4, "packing": True}
+    for keys in kinds:
+        chosen = TrainSettings(preset="gpt-nano", batch=4, **keys)
+        planner = MemoryPlanner(find_task(chosen, 0), chosen, on_card=False)
+        plans.append(planner.plan(4, 0).activations_bytes)
+    assert plans[1] == pytest.approx(plans[0], rel=0.02)
+    assert plans[2] >= plans[0]
 
 
 @pytest.mark.parametrize(
