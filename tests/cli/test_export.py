@@ -12,8 +12,9 @@ from orchestrator.config.load import dump_config
 from orchestrator.config.schema import Config
 from orchestrator.record.store import STORE_NAME, RunStore
 from tests.cli.conftest import Command
-from tests.export.scene import make_folder, trained
+from tests.export.scene import trained
 from tests.factories import facts_of
+from tests.hf.folders import make_folder
 from tests.scene import ROOT
 
 pytestmark = pytest.mark.torch

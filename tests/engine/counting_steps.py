@@ -1,4 +1,4 @@
-"""A training in small: rungs, levels, a state worth keeping, boundaries, progress and an end; no model.
+"""A training in small: rungs, levels, a state worth keeping, and boundaries; no model.
 
 An optimiser step takes `batch` samples in as many micro-batches as memory asks for. What a sample
 takes is written, so that the kernel counts it.
@@ -6,9 +6,6 @@ takes is written, so that the kernel counts it.
 
 from __future__ import annotations
 
-import json
-import os
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -27,34 +24,17 @@ SAMPLE_MIB = {0: 4, 1: 2}
 class Counting(Workload):
     """Counts samples; `train_step` grows at every boundary."""
 
-    made: ClassVar[list[WorkloadContext]] = []
     calls: ClassVar[list[tuple[str, Any]]] = []
     samples: ClassVar[list[int]] = []
     """Of each micro-batch that ended well."""
 
     def __init__(self, context: WorkloadContext) -> None:
         super().__init__(context)
-        Counting.made.append(context)
-        self.batch, self.steps = (
-            int(context.settings["batch"] or 0),
-            int(context.settings["steps"] or 0),
-        )
+        self.batch = int(context.settings["batch"] or 0)
         self.state_mib = int(context.settings.get("state_mib") or 8)
-        self.level = self.step_done = self.in_step = self.micro = 0
-        self.saved_step: int | None = None
+        self.level = self.step_done = self.in_step = 0
         self.state: torch.Tensor | None = None
         self.waiting: torch.Tensor | None = None
-        if context.state_dir is not None and not context.fresh and self.file.exists():
-            self.step_done = self.saved_step = json.loads(self.file.read_text())["step"]
-
-    @property
-    def file(self) -> Path:
-        assert self.context.state_dir is not None
-        return self.context.state_dir / "step.json"
-
-    @property
-    def finished(self) -> bool:  # type: ignore[override]
-        return self.step_done >= self.steps
 
     def rungs(self, batch: int) -> tuple[Rung, ...]:
         least, *more = (1 << exponent for exponent in range(self.batch.bit_length()))
@@ -66,26 +46,16 @@ class Counting(Workload):
         self.level = level
 
     def step(self, size: int, batch: int) -> StepResult:
+        where: dict[str, Any] = {"dtype": torch.uint8, "device": self.context.device}
         if self.state is None:
-            self.state = torch.ones(
-                self.state_mib * MIB, dtype=torch.uint8, device=self.context.device
-            )
-        self.micro = min(batch, self.batch - self.in_step)
-        torch.ones(
-            self.micro * SAMPLE_MIB[self.level] * MIB, dtype=torch.uint8, device=self.context.device
-        )
-        self.in_step += self.micro
-        Counting.samples.append(self.micro)
+            self.state = torch.ones(self.state_mib * MIB, **where)
+        micro = min(batch, self.batch - self.in_step)
+        torch.ones(micro * SAMPLE_MIB[self.level] * MIB, **where)
+        self.in_step += micro
+        Counting.samples.append(micro)
         if self.in_step == self.batch:
             self.step_done, self.in_step = self.step_done + 1, 0
-            self.save()
-        return StepResult(flop=float(self.micro))
-
-    def save(self) -> None:
-        if self.context.state_dir is not None:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            self.file.write_text(json.dumps({"step": self.step_done}))
-            self.saved_step = self.step_done
+        return StepResult(flop=float(micro))
 
     def release(self) -> None:
         raise AssertionError("a state is not dropped")
@@ -107,17 +77,7 @@ class Counting(Workload):
         self.state, self.waiting = self.waiting.clone(), None
 
     def progress(self) -> Progress:
-        return Progress(
-            train_step=self.step_done,
-            train_steps=self.steps,
-            loss=1.0 / (1 + self.step_done),
-            first_loss=1.0,
-            micro_batch=self.micro or None,
-            accumulation=-(-self.batch // self.micro) if self.micro else None,
-            memory_level=self.level,
-            saved_step=self.saved_step,
-            weights_sha256="0" * 64 if self.finished else None,
-        )
+        return Progress(train_step=self.step_done, memory_level=self.level)
 
 
 class RunsOutTwice(Counting):
@@ -132,15 +92,6 @@ class RunsOutTwice(Counting):
         return super().step(size, batch)
 
 
-class Stateless(Counting):
-    """Keeps nothing that is worth parking."""
-
-    def park(self) -> int:
-        super().park()
-        self.waiting = None
-        return 0
-
-
 class HardToUnpark(Counting):
     """The first time there is not enough memory for its state."""
 
@@ -153,31 +104,8 @@ class HardToUnpark(Counting):
         super().unpark()
 
 
-class TellsText(Counting):
-    """Its progress is no `Progress`."""
-
-    def progress(self) -> Any:
-        return "half of it"
-
-
-class Unordered(Counting):
-    """Its rungs are in the wrong order."""
-
-    def rungs(self, batch: int) -> tuple[Rung, ...]:
-        return tuple(reversed(super().rungs(batch)))
-
-
 def counted(
     spec: WorkerSpec, directives: list[dict[str, Any]]
-) -> tuple[list[Report], list[tuple[str, Any]], list[int], list[WorkloadContext]]:
-    """Run slices.
-
-    Return the reports, what the engine called, the micro-batches, and the contexts.
-    """
-    return slices(spec, directives), Counting.calls, Counting.samples, Counting.made
-
-
-def counted_in(folder: str, spec: WorkerSpec, directives: list[dict[str, Any]]) -> Any:
-    """Run slices on a machine that keeps states in this folder."""
-    os.environ["ORCHESTRATOR_STATE_DIR"] = folder
-    return counted(spec, directives)
+) -> tuple[list[Report], list[tuple[str, Any]], list[int]]:
+    """Run slices; return the reports, what the engine called, and the micro-batches."""
+    return slices(spec, directives), Counting.calls, Counting.samples

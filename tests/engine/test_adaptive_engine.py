@@ -25,7 +25,7 @@ from tests.in_child import InChild
 from tests.scene import MIB, spec_of
 from workers.devices.base import alone_on
 from workers.messages import Report, Verdict, WorkerState
-from workers.settings import Learned, LimitKey, StoredLimit, WorkerSpec
+from workers.settings import LimitKey, WorkerSpec
 from workers.workloads.base import StepResult, Workload
 from workers.workloads.matmul import matrix_bytes
 
@@ -111,27 +111,19 @@ def share_held(report: Report) -> float:
     return report.memory.allocated_bytes / report.device.cap_bytes
 
 
-FAR_TOO_LARGE = spec_of(policy="adaptive", budget_bytes=144 * MIB, size=65536, dtype="fp32")
-
-
-@pytest.fixture(scope="module")
-def filled(in_child: InChild) -> list[Report]:
-    return in_child(slices, FAR_TOO_LARGE, [{}] * 5)
-
-
-class TestFilling:
+def test_it_holds_the_cap_from_the_first_step_on(in_child: InChild) -> None:
     """65536 where about 3400 fits: the guides' formula needs nine failures for that."""
-
-    def test_it_holds_the_cap_from_the_first_step_on(self, filled: list[Report]) -> None:
-        assert all_is_well(filled)
-        assert not events(filled, "oom", "backoff", "emergency")
-        assert len({report.claim_bytes for report in filled}) <= 4, (
-            "each change fills all of the memory anew"
-        )
-        for report in filled:
-            assert 0.95 <= share_held(report) <= 1.0
-            assert 3 * matrix_bytes(report.size, torch.float32) <= report.claim_bytes
-            assert 3 * matrix_bytes(report.size + 256, torch.float32) > report.claim_bytes
+    too_large = spec_of(policy="adaptive", budget_bytes=144 * MIB, size=65536, dtype="fp32")
+    reports = in_child(slices, too_large, [{}] * 5)
+    assert all_is_well(reports)
+    assert not events(reports, "oom", "backoff", "emergency")
+    assert len({report.claim_bytes for report in reports}) <= 4, (
+        "each change fills all of the memory anew"
+    )
+    for report in reports:
+        assert 0.95 <= share_held(report) <= 1.0
+        assert 3 * matrix_bytes(report.size, torch.float32) <= report.claim_bytes
+        assert 3 * matrix_bytes(report.size + 256, torch.float32) > report.claim_bytes
 
 
 SQUEEZED = [*[None] * 2, *[80 * MIB] * 3, *[40 * MIB] * 3]
@@ -142,39 +134,30 @@ ALL_SQUARES = spec_of(
 )
 
 
-@pytest.fixture(scope="module")
-def squeezed(in_child: InChild) -> list[Report]:
-    return in_child(slices, ALL_SQUARES, leases(*SQUEEZED, *[None] * 12))
-
-
 class TestLease:
     """What the head lets a worker hold goes down and up again."""
 
-    def test_it_gives_way_in_the_next_step_and_grows_back(self, squeezed: list[Report]) -> None:
-        assert all_is_well(squeezed)
-        for report, lease_bytes in zip(squeezed, SQUEEZED, strict=False):
+    def test_it_gives_way_in_the_next_step_and_grows_back(self, in_child: InChild) -> None:
+        reports = in_child(slices, ALL_SQUARES, leases(*SQUEEZED, *[None] * 12))
+        assert all_is_well(reports)
+        for report, lease_bytes in zip(reports, SQUEEZED, strict=False):
+            assert ("share" in report.reason) == (lease_bytes is not None), "it says why"
             if lease_bytes is not None:
                 # Two cuts within a second look like a program that loads: a third piece is kept in
                 # reserve.
                 assert 0.65 * lease_bytes <= report.claim_bytes <= lease_bytes
         assert all(
-            3 * matrix_bytes(report.size, torch.float32) <= report.claim_bytes
-            for report in squeezed
+            3 * matrix_bytes(report.size, torch.float32) <= report.claim_bytes for report in reports
         )
-        assert squeezed[1].size > squeezed[4].size > squeezed[7].size, "the size follows"
-        assert share_held(squeezed[-1]) >= 0.95
-
-    def test_it_says_why_it_has_less(self, squeezed: list[Report]) -> None:
-        assert all(report.reason == "" for report in squeezed[:2])
-        assert all("share" in report.reason for report in squeezed[2:8])
-        changes = events(squeezed, "gave_way", "grew")
+        assert reports[1].size > reports[4].size > reports[7].size, "the size follows"
+        assert share_held(reports[-1]) >= 0.95
         told = [
-            event.detail["allowed_bytes"] if event.name == "gave_way" else None for event in changes
+            (event.name, event.detail["allowed_bytes"])
+            for event in events(reports, "gave_way", "grew")
         ]
-        assert [
-            allowed_bytes for allowed_bytes in told if allowed_bytes in {80 * MIB, 40 * MIB}
-        ] == [80 * MIB, 40 * MIB]
-        assert "grew" in [event.name for event in changes[told.index(40 * MIB) :]]
+        last_cut = told.index(("gave_way", 40 * MIB))
+        assert ("gave_way", 80 * MIB) in told[:last_cut]
+        assert "grew" in dict(told[last_cut:])
 
     def test_less_than_its_smallest_step_is_an_emergency(self, in_child: InChild) -> None:
         reports = in_child(slices, ALL_SQUARES, leases(None, MIB // 2, MIB // 2, *[None] * 27))
@@ -200,16 +183,13 @@ def measured(in_child: InChild) -> list[Report]:
     return in_child(slices, rows(), [{}] * 40)
 
 
-class TestRows:
-    def test_from_nothing_to_nearly_the_cap_without_a_failure(self, measured: list[Report]) -> None:
-        assert all_is_well(measured)
-        cap_bytes = measured[-1].device.cap_bytes
-        assert measured[0].batch <= 16384 / 64, "the first step of all is small"
-        assert taken_bytes(measured[6]) >= 0.85 * cap_bytes, "most of it after a few steps"
-        assert taken_bytes(measured[-1]) >= NEARLY_ALL * cap_bytes
-        assert {report.size for report in measured} == {512}, (
-            "what does not move memory stays as asked"
-        )
+def test_from_nothing_to_nearly_the_cap_without_a_failure(measured: list[Report]) -> None:
+    assert all_is_well(measured)
+    cap_bytes = measured[-1].device.cap_bytes
+    assert measured[0].batch <= 16384 / 64, "the first step of all is small"
+    assert taken_bytes(measured[6]) >= 0.85 * cap_bytes, "most of it after a few steps"
+    assert taken_bytes(measured[-1]) >= NEARLY_ALL * cap_bytes
+    assert {report.size for report in measured} == {512}, "what does not move memory stays as asked"
 
 
 def lying(spec: WorkerSpec, times: float, count: int) -> list[Report]:
@@ -218,11 +198,8 @@ def lying(spec: WorkerSpec, times: float, count: int) -> list[Report]:
 
 
 class TestLies:
-    @pytest.mark.parametrize("times", [0.0, 0.9])
-    def test_a_workload_that_needs_more_than_it_says_is_measured(
-        self, in_child: InChild, times: float
-    ) -> None:
-        reports = in_child(lying, rows(Liar), times, 40)
+    def test_a_workload_that_needs_more_than_it_says_is_measured(self, in_child: InChild) -> None:
+        reports = in_child(lying, rows(Liar), 0.9, 40)
         assert failures(reports) <= 1
         assert all(report.state is WorkerState.RUNNING for report in reports)
         assert taken_bytes(reports[-1]) >= 0.95 * reports[-1].device.cap_bytes
@@ -235,10 +212,10 @@ class TestLies:
 
 
 class TestLearned:
-    def test_it_is_told_under_the_circumstances_it_holds_in(self, measured: list[Report]) -> None:
-        device = measured[-1].device
+    def test_what_was_measured_is_told_with_where_it_holds(self, measured: list[Report]) -> None:
+        device, stored = measured[-1].device, measured[-1].learned
         version = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
-        assert measured[-1].learned.key == LimitKey(
+        assert stored.key == LimitKey(
             card=device.name,
             total_bytes=device.total_bytes,
             driver=None,
@@ -247,9 +224,6 @@ class TestLearned:
             workload=f"{own(Rows)}@{version} batch=16384 size=512",
             cap_bytes=device.cap_bytes,
         )
-
-    def test_it_is_what_was_measured(self, measured: list[Report]) -> None:
-        stored = measured[-1].learned
         assert stored.learned.size == measured[-1].batch
         assert stored.learned.unit_bytes == pytest.approx(Rows.row_bytes, rel=0.01)
         assert stored.learned.fixed_bytes == pytest.approx(Rows.fixed_bytes, rel=0.1)
@@ -264,50 +238,28 @@ class TestLearned:
         assert all_is_well(reports)
         assert taken_bytes(reports[0]) >= 0.95 * taken_bytes(measured[-1])
 
-    def test_the_guides_policy_learns_nothing_and_heeds_nothing(
-        self, in_child: InChild, measured: list[Report]
-    ) -> None:
-        key = measured[-1].learned.key
-        known = StoredLimit(
-            key=key, learned=Learned(size=50), peak_bytes=None, learned_at_unix_s=0.0
-        )
-        spec = replace(rows(batch=16384, budget_bytes=4 * ROOMY_BUDGET_BYTES), policy="classic")
-        (report,) = in_child(slices, replace(spec, learned=(known,)), [{}])
-        assert report.batch == 16384
-        assert report.learned is None
 
-
-def test_it_opens_waits_and_climbs_in_bytes_of_its_own(in_child: InChild) -> None:
+def test_it_waits_for_its_share_and_gives_all_back(in_child: InChild) -> None:
     resume = {"policy": "adaptive", "units": 20 * MIB, "fixed_bytes": 0.0, "unit_bytes": 1.0}
-    leases = [
-        {"lease_bytes": lease_bytes, "resume": resume} for lease_bytes in (0, 0, 40 * MIB, None)
+    directives = [
+        {**each, "resume": resume} for each in leases(0, 0, 40 * MIB, None, None, 0, None)
     ]
-    *waiting, leased, free = in_child(slices, spec_of(policy="adaptive"), leases)
-    for report in waiting:
-        assert report.verdict == Verdict.OK
-        assert report.state == WorkerState.WARMING
+    first, second, leased, *free, waiting, last = in_child(
+        slices, spec_of(policy="adaptive"), directives
+    )
+    for report in (first, second, waiting):
+        assert (report.verdict, report.state) == (Verdict.OK, WorkerState.WARMING)
         assert report.counts.steps_ok == 0
         assert "waits for its share" in report.reason
-        assert report.device is not None
-        assert report.memory.allocated_bytes < 2 * MIB, "nothing but an arena of Python is held yet"
+        assert report.memory.allocated_bytes < 2 * MIB, "nothing but an arena of Python is held"
         assert (report.counts.oom_count, report.counts.emergency_count) == (0, 0)
         assert "claimed" not in names(report)
-        assert report.resume["units"] == 20 * MIB, "what the slot had learned is not forgotten"
+    assert second.resume["units"] == 20 * MIB, "what the slot had learned is not forgotten"
     assert (leased.state, leased.counts.oom_count) == (WorkerState.RUNNING, 0)
     assert "resumed" in names(leased)
     assert [event.detail["target_bytes"] for event in events(leased, "claimed")] == [40 * MIB]
     assert leased.memory.allocated_bytes <= 40 * MIB
-    assert free.counts.steps_ok > 0
-
-
-def test_a_worker_that_may_hold_nothing_gives_all_back(in_child: InChild) -> None:
-    reports = in_child(slices, spec_of(policy="adaptive"), [{}, {}, {"lease_bytes": 0}, {}, {}])
-    held = [report.memory.allocated_bytes for report in reports]
-    assert held[1] > 20 * MIB
-    assert held[2] < 2 * MIB
-    assert reports[2].state is WorkerState.WARMING
-    assert [report.counts.emergency_count for report in reports] == [0] * 5
-    assert held[-1] > 20 * MIB
+    assert min(report.memory.allocated_bytes for report in (free[-1], last)) > 20 * MIB
 
 
 HOLDS_UNTIL_TOLD = """

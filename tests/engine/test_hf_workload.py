@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.engine.scene import events
-from tests.engine.trainings import fork_planner, settings, trained
+from tests.engine.trainings import fork_planner, trained, training_spec
 from tests.hf.folders import make_folder
 from tests.in_child import InChild
-from tests.scene import MIB, ROOT, spec_of
+from tests.scene import MIB, ROOT
 from workers.messages import Report, Verdict
 from workers.settings import WorkerSpec
 
@@ -22,14 +21,8 @@ README = str(ROOT / "README.md")
 
 
 def spec(**changes: object) -> WorkerSpec:
-    usual = spec_of(name="train", policy="adaptive", budget_bytes=213 * MIB)
     keys = {"preset": "hf-causal", "data": str(ROOT / "docs" / "training.md"), **changes}
-    return replace(
-        usual,
-        run_id="r",
-        workers_on_host=64,
-        workload=replace(usual.workload, settings=settings(**keys)),
-    )
+    return training_spec(213 * MIB, **keys)
 
 
 @pytest.fixture(scope="module")

@@ -34,8 +34,10 @@ def torch_class(name: str, module: str = "torch") -> type[RuntimeError]:
     return type(name, (RuntimeError,), {"__module__": module})
 
 
-def accelerator_error(code: object, message: str = "CUDA error: anything") -> RuntimeError:
-    error = torch_class("AcceleratorError")(message)
+def accelerator_error(
+    code: object, message: str = "CUDA error: anything", of: str = "torch"
+) -> RuntimeError:
+    error = torch_class("AcceleratorError", of)(message)
     error.error_code = code  # type: ignore[attr-defined]
     return error
 
@@ -44,14 +46,12 @@ def accelerator_error(code: object, message: str = "CUDA error: anything") -> Ru
 TEXTS = {
     DEFINITE: [
         "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 7.67 GiB",
-        "CUDA out of memory, without a full stop",
         "CUDA error: out of memory" + CUDA_HINTS,
         "CUDA driver error: out of memory",
         "Triton Error [CUDA]: CUDA_ERROR_OUT_OF_MEMORY",
         "Triton Error [CUDA]: out of memory",  # pytorch/pytorch issue 134893
         "HIP out of memory. Tried to allocate 20.00 MiB",
         "HIP error: out of memory",
-        "XPU out of memory. Tried to allocate 1.00 GiB",
         "MPS backend out of memory (MPS allocated: 8.00 GiB, max allowed: 9.07 GiB)",
         "FATAL ERROR :: MODULE:PT_DEVMEM Allocation failed for size::1024 (0)MB",
         "Allocation on device 0 would exceed allowed memory. (out of memory)\nCurrently allocated     : 6.10 GiB",
@@ -64,15 +64,11 @@ TEXTS = {
     PROBABLE: [
         "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
         "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
-        "CUDA error: HIPBLAS_STATUS_ALLOC_FAILED when calling `hipblasCreate(handle)`",
-        "cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`",
-        "CUDA error: CUSPARSE_STATUS_ALLOC_FAILED when calling `cusparseCreate(handle)`",
         "cuFFT error: CUFFT_ALLOC_FAILED",
         "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input.",
         "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
         # aten/src/ATen/native/cudnn/Conv_v8.cpp: OutOfMemoryError of each plan is swallowed before
         # this is raised.
-        "FIND was unable to find an engine to execute this computation",
         "GET was unable to find an engine to execute this computation",
         # aten/src/ATen/native/cudnn/Conv_v7.cpp, where no algorithm's workspace could be had.
         "Unable to find a valid cuDNN algorithm to run convolution",
@@ -80,39 +76,21 @@ TEXTS = {
         "cuDNN error: CUDNN_STATUS_EXECUTION_FAILED",
         "CUDA error: CUBLAS_STATUS_INTERNAL_ERROR when calling `cublasGemmEx( handle, opa, opb, m, n, k)`",
         "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED",
-        "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
-        "GET was unable to find an engine to execute this computation",
         "could not create a primitive",
         "could not create a memory",
-        "could not create a memory object",
         "!handles_.at(i) INTERNAL ASSERT FAILED at CUDACachingAllocator.cpp:300, please report a bug to PyTorch.",
         "CUDA driver error: device not ready",
     ],
     CONTEXT_CORRUPTED: [
         "CUDA error: an illegal memory access was encountered" + CUDA_HINTS,
-        "CUDA error: device-side assert triggered" + CUDA_HINTS,
-        "CUDA error: unspecified launch failure" + CUDA_HINTS,
-        "CUDA error: misaligned address" + CUDA_HINTS,
         "CUDA error: uncorrectable ECC error encountered",
         "CUDA error: uncorrectable NVLink error detected during the execution",
-        "CUDA error: the launch timed out and was terminated",
-        "CUDA error: an illegal instruction was encountered",
-        "CUDA error: hardware stack error",
-        "CUDA error: invalid program counter",
-        "CUDA error: operation not supported on global/shared address space",
-        "CUDA error: context is destroyed",
-        "CUDA error: Invalid access of peer GPU memory over nvlink or a hardware error",
         "CUDA error: CUDA-capable device(s) is/are busy or unavailable",
-        "CUDA error: no CUDA-capable device is detected",
-        "CUDA error: invalid device ordinal",
         "CUDA error: unknown error" + CUDA_HINTS,
         "CUDA driver error: unknown error",
         "CUDA error: the MPS client has been terminated by the server",
-        "HIP error: unspecified launch failure",
-        "HIP error: unknown error",
         "Triton Error [CUDA]: context is destroyed",
         "NCCL error, last error: Cuda failure 700 'an illegal memory access was encountered'",
-        "GPU is lost",
         "Unable to determine the device handle for GPU 0000:01:00.0: GPU is lost. Reboot the system",
         "GPU 0 has fallen off the bus",
         "CUDA error: device unavailable",
@@ -125,10 +103,8 @@ TEXTS = {
         "CUDA error: too many resources requested for launch",
         "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm(handle)`",
         "could not create a primitive descriptor for the matmul primitive. Run workload with environment variable",
-        "could not create a memory descriptor",
         "the service answered: unknown error",
         "hardware stack error, says the printer",
-        "ran out of memories to share",
     ],
 }
 
@@ -175,34 +151,6 @@ class TestText:
     @pytest.mark.parametrize(("message", "requested_bytes"), REQUESTS.items())
     def test_what_was_refused_stands_in_it(self, message: str, requested_bytes: int | None) -> None:
         assert classify(MemoryError(message)).requested_bytes == requested_bytes
-
-
-#: cudaError codes after which a process gets no more work out of its device.
-CORRUPTING = """
-46:DevicesUnavailable 100:NoDevice 101:InvalidDevice 214:ECCUncorrectable 220:NvlinkUncorrectable 226:Contained
-700:IllegalAddress 702:LaunchTimeout 709:ContextIsDestroyed 710:Assert 714:HardwareStackError 715:IllegalInstruction
-716:MisalignedAddress 717:InvalidAddressSpace 718:InvalidPc 719:LaunchFailure 721:TensorMemoryLeak
-802:SystemNotReady 803:SystemDriverMismatch 805:MpsConnectionFailed 806:MpsRpcFailure 807:MpsServerNotReady
-808:MpsMaxClientsReached 809:MpsMaxConnectionsReached 810:MpsClientTerminated 911:ExternalDevice 999:Unknown
-"""
-
-
-class TestCode:
-    @pytest.mark.parametrize("case", CORRUPTING.split())
-    def test_poisoned(self, case: str) -> None:
-        code, _, name = case.partition(":")
-        failure = classify(accelerator_error(int(code)))
-        assert failure.kind == CONTEXT_CORRUPTED
-        assert failure.evidence == f"code {code} (cudaError{name})"
-
-    @pytest.mark.parametrize("code", [0, 1, 219, 701, 720, None, "700", [700]])
-    def test_a_refused_call_or_nonsense_is_neither(self, code: object) -> None:
-        assert classify(accelerator_error(code)).kind is OTHER
-
-    def test_a_code_means_nothing_on_any_other_exception(self) -> None:
-        error = RuntimeError("request failed")
-        error.error_code = 2  # type: ignore[attr-defined]
-        assert classify(error).kind is OTHER
 
 
 class OfTwoError(Exception):
@@ -301,6 +249,11 @@ TORCHS = torch_class("OutOfMemoryError")
         (OSError(12, "Cannot allocate memory"), DEFINITE, "code errno 12 (ENOMEM)"),
         (OSError(2, "No such file or directory"), OTHER, "no rule matched"),
         (accelerator_error(2), DEFINITE, "code 2 (cudaErrorMemoryAllocation)"),
+        (accelerator_error(46), CONTEXT_CORRUPTED, "code 46 (cudaErrorDevicesUnavailable)"),
+        (accelerator_error(999), CONTEXT_CORRUPTED, "code 999 (cudaErrorUnknown)"),
+        # Refused calls, nonsense, and the code of something else.
+        *((accelerator_error(code), OTHER, "no rule matched") for code in (0, 219, None, "700", [700])),
+        (accelerator_error(2, of="requests"), OTHER, "no rule matched"),
         # The code goes before the text, which decides where there is none.
         (accelerator_error(719, "CUDA error: out of memory"), CONTEXT_CORRUPTED,
          "code 719 (cudaErrorLaunchFailure)"),
@@ -380,13 +333,10 @@ class TestChain:
     def test_of_equals_the_nearest_is_quoted(self) -> None:
         assert classify(caused_by(OOM, MemoryError("the nearest"))).text == "the nearest"
 
-    def test_a_cycle_ends(self) -> None:
+    def test_a_cycle_and_an_endless_chain_end(self) -> None:
         one, two = ValueError("one"), ValueError("two")
-        one.__cause__, two.__cause__ = two, one
-        one.__context__ = one
+        one.__cause__, two.__cause__, one.__context__ = two, one, one
         assert classify(one).kind is OTHER
-
-    def test_an_endless_chain_ends(self) -> None:
         error: Exception = OOM
         for _ in range(10_000):
             error = caused_by(error)

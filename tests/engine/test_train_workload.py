@@ -5,31 +5,19 @@ from __future__ import annotations
 import json
 import re
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from orchestrator.run.run_dir import CheckpointKeeper
 from tests.engine.scene import events, names
-from tests.engine.trainings import settings, trained
+from tests.engine.trainings import trained
+from tests.engine.trainings import training_spec as spec
 from tests.in_child import InChild
-from tests.scene import MIB, spec_of
+from tests.scene import MIB
 from workers.messages import Report, Verdict, WorkerState
-from workers.settings import WorkerSpec
 
 WHOLE = {"duration_s": 600.0}
-
-
-def spec(**changes: object) -> WorkerSpec:
-    usual = spec_of(name="train", policy="adaptive", budget_bytes=160 * MIB)
-    # One thread: with more, a sum may be added up in another order.
-    return replace(
-        usual,
-        run_id="r",
-        workers_on_host=64,
-        workload=replace(usual.workload, settings=settings(**changes)),
-    )
 
 
 def task(name: str) -> str:
@@ -116,24 +104,20 @@ def test_levers_of_the_model_work_together(in_child: InChild, tmp_path: Path) ->
     assert 1 < evaluated.detail["validation_loss"] < 6
 
 
-def test_packed_lines_are_evaluated_and_an_edited_file_is_told(
-    in_child: InChild, tmp_path: Path
-) -> None:
+def test_an_edited_file_is_another_training_and_told(in_child: InChild, tmp_path: Path) -> None:
     path = tmp_path / "mine.jsonl"
     lines = [json.dumps({"text": f"{place} times " * (1 + place % 3)}) for place in range(400)]
     path.write_text("\n".join(lines))
     wanted = spec(data=str(path), documents="lines", packing=True, save_every_s=0.001)
-    (report,) = in_child(trained, str(tmp_path / "alone"), wanted, [WHOLE])
-    assert report.verdict is Verdict.DONE
-    (evaluated,) = events(report, "evaluated")
-    assert 1 < evaluated.detail["validation_loss"] < 6
-    in_child(trained, str(tmp_path / "edited"), wanted, [{}] * 7)
+    in_child(trained, str(tmp_path), wanted, [{}] * 7)
     path.write_text("\n".join([lines[0].replace("0", "9"), *lines[1:]]))
-    (last,) = in_child(trained, str(tmp_path / "edited"), wanted, [{**WHOLE, "incarnation": 1}])
+    (last,) = in_child(trained, str(tmp_path), wanted, [{**WHOLE, "incarnation": 1}])
     told = [str(each.detail["reason"]) for each in events(last, "checkpoint_refused")]
     assert "it was trained with data_fingerprint=lines" in told[0]
     assert told[-1] == "training begins anew"
     assert last.verdict is Verdict.DONE
+    (evaluated,) = events(last, "evaluated")
+    assert 1 < evaluated.detail["validation_loss"] < 6
 
 
 def test_another_process_goes_on_to_the_same_bits(
@@ -147,6 +131,8 @@ def test_another_process_goes_on_to_the_same_bits(
     assert 0 < restored.detail["step"] <= 3
     assert last.counts.steps_ok == 2 * (6 - restored.detail["step"])
     assert last.progress.weights_sha256 == undisturbed.progress.weights_sha256
+    (fresh,) = in_child(trained, str(tmp_path), spec(**often), [{}])
+    assert "restored" not in names(fresh), "the first process of a run begins anew"
 
 
 def test_a_node_without_its_disk_goes_on_from_the_heads_copy(
@@ -177,13 +163,21 @@ def test_a_node_without_its_disk_goes_on_from_the_heads_copy(
     )
 
 
+@pytest.mark.parametrize("lease_bytes", [MIB, 0])
 def test_without_memory_it_is_parked_and_ends_with_the_same_bits(
-    in_child: InChild, tmp_path: Path, undisturbed: Report
+    in_child: InChild, tmp_path: Path, undisturbed: Report, lease_bytes: int
 ) -> None:
-    directives = [{}] * 5 + [{"lease_bytes": MIB}] * 3 + [{}] * 30
+    directives = [{}] * 5 + [{"lease_bytes": lease_bytes}] * 3 + [{}] * 30
     reports = in_child(trained, str(tmp_path), spec(), directives)
-    parked = reports[5:8]
-    assert [report.state for report in parked[1:]] == [WorkerState.PARKED] * 2
+    parked = reports[6:8]
+    assert [report.state for report in parked] == [WorkerState.PARKED] * 2
+    assert all(
+        re.match(r"\d+ MiB of its state wait in host memory: ", report.reason) for report in parked
+    )
+    if lease_bytes:
+        assert parked[0].reason.endswith(", allowed 1.0)")
+        assert re.search(r"\(planned [1-9]\d*\.\d MiB", parked[0].reason)
+    assert names(reports).count("parked") == 1
     assert parked[-1].progress.train_step == reports[4].progress.train_step, (
         "it can be asked while it is parked"
     )
@@ -192,12 +186,6 @@ def test_without_memory_it_is_parked_and_ends_with_the_same_bits(
     )
     assert reports[-1].progress.weights_sha256 == undisturbed.progress.weights_sha256
     assert sum(report.counts.steps_oom + report.counts.steps_error for report in reports) == 0
-
-
-def test_a_step_that_does_not_fit_tells_what_it_needs(in_child: InChild, tmp_path: Path) -> None:
-    short = [{}] + [{"lease_bytes": MIB}] * 2
-    *_, report = in_child(trained, str(tmp_path), spec(), short)
-    assert re.search(r" \(planned [1-9]\d*\.\d MiB, allowed 1\.0\)$", report.reason), report.reason
 
 
 def test_a_loss_that_is_not_finite_stops_the_slot(in_child: InChild, tmp_path: Path) -> None:
@@ -268,7 +256,7 @@ def write_large_module(folder: str) -> None:
 
 
 def test_what_a_task_imports_is_not_taken_from_its_cap(in_child: InChild, tmp_path: Path) -> None:
-    small = replace(spec(preset="large_task:task"), budget_bytes=60 * MIB)
+    small = spec(60 * MIB, preset="large_task:task")
     (report,) = in_child(trained, str(tmp_path), small, [WHOLE], write_large_module)
     assert report.verdict is Verdict.DONE
     (opened,) = events(report, "device_opened")

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from tests.engine.scene import slice_of
+from tests.scene import MIB, spec_of
 from workers.engine.engine import Engine
 from workers.messages import Report, Verdict
 from workers.settings import FailureKind, WorkerSpec
@@ -97,6 +99,18 @@ def settings(**changes: object) -> dict[str, Any]:
         "precision": "fp32",
     }
     return TrainSettings.model_validate({**small, **changes}).model_dump()
+
+
+def training_spec(budget_bytes: int = 160 * MIB, **changes: object) -> WorkerSpec:
+    """Return the spec of a worker that trains, with what is different in `train:`."""
+    usual = spec_of(name="train", policy="adaptive", budget_bytes=budget_bytes)
+    # One thread: with more, a sum may be added up in another order.
+    return replace(
+        usual,
+        run_id="r",
+        workers_on_host=64,
+        workload=replace(usual.workload, settings=settings(**changes)),
+    )
 
 
 def fork_planner(_folder: str) -> None:

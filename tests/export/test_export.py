@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 import transformers
 
-from tests.export import measure
-from tests.export.scene import FAMILIES, gap, loaded, logits_of, make_folder, trained
-from tests.hf.folders import make_folder as make_preset_folder
+from tests.export.scene import adapted, gap, loaded, logits_of, trained
+from tests.hf.folders import make_folder
 from tests.scene import python
 from workers.hf.export import Request, export, write_whole
 from workers.training.checkpoints import RefusedError
@@ -23,18 +22,21 @@ from workers.training.settings import TrainSettings
 from workers.training.trainer import Trainer
 
 Training = tuple[Trainer, Callable[..., Request]]
-KINDS = [
-    ("gpt2", "none"),
-    ("llama", "lora"),
-    ("llama-tied", "none"),
-    ("bert", "dora"),
-    ("gpt2", "lora"),
-]
+Trainings = Callable[[str, str], Training]
+KINDS = [("gpt2", "none"), ("llama", "lora"), ("gpt2", "lora"), ("bert", "dora")]
 ADAPTED = [kind for kind in KINDS if kind[1] != "none"]
+
+#: These are between peft and transformers; that of tied weights is right for GPT-2, whose head has
+#: an adapter here, and its embeddings none.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Model has .tie_word_embeddings=True:UserWarning"),
+    pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to True:UserWarning"),
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Any:
+def _one_thread() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -42,15 +44,20 @@ def _one_thread() -> Any:
 
 
 @pytest.fixture(scope="module")
-def trainings(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Training]:
-    """Return the training of a family with an adapter or none; each is done once."""
+def trainings(tmp_path_factory: pytest.TempPathFactory) -> Trainings:
+    """Return the training of a family with an adapter or none; each is done once.
+
+    BERT begins without pooler and classifier, which come fresh and are trained in full.
+    """
     done: dict[tuple[str, str], Training] = {}
 
     def training(family: str, adapter: str) -> Training:
         if (family, adapter) not in done:
-            folder = make_folder(tmp_path_factory.mktemp(family), family)
-            state = tmp_path_factory.mktemp("state")
-            done[family, adapter] = trained(folder, state, adapter=adapter, ema_decay=0.5)
+            place, pairs = tmp_path_factory.mktemp(family), family == "bert"
+            folder = make_folder(place / "base", family, head="" if pairs else "CausalLM")
+            keys = {"adapter": adapter, "ema_decay": 0.5}
+            keys |= {} if adapter == "none" else {"adapter_alpha": 4.0}
+            done[family, adapter] = trained(folder, place / "state", pairs=pairs, **keys)
         return done[family, adapter]
 
     return training
@@ -58,39 +65,58 @@ def trainings(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], 
 
 @pytest.mark.parametrize(("family", "adapter"), KINDS, ids=map("-".join, KINDS))
 def test_transformers_loads_what_was_trained(
-    trainings: Callable[[str, str], Training], family: str, adapter: str, tmp_path: Path
+    trainings: Trainings, family: str, adapter: str, tmp_path: Path
 ) -> None:
     run, request = trainings(family, adapter)
     told = export(request(tmp_path / "out"))
     assert (told["step"], told["form"]) == (2, "full" if adapter == "none" else "merged")
     assert gap(logits_of(run.model), logits_of(loaded(tmp_path / "out"))) <= 1e-6
-    source, out = Path(str(run.settings.data)), tmp_path / "out"
+    source, out = Path(str(run.settings.model)), tmp_path / "out"
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         assert (out / name).read_bytes() == (source / name).read_bytes()
     assert (out / "generation_config.json").exists() == (family != "bert")
 
 
-# Missing keys would be an error; these are between peft and transformers. The one about tied weights
-# is right for GPT-2: here its head has an adapter, and its embeddings have none.
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
-@pytest.mark.filterwarnings("ignore:Model has .tie_word_embeddings=True:UserWarning")
-@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to True:UserWarning")
 @pytest.mark.parametrize(("family", "adapter"), ADAPTED, ids=map("-".join, ADAPTED))
 def test_peft_loads_the_adapter_on_its_base(
-    trainings: Callable[[str, str], Training], family: str, adapter: str, tmp_path: Path
+    trainings: Trainings, family: str, adapter: str, tmp_path: Path
 ) -> None:
+    """Conv1D lies the other way round, alpha is a key, and a fresh head goes with the adapter."""
     run, request = trainings(family, adapter)
     out = tmp_path / "out"
     assert export(request(out, "adapter"))["told"] == []
-    auto = getattr(transformers, FAMILIES[family][1])
-    model = peft.PeftModel.from_pretrained(auto.from_pretrained(run.settings.data), out)
+    model = adapted(str(run.settings.model), out, pairs=family == "bert")
     assert gap(logits_of(run.model), logits_of(model)) <= 1e-6
+    config = json.loads((out / "adapter_config.json").read_bytes())
+    assert (config["lora_alpha"], config["fan_in_fan_out"]) == (4.0, family == "gpt2")
     assert not (out / "model.safetensors").exists()
 
 
-def test_the_average_is_written_on_request(
-    trainings: Callable[[str, str], Training], tmp_path: Path
+@pytest.mark.parametrize(
+    ("family", "keys", "adapter", "average"),
+    [
+        ("gpt2", {}, "lora", False),
+        ("llama", {"tie_word_embeddings": True}, "dora", True),
+        ("llama", {"tie_word_embeddings": False}, "lora", True),
+        ("bert", {"is_decoder": True}, "lora", False),
+    ],
+)
+def test_a_trained_head_goes_with_its_adapter(
+    family: str, keys: dict[str, Any], adapter: str, average: bool, tmp_path: Path
 ) -> None:
+    """Where it shares its weight with the embeddings, too; that of BERT has a bias."""
+    folder = make_folder(tmp_path / "base", family, **keys)
+    chosen = {"adapter": adapter, "head": "train", "ema_decay": 0.9}
+    _, request = trained(folder, tmp_path / "state", **chosen)
+    for form in ("merged", "adapter"):
+        export(request(tmp_path / form, form, average=average))
+    merged = logits_of(loaded(tmp_path / "merged"))
+    assert gap(merged, logits_of(adapted(str(folder), tmp_path / "adapter", pairs=False))) <= 1e-5
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert gap(merged, logits_of(base)) > 1e-3
+
+
+def test_the_average_is_written_on_request(trainings: Trainings, tmp_path: Path) -> None:
     run, request = trainings("gpt2", "none")
     export(request(tmp_path / "out", average=True))
     assert run._average is not None
@@ -100,44 +126,49 @@ def test_the_average_is_written_on_request(
     assert gap(averaged, logits_of(run.model)) > 1e-3
 
 
-def test_an_average_that_was_not_kept_is_refused(tmp_path: Path) -> None:
-    folder = make_folder(tmp_path / "base", "gpt2")
-    _, request = trained(folder, tmp_path / "state", steps=1)
+def test_what_was_not_kept_or_not_trained_is_refused(tmp_path: Path) -> None:
+    _, request = trained(make_folder(tmp_path / "base"), tmp_path / "state", steps=1)
     with pytest.raises(RefusedError, match=r"leave out --average, or set train\.ema_decay"):
         export(request(tmp_path / "out", average=True))
     with pytest.raises(RefusedError, match="leave out --adapter"):
         export(request(tmp_path / "out", "adapter"))
+    other = replace(
+        request(tmp_path / "out"), settings=TrainSettings(preset="gpt-nano").model_dump()
+    )
+    with pytest.raises(RefusedError, match=r"gpt-nano trains a Gpt, .* in .*generation-\d\.pt"):
+        export(other)
     assert not (tmp_path / "out").exists()
 
 
-def test_the_configuration_is_that_of_the_folder(
-    trainings: Callable[[str, str], Training], tmp_path: Path
-) -> None:
+def test_a_module_with_adapters_that_is_trained_in_full_is_refused(tmp_path: Path) -> None:
+    """As the embeddings of a task of one's own, whose weight is that of a head with an adapter."""
+    folder = make_folder(tmp_path / "base", "llama", tie_word_embeddings=True)
+    keys = {"preset": "tests.export.scene:with_embeddings", "data": str(folder), "model": None}
+    keys |= {"documents": "windows", "seq": None, "adapter": "lora"}
+    _, request = trained(folder, tmp_path / "state", steps=1, **keys)
+    with pytest.raises(RefusedError, match=r"adapter of lm_head .* leave out --adapter"):
+        export(request(tmp_path / "out", "adapter"))
+    assert export(request(tmp_path / "out"))["form"] == "merged"
+
+
+def test_configuration_and_card_tell_of_the_training(trainings: Trainings, tmp_path: Path) -> None:
     """A training sets dropout and the cache for itself."""
-    run, request = trainings("gpt2", "none")
+    run, request = trainings("llama", "lora")
     export(request(tmp_path / "out"))
     before, after = (
         json.loads((folder / "config.json").read_bytes())
-        for folder in (Path(str(run.settings.data)), tmp_path / "out")
+        for folder in (Path(str(run.settings.model)), tmp_path / "out")
     )
     assert not run.model.config.use_cache
     assert after == before
-
-
-def test_the_card_says_how_it_was_trained(
-    trainings: Callable[[str, str], Training], tmp_path: Path
-) -> None:
-    _, request = trainings("llama", "lora")
-    export(request(tmp_path / "out"))
     card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     assert len([line for line in card.splitlines() if line.startswith("- ")]) == 10
-    for said in ("r, slot pc1/0", "2 of 2", "fingerprint numbers", "4 samples", "lora, rank 8"):
+    for said in ("r, slot pc1/0", "2 of 2", "fingerprint ", "4 samples", "lora, rank 8"):
         assert said in card
 
 
 def test_a_damaged_checkpoint_is_told_and_the_other_one_is_used(tmp_path: Path) -> None:
-    folder = make_folder(tmp_path / "base", "llama")
-    _, request = trained(folder, tmp_path / "state", steps=3)
+    _, request = trained(make_folder(tmp_path / "base"), tmp_path / "state", steps=3)
     files = sorted((tmp_path / "state").glob("generation-?.pt"))
     newest = files[0]  # the third one is where the first one was
     newest.write_bytes(newest.read_bytes()[:-100])
@@ -153,19 +184,6 @@ def test_a_damaged_checkpoint_is_told_and_the_other_one_is_used(tmp_path: Path) 
         export(request(tmp_path / "again"))
     assert all(str(file) in str(refusal.value) for file in files)
     assert not (tmp_path / "again").exists()
-
-
-def test_a_model_that_transformers_does_not_know_is_refused(
-    trainings: Callable[[str, str], Training], tmp_path: Path
-) -> None:
-    _, request = trainings("gpt2", "none")
-    asked = request(tmp_path / "out")
-    settings = TrainSettings(preset="gpt-nano").model_dump()
-    asked = Request(
-        **{name: getattr(asked, name) for name in asked.__slots__} | {"settings": settings}
-    )
-    with pytest.raises(RefusedError, match=r"gpt-nano trains a Gpt, .* in .*generation-\d\.pt"):
-        export(asked)
 
 
 #: Fills a folder, and is killed in the middle of it.
@@ -197,71 +215,3 @@ def test_only_a_new_or_empty_folder_is_written(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="not empty"):
         write_whole(tmp_path / "empty", lambda folder: (folder / "b").write_text("2"))
     assert [path.name for path in tmp_path.rglob("*")] == ["empty", "a"]
-
-
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
-@pytest.mark.parametrize("stays", ["auto", "frozen"])
-def test_peft_loads_a_fresh_head(stays: str, tmp_path: Path) -> None:
-    """Pooler and classifier, which the folder that was trained does not have."""
-    folder = make_preset_folder(tmp_path / "base", "bert")
-    keys = {"adapter": "lora", "head": stays, "steps": 2}
-    run, asked = measure.trained(folder, tmp_path / "state", "", **keys)
-    export(Request(**asked, to=str(tmp_path / "out"), form="adapter", average=False))
-    model, _ = measure.loaded(tmp_path / "out", "adapter", str(folder), 3)
-    assert gap(measure.logits_of(run.model), measure.logits_of(model)) <= 1e-6
-
-
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
-@pytest.mark.parametrize(("family", "head"), [("gpt2", "CausalLM"), ("bert", "")])
-def test_peft_loads_the_adapter_of_a_preset(family: str, head: str, tmp_path: Path) -> None:
-    """Conv1D lies the other way round, alpha is a key, and a fresh head goes with the adapter."""
-    folder = make_preset_folder(tmp_path / "base", family, head=head)
-    keys = {"adapter": "lora", "adapter_alpha": 4.0, "steps": 2}
-    run, asked = measure.trained(folder, tmp_path / "state", head, **keys)
-    out = tmp_path / "out"
-    export(Request(**asked, to=str(out), form="adapter", average=False))
-    config = json.loads((out / "adapter_config.json").read_bytes())
-    assert (config["lora_alpha"], config["fan_in_fan_out"]) == (4.0, family == "gpt2")
-    model, words = measure.loaded(out, "adapter", str(folder), 0 if head else 3)
-    assert words == 0
-    assert gap(measure.logits_of(run.model), measure.logits_of(model)) <= 1e-6
-
-
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
-@pytest.mark.parametrize(
-    ("family", "keys", "adapter", "average"),
-    [
-        ("gpt2", {}, "lora", False),
-        ("gpt2", {"tie_word_embeddings": False}, "dora", False),
-        ("llama", {"tie_word_embeddings": True}, "dora", False),
-        ("llama", {"tie_word_embeddings": True}, "lora", True),
-        ("llama", {"tie_word_embeddings": False}, "lora", True),
-        ("bert", {"is_decoder": True}, "lora", False),
-    ],
-)
-def test_a_trained_head_goes_with_its_adapter(
-    family: str, keys: dict[str, Any], adapter: str, average: bool, tmp_path: Path
-) -> None:
-    """Where it shares its weight with the embeddings, too; that of BERT has a bias."""
-    folder = make_preset_folder(tmp_path / "base", family, **keys)
-    chosen = {"adapter": adapter, "head": "train", "steps": 3}
-    _, asked = measure.trained(folder, tmp_path / "state", "CausalLM", **chosen)
-    for form in ("merged", "adapter"):
-        export(Request(**asked, to=str(tmp_path / form), form=form, average=average))
-    merged, adapted = (
-        measure.logits_of(measure.loaded(tmp_path / form, form, str(folder), 0)[0])
-        for form in ("merged", "adapter")
-    )
-    assert gap(merged, adapted) <= 1e-5
-    base = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    assert gap(merged, measure.logits_of(base)) > 1e-3
-
-
-def test_a_module_with_adapters_that_is_trained_in_full_is_refused(tmp_path: Path) -> None:
-    """As the embeddings of a task of one's own, whose weight is that of a head with an adapter."""
-    folder = make_folder(tmp_path / "base", "llama-tied")
-    keys = {"preset": "tests.export.scene:with_embeddings", "adapter": "lora"}
-    _, request = trained(folder, tmp_path / "state", steps=1, **keys)
-    with pytest.raises(RefusedError, match=r"adapter of lm_head .* leave out --adapter"):
-        export(request(tmp_path / "out", "adapter"))
-    assert export(request(tmp_path / "out"))["form"] == "merged"

@@ -57,7 +57,7 @@ def test_a_configuration_is_trained(
     prepare(tmp_path, family, head)
     monkeypatch.chdir(tmp_path)
     config: Any = load_config(str(EXAMPLES / f"{name}.yaml"))
-    settings = config.train.model_copy(update={"steps": 3, "precision": "fp32"})
+    settings = config.train.model_copy(update={"steps": 1, "precision": "fp32"})
     trainer = Trainer(find_task(settings, 0), settings, torch.device("cpu"), 0)
     while not trainer.finished:
         trainer.micro_batch(5)

@@ -105,7 +105,6 @@ def test_a_folder_is_refused_by_file(good: Path, tmp_path: Path, spoil: Spoil, s
     ("name", "content", "keys", "said"),
     [
         ("empty.txt", "", {}, "holds no text"),
-        ("long.txt", "a", {}, "line 1 of"),
         ("other.jsonl", '{"txt": "a"}', {}, "has the keys 'txt'"),
         ("labels.csv", "text,lable\na,1\nb,0\n", {"preset": "hf-pairs"}, "has no 'label'"),
     ],
@@ -114,7 +113,7 @@ def test_data_are_refused_by_file(
     good: Path, tmp_path: Path, name: str, content: str, keys: dict[str, Any], said: str
 ) -> None:
     path = tmp_path / name
-    path.write_text(content * (100_000_000 if name == "long.txt" else 1))
+    path.write_text(content)
     refusal = said_of(good, path, **keys)
     assert refusal.startswith("train.data: ")
     assert str(path) in refusal

@@ -118,6 +118,27 @@ class Feature:
     may go on where a loop takes sentences (`told`)."""
     without: str = ""
     """Names of what it is not drawn with."""
+    of: str = ""
+    """The group of which a draw has one: `model`, `reduction`, `optimizer`."""
+
+
+#: In the order in which they change a course.
+FEATURES: Final[list[Feature]] = []
+
+
+def feature(
+    share: float,
+    is_: Literal["right", "hazard", "wrong"] = "right",
+    without: str = "",
+    of: str = "",
+) -> Callable[[Callable[[Course], None]], Callable[[Course], None]]:
+    """Have draws take a function that changes a course, by its name."""
+
+    def named(add: Callable[[Course], None]) -> Callable[[Course], None]:
+        FEATURES.append(Feature(add.__name__.replace("_", "-"), add, share, is_, without, of))
+        return add
+
+    return named
 
 
 class Course:
@@ -144,9 +165,6 @@ class Course:
         """The loss of the second optimiser, where it has its own."""
         self.place = 0
         """Of the optimiser under way."""
-        self.wrap: Callable[[Tensor], Any] = lambda loss: loss
-        self.pack: Callable[[Columns], Any] = lambda columns: columns
-        self.unpack: Callable[[Any], Columns] = lambda batch: batch
         self.kept_out: set[str] = set()
         """Names of parameters that no optimiser has."""
         self.groups: Callable[[list[nn.Parameter]], list[Any]] = lambda parameters: [
@@ -207,12 +225,12 @@ class Course:
         outside = ((f"outside {name}", each) for name, each in self.outside.named_parameters())
         return [*self.model.named_parameters(), *outside]
 
-    def batch(self, step: int) -> Any:
+    def batch(self, step: int) -> Columns:
         """Draw the batch of a step: labels, weights and tasks are functions of the inputs."""
         with torch.random.fork_rng():
             torch.manual_seed(1000 * self.seed + step)
             x = self.inputs(self.rows[step])
-        return self.pack(self.columns(x if self.tokens else x.to(self.dtype), step))
+        return self.columns(x if self.tokens else x.to(self.dtype), step)
 
     def columns(self, x: Tensor, step: int) -> Columns:
         """Return inputs with all that belongs to them."""
@@ -231,9 +249,8 @@ class Course:
             weights = weights * (mark % 5 > 0)
         return {"x": x, "y": y, "w": weights, "task": self.task(step, mark)}
 
-    def loss(self, part: Any, *, room: bool = False) -> Any:
+    def loss(self, columns: Columns, *, room: bool = False) -> Any:
         """Return the loss of a part, as the user of ElasticStep writes it."""
-        columns = self.unpack(part)
         limit, place = self.memory[self.step]
         short = self.tested and not room and len(columns["x"]) > limit
         if short and place == "begin":
@@ -244,16 +261,16 @@ class Course:
         if short and outputs.requires_grad:
             outputs.register_hook(lambda _: _run_out())  # type: ignore[no-untyped-call]
         if self.place and self.critic is not None:
-            return self.wrap(self.critic(outputs, columns))
+            return self.critic(outputs, columns)
         value = self.reduce(self.items(outputs, columns), columns)
         for term in self.terms:
             value = value + term(outputs, columns)
-        return self.wrap(value)
+        return value
 
     def whole(self, step: int) -> tuple[Any, float | None]:
         """Return the batch of a step, and its count."""
         batch = self.batch(step)
-        return batch, None if self.count is None else self.count(self.unpack(batch))
+        return batch, None if self.count is None else self.count(batch)
 
     def state(self) -> dict[str, Tensor]:
         """Return all that a training changes, by name."""
@@ -278,7 +295,3 @@ class Course:
 
 def _run_out() -> None:
     raise torch.OutOfMemoryError("CUDA out of memory. (acted)")
-
-
-def tensor_of(loss: Any) -> Any:
-    return loss["loss"] if isinstance(loss, dict) else loss

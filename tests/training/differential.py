@@ -24,12 +24,12 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias, cast
 
 import torch
-from torch import Tensor, nn, optim
+from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
-from tests.training import features as of
-from tests.training import loops
-from tests.training.courses import STEPS, Course, Feature, tensor_of
+import tests.training.features
+import tests.training.loops  # noqa: F401 - both say what is drawn
+from tests.training.courses import FEATURES, STEPS, Course, Feature
 from workers.training.elastic import ElasticStep
 from workers.training.errors import TrainingError
 
@@ -50,195 +50,9 @@ _DIVERGED: Final = 1000.0
 
 # ---- What is drawn
 
-#: Where a gradient may be nothing but rounding, a rule by its sign tells nothing.
-_NO_SIGNS = (
-    "conv transformer batch-norm batch-norm-in-eval weight-norm spectral-norm single "
-    "head-in-single head-in-half"
-)
-_SUMS = "sum-and-count sum-of-real sum-of-weighted sum-alone count-ignored decay-term-of-sum"
-
-GROUPS: Final = (
-    (  # models
-        Feature("mlp", of.mlp, 3),
-        Feature("tied", of.tied, 1),
-        Feature("shared", of.shared, 1),
-        Feature("conv", of.conv, 1),
-        Feature("recurrent", of.recurrent, 1),
-        Feature("transformer", of.transformer, 1),
-        Feature("bag", of.bag, 1),
-        Feature("sparse", of.sparse, 0.5, "wrong"),
-    ),
-    (  # how a loss is reduced
-        Feature("mean", of.mean, 8),
-        Feature("sum-and-count", of.sum_and_count, 3),
-        Feature("sum-of-real", of.sum_of_real, 3),
-        Feature("sum-of-weighted", of.sum_of_weighted, 2),
-        Feature("mean-of-weighted", of.mean_of_weighted, 2),
-        Feature("mean-of-real", of.mean_of_real, 0.4, "wrong", "form"),
-        Feature("mean-by-weights", of.mean_by_weights, 0.4, "wrong"),
-        Feature("sum-alone", of.sum_alone, 0.4, "wrong"),
-        Feature("count-ignored", of.count_ignored, 0.4, "wrong"),
-        Feature("decay-term-of-sum", of.decay_term_of_sum, 0.4, "wrong"),
-    ),
-    (  # optimisers
-        Feature(
-            "sgd",
-            loops.option(
-                optim.SGD,
-                {"momentum": 0.9},
-                {"momentum": 0.9, "nesterov": True},
-                *loops.FUSED,
-                lr=0.05,
-            ),
-            4,
-        ),
-        Feature("adam", loops.option(optim.Adam, *loops.ADAM, lr=0.01, eps=1e-2), 2),
-        Feature("adamw", loops.option(optim.AdamW, *loops.ADAM, lr=0.01, eps=1e-2), 3),
-        Feature(
-            "rmsprop",
-            loops.option(
-                optim.RMSprop, *loops.EACH, {"momentum": 0.9}, {"centered": True}, lr=0.01, eps=1e-2
-            ),
-            1,
-        ),
-        Feature(
-            "adagrad",
-            loops.option(optim.Adagrad, *loops.FUSED, {"lr_decay": 0.1}, lr=0.05, eps=1e-2),
-            1,
-        ),
-        Feature("adadelta", loops.option(optim.Adadelta, *loops.EACH, eps=1e-2), 1),
-        Feature("adamax", loops.option(optim.Adamax, *loops.EACH, lr=0.01, eps=1e-2), 1),
-        Feature("nadam", loops.option(optim.NAdam, *loops.EACH, lr=0.01, eps=1e-2), 1),
-        Feature("radam", loops.option(optim.RAdam, *loops.EACH, lr=0.01, eps=1e-2), 1),
-        Feature(
-            "rprop", loops.option(optim.Rprop, {"foreach": True}, lr=0.001), 0.7, without=_NO_SIGNS
-        ),
-        Feature("asgd", loops.option(optim.ASGD, *loops.EACH, lr=0.01), 0.7),
-        Feature("adafactor", loops.option(optim.Adafactor, lr=0.01, eps=(1e-2, 1e-3)), 0.7),
-        Feature("muon", loops.muon, 0.7, without="single head-in-single head-in-half"),
-        Feature("lbfgs", loops.option(optim.LBFGS, lr=0.1), 0.3, "wrong", "groups"),
-        Feature("for-sparse", loops.for_sparse, 0),
-    ),
-)
-
-OTHERS: Final = (
-    (
-        Feature("heads-by-step", of.heads_by_step, 0.06, without="tied"),
-        Feature("heads-by-sample", of.heads_by_sample, 0.06, without="tied heads-by-step"),
-        Feature("scalar", of.scalar, 0.1),
-        Feature("unused", of.unused, 0.08),
-        Feature("outside", of.outside, 0.1),
-        Feature("batch-norm-in-eval", of.batch_norm_in_eval, 0.06),
-        Feature("dropout", of.dropout, 0.12),
-        Feature("functional-dropout", of.functional_dropout, 0.015, "hazard"),
-        Feature("weight-norm", of.weight_norm, 0.06),
-        Feature(
-            "spectral-norm",
-            of.spectral_norm,
-            0.03,
-            "hazard",
-            "weight-norm heads-by-sample heads-by-step",
-        ),
-        Feature("recomputed", of.recomputed, 0.1, without="spectral-norm"),
-        Feature("recomputed-reentrant", of.recomputed_reentrant, 0.015, "wrong", "recomputed"),
-        Feature(
-            "recomputed-later",
-            of.recomputed_later,
-            0.015,
-            "wrong",
-            "recomputed recomputed-reentrant gradient-penalty",
-        ),
-        Feature("counters", of.counters, 0.1),
-        Feature("running-mean", of.running_mean, 0.015, "hazard"),
-        Feature("batch-norm", of.batch_norm, 0.015, "hazard", "batch-norm-in-eval"),
-        Feature(
-            "head-in-single", of.head_in_single, 0.05, without="tied heads-by-step heads-by-sample"
-        ),
-        Feature(
-            "head-in-half",
-            of.head_in_half,
-            0.02,
-            without="tied heads-by-step heads-by-sample head-in-single",
-        ),
-        Feature("single", of.single, 0.08, without="head-in-single head-in-half"),
-        Feature("cast-late", loops.cast_late, 0.03, without="single head-in-single head-in-half"),
-        Feature("kept-out", of.kept_out, 0.08),
-    ),
-    (
-        Feature("squares", of.squares, 0.15),
-        Feature("binary", of.binary, 0.15, without="squares"),
-    ),
-    (
-        Feature("decay-term", of.decay_term, 0.08, without=_SUMS),
-        Feature("penalty", of.penalty, 0.1),
-        Feature("two-passes", of.two_passes, 0.1),
-        Feature(
-            "gradient-penalty",
-            of.gradient_penalty,
-            0.05,
-            without="tied recurrent transformer bag sparse recomputed recomputed-reentrant",
-        ),
-        Feature("drawn-once", of.drawn_once, 0.02, "hazard"),
-        Feature("one-element", of.one_element, 0.04),
-        Feature("contrast", of.contrast, 0.02, "wrong"),
-        Feature("in-a-dict", of.in_a_dict, 0.08),
-    ),
-    (
-        Feature("two-optimizers", loops.two_optimizers, 0.08, without="muon for-sparse"),
-        Feature("adversary", loops.adversary, 0.05, without="muon for-sparse two-optimizers lbfgs"),
-        Feature(
-            "joint", loops.joint, 0.05, without="muon for-sparse two-optimizers adversary lbfgs"
-        ),
-        Feature("groups", loops.groups, 0.15, without="added-group"),
-        Feature(
-            "added-group",
-            loops.added_group,
-            0.07,
-            without="kept-out muon for-sparse two-optimizers joint",
-        ),
-        Feature("scheduled", loops.scheduled, 0.2),
-        Feature("clipped", loops.clipped, 0.3),
-        Feature("scaling-hook", loops.scaling_hook, 0.07),
-        Feature("clamping-hook", loops.clamping_hook, 0.07),
-        Feature("accumulated-hook", loops.accumulated_hook, 0.02, "wrong"),
-        Feature("late-hook", loops.late_hook, 0.015, "wrong"),
-        Feature("module-hooks", loops.module_hooks, 0.07),
-        Feature("optimizer-hooks", loops.optimizer_hooks, 0.07),
-        Feature("frozen", loops.frozen, 0.1),
-        Feature("changing", loops.changing, 0.1, without="frozen"),
-        Feature("modes", loops.modes, 0.08),
-        Feature("evaluation", loops.evaluation, 0.12),
-        Feature("probe", loops.probe, 0.06),
-        Feature("swapped", loops.swapped, 0.06),
-        Feature("loaded", loops.loaded, 0.06),
-        Feature(
-            "replaced-head",
-            loops.replaced_head,
-            0.04,
-            without="tied heads-by-step heads-by-sample head-in-single head-in-half outside "
-            "two-optimizers adversary joint added-group muon module-hooks restart averaged kept-out "
-            "weight-norm spectral-norm for-sparse frozen changing",
-        ),
-        Feature("averaged", loops.averaged, 0.1),
-        Feature("sizes", loops.sizes, 0.2),
-        Feature("last-smaller", loops.last_smaller, 0.1, without="sizes"),
-        Feature("form", loops.form, 0.3),
-        Feature("parts", loops.parts, 0.5),
-        Feature("whole", loops.whole, 0.08, without="parts"),
-        Feature("memory", loops.memory, 0.25),
-        Feature("restart", loops.restart, 0.15),
-        Feature("told", loops.told, 0.1),
-    ),
-)
-#: In the order in which they change a course; of each of `GROUPS` a draw has one.
-FEATURES: Final = (
-    *GROUPS[0],
-    *OTHERS[0],
-    *GROUPS[1],
-    *OTHERS[1][:2],
-    *OTHERS[2],
-    *GROUPS[2],
-    *OTHERS[3],
+#: Of each a draw has one.
+GROUPS: Final = tuple(
+    [each for each in FEATURES if each.of == group] for group in ("model", "reduction", "optimizer")
 )
 
 
@@ -249,10 +63,10 @@ def drawn(seed: int) -> list[Feature]:
     wanted = {
         of.choices(group, [feature.share for feature in group])[0].name for group in GROUPS
     } | {
-        feature.name for part in OTHERS for feature in part if of.random() < feature.share * density
+        feature.name
+        for feature in FEATURES
+        if not feature.of and of.random() < feature.share * density
     }
-    if "sparse" in wanted:
-        wanted = wanted - {feature.name for feature in GROUPS[2]} | {"for-sparse"}
     return compatible([feature for feature in FEATURES if feature.name in wanted])
 
 
@@ -275,17 +89,8 @@ def plain_step(course: Course, step: int, place: int) -> float:
     """Do one step as a loop of torch does; an update of nothing may be refused."""
     optimizers, course.place = course.sets()[place], place
     batch, count = course.whole(step)
-
-    def closure() -> Any:
-        course.model.zero_grad()
-        course.outside.zero_grad()
-        loss = tensor_of(course.loss(batch)) / (1 if count is None else count)
-        loss.backward()
-        return loss
-
-    if isinstance(optimizers[0], optim.LBFGS):
-        return float(optimizers[0].step(closure))  # type: ignore[no-untyped-call]
-    loss = float(closure())
+    loss = course.loss(batch) / (1 if count is None else count)
+    loss.backward()
     groups = [group for each in optimizers for group in each.param_groups]
     trained = [one for group in groups for one in group["params"]]
     course.is_idle = course.is_idle or all(one.grad is None for one in trained)
@@ -295,7 +100,7 @@ def plain_step(course: Course, step: int, place: int) -> float:
         each.step()
     course.model.zero_grad()
     course.outside.zero_grad()
-    return loss
+    return float(loss)
 
 
 class ByElastic:
@@ -332,8 +137,7 @@ def restarted(course: Course, old: ByElastic, step: int) -> tuple[Course, ByElas
     pairs += zip(course.schedulers, new.schedulers, strict=True)
     if course.average is not None:
         pairs.append((course.average, new.average))
-    if hasattr(ElasticStep, "state_dict"):
-        pairs += zip(old.steps, by_elastic.steps, strict=True)
+    pairs += zip(old.steps, by_elastic.steps, strict=True)
     for saved, made in pairs:
         made.load_state_dict(saved.state_dict())
     new.seen, new.hazards, new.restart = course.seen, course.hazards, None
@@ -395,7 +199,7 @@ def difference(
             return f"{name} is {found[name].dtype} {tuple(found[name].shape)}"
         if not tensor.numel():
             continue
-        one, other = tensor.to_dense().double(), found[name].to_dense().double()
+        one, other = tensor.double(), found[name].double()
         scale = max(1.0, float(one.abs().max())) * _TOLERANCES[coarsest]
         off = float((one - other).abs().max())
         if not off <= worst * scale:
@@ -436,7 +240,7 @@ def reference(seed: int, features: Sequence[Feature]) -> Reference | Result:
         states = states_of(course, elastic=False)
     except Exception as error:  # noqa: BLE001 - whatever a loop of torch cannot do
         return Result("void", f"{type(error).__name__}: {error}")
-    if not all(float(each.to_dense().abs().max()) < _DIVERGED for each in states[-1].values()):
+    if not all(float(each.abs().max()) < _DIVERGED for each in states[-1].values()):
         return Result("void", "diverged")
     may_refuse = course.is_idle or any(feature.is_ != "right" for feature in features)
     if course.dropout:
@@ -532,32 +336,17 @@ def main() -> int:
     parser.add_argument("--hours", type=float)
     parser.add_argument("--draws", type=int)
     parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--only", help="a feature, by name; others are drawn with it")
-    parser.add_argument("--without", default="", help="features by name, with blanks")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     end_s = time.monotonic() + 3600 * (asked.hours or 1e9)
     outcomes: Counter[str] = Counter()
-    causes: Counter[str] = Counter()
-    seeds = itertools.count(asked.first_seed)
-    for seed in itertools.islice(seeds, asked.draws):
+    for seed in itertools.islice(itertools.count(asked.first_seed), asked.draws):
         if time.monotonic() > end_s:
             break
-        features = drawn(seed)
-        names = {feature.name for feature in features}
-        if (asked.only and asked.only not in names) or names & set(asked.without.split()):
-            continue
         result, description = told_of(seed)
         outcomes[result.outcome] += 1
         if not result.fine:
             print(description, flush=True)  # noqa: T201 - made for a terminal
-            least = description.splitlines()[-1].strip()
-            causes[f"{result.outcome}, {least}"] += 1
-        elif result.outcome != "equal":
-            known = " ".join(feature.name for feature in features if feature.is_ != "right")
-            causes[f"{result.outcome}, {known or 'all is right'}: {result.said[:110]}"] += 1
-    for cause, times in causes.most_common():
-        print(f"{times:6} {cause}")  # noqa: T201
     counted = ", ".join(f"{times} {outcome}" for outcome, times in outcomes.most_common())
     print(f"{sum(outcomes.values())} draws: {counted}")  # noqa: T201
     return int(any(outcome not in FINE for outcome in outcomes))

@@ -12,7 +12,6 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from tests.training.courses import (
-    STEPS,
     Cast,
     Columns,
     Course,
@@ -20,16 +19,8 @@ from tests.training.courses import (
     Net,
     Tied,
     Wrapped,
+    feature,
 )
-
-
-class Output(dict[str, Any]):
-    """As the outputs of transformers: a mapping with attributes."""
-
-    @property
-    def loss(self) -> Tensor:
-        return self["loss"]  # type: ignore[no-any-return]
-
 
 # ---- Models
 
@@ -43,23 +34,27 @@ def _of_tokens(course: Course) -> None:
     course.inputs = lambda rows: torch.randint(11, (rows, 5))
 
 
+@feature(3, of="model")
 def mlp(course: Course) -> None:
     body = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.GELU())
     course.model = Net(body, nn.Linear(8, 3))
 
 
+@feature(1, of="model")
 def tied(course: Course) -> None:
     _of_tokens(course)
     course.classes, embedding = 11, nn.Embedding(11, 8)
     course.model = Net(nn.Sequential(embedding, nn.Linear(8, 8), nn.Tanh()), Tied(embedding))
 
 
+@feature(1, of="model")
 def shared(course: Course) -> None:
     twice = nn.Linear(8, 8)
     body = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), twice, nn.Tanh(), twice)
     course.model = Net(body, nn.Linear(8, 3))
 
 
+@feature(1, of="model")
 def conv(course: Course) -> None:
     course.inputs = lambda rows: torch.randn(rows, 1, 6, 6)
     norm = nn.GroupNorm(2, 4) if course.draw.random() < 0.5 else nn.LayerNorm([4, 4, 4])
@@ -69,6 +64,7 @@ def conv(course: Course) -> None:
     course.model = Net(body, nn.Linear(8, 3))
 
 
+@feature(1, of="model")
 def recurrent(course: Course) -> None:
     _of_tokens(course)
     kind = course.draw.choice([nn.RNN, nn.GRU, nn.LSTM])
@@ -76,12 +72,14 @@ def recurrent(course: Course) -> None:
     course.model = Net(body, nn.Linear(8, 3))
 
 
+@feature(1, of="model")
 def transformer(course: Course) -> None:
     _of_tokens(course)
     block = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
     course.model = Net(nn.Sequential(nn.Embedding(11, 8), block), nn.Linear(8, 3))
 
 
+@feature(1, of="model")
 def bag(course: Course) -> None:
     _of_tokens(course)
     course.by_token = False
@@ -89,69 +87,38 @@ def bag(course: Course) -> None:
     course.model = Net(nn.Sequential(nn.EmbeddingBag(11, 8, mode=mode), nn.Tanh()), nn.Linear(8, 3))
 
 
-def sparse(course: Course) -> None:
-    _of_tokens(course)
-    course.model = Net(
-        nn.Sequential(nn.Embedding(11, 8, sparse=True), nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 3)
-    )
-
-
 # ---- what is in a model
 
 
+@feature(0.06, without="tied")
 def heads_by_step(course: Course) -> None:
     course.model.head, course.model.by_task = Heads(8, course.classes), True
     course.task = lambda step, _: step % 3
 
 
+@feature(0.06, without="tied heads-by-step")
 def heads_by_sample(course: Course) -> None:
     course.model.head, course.model.by_task = Heads(8, course.classes), True
     course.task = lambda _, mark: mark % 3
 
 
+@feature(0.1)
 def scalar(course: Course) -> None:
     course.model.register_parameter("scale", nn.Parameter(torch.tensor(1.0)))
     call = course.call
     course.call = lambda batch: call(batch) * course.model.scale
 
 
+@feature(0.08)
 def unused(course: Course) -> None:
     course.model.add_module("spare", nn.Linear(3, 3))
 
 
+@feature(0.1)
 def outside(course: Course) -> None:
     course.outside["layer"] = nn.Linear(course.classes, course.classes)
     call = course.call
     course.call = lambda batch: course.outside["layer"](call(batch))
-
-
-def kept_out(course: Course) -> None:
-    names = [name for name, _ in course.named()]
-    course.kept_out = set(course.draw.sample(names, max(1, len(names) // 3)))
-
-
-def counters(course: Course) -> None:
-    def count(self: Any, made: Tensor) -> Tensor:
-        if self.training:
-            self.samples += len(made)
-            self.total += made.detach().sum(0)[..., :1].sum()
-        return made
-
-    body = Wrapped(course.model.body, count)
-    body.register_buffer("samples", torch.zeros((), dtype=torch.int64))
-    body.register_buffer("total", torch.zeros(()))
-    course.model.body = body
-
-
-def running_mean(course: Course) -> None:
-    def centre(self: Any, made: Tensor) -> Any:
-        if self.training:
-            with torch.no_grad():
-                self.mean.lerp_(made.flatten(0, -2).mean(0), 0.1)
-        return made - self.mean
-
-    course.model.body = Wrapped(course.model.body, centre)
-    course.model.body.register_buffer("mean", torch.zeros(8))
 
 
 class _Normed(nn.Module):
@@ -165,21 +132,20 @@ class _Normed(nn.Module):
         return self.norm(made.flatten(0, -2)).view(made.shape)  # type: ignore[no-any-return]
 
 
+@feature(0.06)
 def batch_norm_in_eval(course: Course) -> None:
     course.model.body = _Normed(course.model.body, training=False)
     norm = course.model.body.norm
     course.before.append(lambda _: norm.eval())
 
 
-def batch_norm(course: Course) -> None:
-    course.model.body = _Normed(course.model.body, training=True)
-
-
+@feature(0.12)
 def dropout(course: Course) -> None:
     course.dropout = True
     course.model.body = nn.Sequential(course.model.body, nn.Dropout(0.3))
 
 
+@feature(0.015, is_="hazard")
 def functional_dropout(course: Course) -> None:
     course.model.body = _end(course.model.body, lambda made: functional.dropout(made, 0.3))
 
@@ -189,65 +155,94 @@ def _linears(course: Course) -> list[nn.Linear]:
     return course.draw.sample(found, max(1, len(found) // 2))
 
 
+@feature(0.06)
 def weight_norm(course: Course) -> None:
     for linear in _linears(course):
         parametrizations.weight_norm(linear)
 
 
+@feature(0.03, is_="hazard", without="weight-norm heads-by-sample heads-by-step")
 def spectral_norm(course: Course) -> None:
     for linear in _linears(course):
         parametrizations.spectral_norm(linear)
 
 
+class _Recomputed(nn.Module):
+    def __init__(self, inner: nn.Module, *, recomputes: bool) -> None:
+        super().__init__()
+        self.inner, self.recomputes = inner, recomputes
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.recomputes:
+            return self.inner(x)  # type: ignore[no-any-return]
+        return checkpoint(self.inner, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+@feature(0.1, without="spectral-norm")
+def recomputed(course: Course) -> None:
+    course.model.body = _Recomputed(course.model.body, recomputes=course.tested)
+
+
+@feature(0.1)
+def counters(course: Course) -> None:
+    def count(self: Any, made: Tensor) -> Tensor:
+        if self.training:
+            self.samples += len(made)
+            self.total += made.detach().sum(0)[..., :1].sum()
+        return made
+
+    body = Wrapped(course.model.body, count)
+    body.register_buffer("samples", torch.zeros((), dtype=torch.int64))
+    body.register_buffer("total", torch.zeros(()))
+    course.model.body = body
+
+
+@feature(0.015, is_="hazard")
+def running_mean(course: Course) -> None:
+    def centre(self: Any, made: Tensor) -> Any:
+        if self.training:
+            with torch.no_grad():
+                self.mean.lerp_(made.flatten(0, -2).mean(0), 0.1)
+        return made - self.mean
+
+    course.model.body = Wrapped(course.model.body, centre)
+    course.model.body.register_buffer("mean", torch.zeros(8))
+
+
+@feature(0.015, is_="hazard", without="batch-norm-in-eval")
+def batch_norm(course: Course) -> None:
+    course.model.body = _Normed(course.model.body, training=True)
+
+
+@feature(0.05, without="tied heads-by-step heads-by-sample")
+def head_in_single(course: Course) -> None:
+    course.model.head = Cast(course.model.head, torch.float32)
+
+
+@feature(0.08, without="head-in-single")
 def single(course: Course) -> None:
     course.dtype = torch.float32
     course.model.to(torch.float32)
     course.outside.to(torch.float32)
 
 
-def head_in_single(course: Course) -> None:
-    course.model.head = Cast(course.model.head, torch.float32)
+@feature(0.03, without="single head-in-single")
+def cast_late(course: Course) -> None:
+    """A model that becomes float64 before the first step, after the optimiser was made."""
+    course.model.to(torch.float32)
+
+    def cast(step: int) -> None:
+        if step == 0:
+            course.model.double()
+            course.outside.double()
+
+    course.structure.append(cast)
 
 
-def head_in_half(course: Course) -> None:
-    course.model.head = Cast(course.model.head, torch.bfloat16)
-
-
-def recomputed(course: Course) -> None:
-    if course.tested:
-        course.model.body = _Recomputed(course.model.body, reentrant=False)
-    else:
-        course.model.body = _Recomputed(course.model.body, reentrant=None)
-
-
-def recomputed_reentrant(course: Course) -> None:
-    course.model.body = _Recomputed(course.model.body, reentrant=True)
-
-
-def recomputed_later(course: Course) -> None:
-    """As `recomputed_reentrant`, from a later step on."""
-    course.model.body = body = _Recomputed(course.model.body, reentrant=None)
-    when = course.draw.randrange(1, STEPS)
-
-    def recompute(step: int) -> None:
-        body.reentrant = True if step >= when else None
-
-    course.structure.append(recompute)
-
-
-class _Recomputed(nn.Module):
-    """`reentrant` is None: not at all."""
-
-    def __init__(self, inner: nn.Module, *, reentrant: bool | None) -> None:
-        super().__init__()
-        self.inner, self.reentrant = inner, reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.reentrant is None or not torch.is_grad_enabled():
-            return self.inner(x)  # type: ignore[no-any-return]
-        if self.reentrant and x.is_floating_point() and not x.requires_grad:
-            x = x.detach().requires_grad_()
-        return checkpoint(self.inner, x, use_reentrant=self.reentrant)  # type: ignore[no-any-return]
+@feature(0.08)
+def kept_out(course: Course) -> None:
+    names = [name for name, _ in course.named()]
+    course.kept_out = set(course.draw.sample(names, max(1, len(names) // 3)))
 
 
 # ---- losses
@@ -258,32 +253,18 @@ def _one_hot(outputs: Tensor, columns: Columns) -> Any:
     return hot * (columns["y"] >= 0)[..., None]
 
 
-def squares(course: Course) -> None:
-    def items(outputs: Tensor, columns: Columns) -> Any:
-        real = columns["y"] >= 0
-        return (outputs - _one_hot(outputs, columns)).square().mean(-1) * real
-
-    course.items = items
-
-
-def binary(course: Course) -> None:
-    def items(outputs: Tensor, columns: Columns) -> Any:
-        hot, real = _one_hot(outputs, columns), columns["y"] >= 0
-        made = functional.binary_cross_entropy_with_logits(outputs, hot, reduction="none")
-        return made.mean(-1) * real
-
-    course.items = items
-
-
+@feature(8, of="reduction")
 def mean(course: Course) -> None:
     """The mean of all."""
 
 
+@feature(3, of="reduction")
 def sum_and_count(course: Course) -> None:
     course.reduce = lambda items, _: items.sum()
     course.count = lambda columns: columns["y"].numel()
 
 
+@feature(3, of="reduction")
 def sum_of_real(course: Course) -> None:
     course.padded = True
     course.reduce = lambda items, _: items.sum()
@@ -294,43 +275,74 @@ def _weighted(items: Tensor, columns: Columns) -> Any:
     return (items.flatten(1).mean(1) if items.dim() > 1 else items) * columns["w"]
 
 
+@feature(2, of="reduction")
 def sum_of_weighted(course: Course) -> None:
     course.reduce = lambda items, columns: _weighted(items, columns).sum()
     course.count = lambda columns: max(0.01, float(columns["w"].sum()))
 
 
+@feature(2, of="reduction")
 def mean_of_weighted(course: Course) -> None:
     course.reduce = lambda items, columns: _weighted(items, columns).mean()
 
 
+@feature(0.4, is_="wrong", of="reduction")
 def mean_of_real(course: Course) -> None:
     course.padded = True
     course.reduce = lambda items, columns: items.sum() / (columns["y"] >= 0).sum()
 
 
+@feature(0.4, is_="wrong", of="reduction")
 def mean_by_weights(course: Course) -> None:
     course.reduce = lambda items, columns: _weighted(items, columns).sum() / columns["w"].sum()
 
 
+@feature(0.4, is_="wrong", of="reduction")
 def sum_alone(course: Course) -> None:
     course.reduce = lambda items, _: items.sum()
 
 
+@feature(0.4, is_="wrong", of="reduction")
 def count_ignored(course: Course) -> None:
     course.count = lambda columns: columns["y"].numel()
 
 
+@feature(0.4, is_="wrong", of="reduction")
+def decay_term_of_sum(course: Course) -> None:
+    sum_and_count(course)
+    decay_term(course)
+
+
+@feature(0.15)
+def squares(course: Course) -> None:
+    def items(outputs: Tensor, columns: Columns) -> Any:
+        real = columns["y"] >= 0
+        return (outputs - _one_hot(outputs, columns)).square().mean(-1) * real
+
+    course.items = items
+
+
+@feature(0.15, without="squares")
+def binary(course: Course) -> None:
+    def items(outputs: Tensor, columns: Columns) -> Any:
+        hot, real = _one_hot(outputs, columns), columns["y"] >= 0
+        made = functional.binary_cross_entropy_with_logits(outputs, hot, reduction="none")
+        return made.mean(-1) * real
+
+    course.items = items
+
+
+@feature(
+    0.08,
+    without="sum-and-count sum-of-real sum-of-weighted sum-alone count-ignored decay-term-of-sum",
+)
 def decay_term(course: Course) -> None:
     course.terms.append(
         lambda *_: 0.01 * sum(each.square().sum() for each in course.model.parameters())
     )
 
 
-def decay_term_of_sum(course: Course) -> None:
-    sum_and_count(course)
-    decay_term(course)
-
-
+@feature(0.1)
 def penalty(course: Course) -> None:
     """A term over outputs, reduced as the loss."""
     course.terms.append(
@@ -344,6 +356,7 @@ def _flipped(columns: Columns) -> Columns:
     return columns | {"x": columns["x"].flip(-1)}
 
 
+@feature(0.1)
 def two_passes(course: Course) -> None:
     def agree(outputs: Tensor, columns: Columns) -> Tensor:
         other = course.call(columns if course.dropout else _flipped(columns))
@@ -352,6 +365,7 @@ def two_passes(course: Course) -> None:
     course.terms.append(agree)
 
 
+@feature(0.05, without="tied recurrent transformer bag recomputed")
 def gradient_penalty(course: Course) -> None:
     def slope(_: Tensor, columns: Columns) -> Tensor:
         x = columns["x"].detach().requires_grad_()
@@ -361,28 +375,3 @@ def gradient_penalty(course: Course) -> None:
         return 0.01 * course.reduce(steep, columns)
 
     course.terms.append(slope)
-
-
-def drawn_once(course: Course) -> None:
-    """A random number for the whole batch, as the share of a mixup."""
-    call = course.call
-    course.call = lambda batch: call(batch) * (0.5 + torch.rand((), dtype=course.dtype))
-
-
-def one_element(course: Course) -> None:
-    wrap = course.wrap
-    course.wrap = lambda loss: wrap(loss.reshape(1))
-
-
-def contrast(course: Course) -> None:
-    def apart(outputs: Tensor, _: Columns) -> Tensor:
-        flat = functional.normalize(outputs.flatten(1), dim=1)
-        places = torch.arange(len(flat))
-        return functional.cross_entropy(flat @ flat.T, places)
-
-    course.terms.append(apart)
-
-
-def in_a_dict(course: Course) -> None:
-    kind: Any = course.draw.choice([Output, dict])
-    course.wrap = lambda loss: kind(loss=loss, figure=1.0)

@@ -2,50 +2,56 @@
 
 from __future__ import annotations
 
-import ast
 import copy
-from collections.abc import Callable
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn, optim
 from torch.nn import functional
 from torch.optim import lr_scheduler, swa_utils
 
-from tests.training.courses import (
-    STEPS,
-    Columns,
-    Course,
-    tensor_of,
-)
-
-
-class Sample(NamedTuple):
-    """A batch as a tuple with names."""
-
-    x: Tensor
-    y: Tensor
-    w: Tensor
-    task: Any
-
-
-# ---- optimisers
-
-
-def _made(course: Course, kind: Any, *variants: dict[str, Any], **keys: Any) -> None:
-    course.makes = [partial(kind, **keys, **course.draw.choice([{}, *variants]))]
-
-
-def option(kind: Any, *variants: dict[str, Any], **keys: Any) -> Callable[[Course], None]:
-    return lambda course: _made(course, kind, *variants, **keys)
-
+from tests.training.courses import STEPS, Columns, Course, feature
 
 EACH: Final = ({"foreach": True}, {"foreach": False}, {"maximize": True}, {"weight_decay": 0.1})
 FUSED: Final = ({"fused": True}, {"fused": True, "weight_decay": 0.1}, *EACH)
 ADAM: Final = (*FUSED, {"amsgrad": True}, {"amsgrad": True, "foreach": True})
+MOMENTUM: Final = ({"momentum": 0.9}, {"momentum": 0.9, "nesterov": True})
 
 
+def _option(
+    kind: Any, share: float, *variants: dict[str, Any], without: str = "", **keys: Any
+) -> None:
+    """Have draws take this optimiser, with one of the variants."""
+
+    def add(course: Course) -> None:
+        course.makes = [partial(kind, **keys, **course.draw.choice([{}, *variants]))]
+
+    add.__name__ = kind.__name__.lower()
+    feature(share, without=without, of="optimizer")(add)
+
+
+#: Where a gradient may be nothing but rounding, a rule by its sign tells nothing.
+_NO_SIGNS = (
+    "conv transformer batch-norm batch-norm-in-eval weight-norm spectral-norm single "
+    "head-in-single "
+)
+
+_option(optim.SGD, 4, *MOMENTUM, *FUSED, lr=0.05)
+_option(optim.Adam, 2, *ADAM, lr=0.01, eps=1e-2)
+_option(optim.AdamW, 3, *ADAM, lr=0.01, eps=1e-2)
+_option(optim.RMSprop, 1, *EACH, {"momentum": 0.9}, {"centered": True}, lr=0.01, eps=1e-2)
+_option(optim.Adagrad, 1, *FUSED, {"lr_decay": 0.1}, lr=0.05, eps=1e-2)
+_option(optim.Adadelta, 1, *EACH, eps=1e-2)
+_option(optim.Adamax, 1, *EACH, lr=0.01, eps=1e-2)
+_option(optim.NAdam, 1, *EACH, lr=0.01, eps=1e-2)
+_option(optim.RAdam, 1, *EACH, lr=0.01, eps=1e-2)
+_option(optim.Rprop, 0.7, {"foreach": True}, lr=0.001, without=_NO_SIGNS)
+_option(optim.ASGD, 0.7, *EACH, lr=0.01)
+_option(optim.Adafactor, 0.7, lr=0.01, eps=(1e-2, 1e-3))
+
+
+@feature(0.7, without="single head-in-single", of="optimizer")
 def muon(course: Course) -> None:
     course.split = lambda _, parameter: 0 if parameter.dim() == 2 else 1
     course.makes = [
@@ -53,17 +59,7 @@ def muon(course: Course) -> None:
     ]  # fmt: skip
 
 
-def for_sparse(course: Course) -> None:
-    kind = course.draw.choice(["SparseAdam", "SGD", "Adagrad"])
-    if kind == "SparseAdam":
-        course.split = lambda _, parameter: 0 if parameter.shape == (11, 8) else 1
-        course.makes = [
-            partial(optim.SparseAdam, lr=0.01, eps=1e-2), partial(optim.AdamW, lr=0.01, eps=1e-2)
-        ]  # fmt: skip
-    else:
-        course.makes = [partial(getattr(optim, kind), lr=0.05)]
-
-
+@feature(0.08, without="muon")
 def two_optimizers(course: Course) -> None:
     by = course.draw.choice(["head", "weight"])
     course.split = lambda name, _: int(by in name)
@@ -71,12 +67,7 @@ def two_optimizers(course: Course) -> None:
     course.makes = [course.makes[0], second]
 
 
-def joint(course: Course) -> None:
-    """Two optimisers, and one backward for both."""
-    two_optimizers(course)
-    course.joint = True
-
-
+@feature(0.05, without="muon two-optimizers")
 def adversary(course: Course) -> None:
     """A second model with a loss of its own, as the two of a GAN."""
     course.outside["critic"] = nn.Linear(course.classes, 1)
@@ -92,9 +83,17 @@ def adversary(course: Course) -> None:
     course.terms.append(against)
 
 
+@feature(0.05, without="muon two-optimizers adversary")
+def joint(course: Course) -> None:
+    """Two optimisers, and one backward for both."""
+    two_optimizers(course)
+    course.joint = True
+
+
 _ADAMW: Final = partial(optim.AdamW, lr=0.01, eps=1e-2)
 
 
+@feature(0.15, without="added-group")
 def groups(course: Course) -> None:
     course.groups = lambda parameters: [
         {"params": parameters[::2], "lr": 0.02},
@@ -102,6 +101,7 @@ def groups(course: Course) -> None:
     ][: len(parameters)]
 
 
+@feature(0.07, without="kept-out muon two-optimizers joint")
 def added_group(course: Course) -> None:
     names = [name for name, _ in course.named()]
     course.kept_out |= set(course.draw.sample(names, max(1, len(names) // 3)))
@@ -115,6 +115,7 @@ def added_group(course: Course) -> None:
     course.structure.append(add)
 
 
+@feature(0.2)
 def scheduled(course: Course) -> None:
     kind = course.draw.choice(["step", "cycle", "lambda", "plateau", "cosine"])
     course.schedulers_of = {
@@ -131,11 +132,9 @@ def scheduled(course: Course) -> None:
     }[kind]
 
 
+@feature(0.3)
 def clipped(course: Course) -> None:
     course.clip = course.draw.choice([0.05, 0.5, 5.0])
-
-
-# ---- hooks
 
 
 def _some(course: Course) -> list[nn.Parameter]:
@@ -143,19 +142,16 @@ def _some(course: Course) -> list[nn.Parameter]:
     return course.draw.sample(found, max(1, len(found) // 2))
 
 
+@feature(0.07)
 def scaling_hook(course: Course) -> None:
     for parameter in _some(course):
         parameter.register_hook(lambda gradient: gradient * 0.3)  # type: ignore[no-untyped-call]
 
 
+@feature(0.07)
 def clamping_hook(course: Course) -> None:
     for parameter in _some(course):
         parameter.register_hook(lambda own: own.clamp(-1e-4, 1e-4))  # type: ignore[no-untyped-call]
-
-
-def accumulated_hook(course: Course) -> None:
-    for parameter in _some(course):
-        parameter.register_post_accumulate_grad_hook(_scale_own)  # type: ignore[no-untyped-call]
 
 
 def _scale_own(parameter: Tensor) -> None:
@@ -163,17 +159,7 @@ def _scale_own(parameter: Tensor) -> None:
         parameter.grad.mul_(0.3)
 
 
-def late_hook(course: Course) -> None:
-    """As `accumulated_hook`, at a later step."""
-    when, chosen = course.draw.randrange(1, STEPS), _some(course)
-
-    def add(step: int) -> None:
-        for parameter in chosen if step == when else ():
-            parameter.register_post_accumulate_grad_hook(_scale_own)  # type: ignore[no-untyped-call]
-
-    course.structure.append(add)
-
-
+@feature(0.07)
 def module_hooks(course: Course) -> None:
     head = course.model.head
     head.register_full_backward_hook(
@@ -185,6 +171,7 @@ def module_hooks(course: Course) -> None:
     head.register_forward_pre_hook(lambda _module, inputs: (inputs[0] * 0.9, *inputs[1:]))
 
 
+@feature(0.07)
 def optimizer_hooks(course: Course) -> None:
     def scale(optimizer: optim.Optimizer, *_: Any) -> None:
         for parameter in optimizer.param_groups[0]["params"]:
@@ -197,9 +184,7 @@ def optimizer_hooks(course: Course) -> None:
     course.prepare.append(prepared)
 
 
-# ---- what a loop does between steps
-
-
+@feature(0.1)
 def frozen(course: Course) -> None:
     names = [name for name, _ in course.named()]
     chosen = set(course.draw.sample(names, max(1, len(names) // 2)))
@@ -209,6 +194,7 @@ def frozen(course: Course) -> None:
         parameter.requires_grad_(name not in chosen)
 
 
+@feature(0.1, without="frozen")
 def changing(course: Course) -> None:
     """Freeze or unfreeze some parameters at drawn steps."""
     names = [name for name, _ in course.named()]
@@ -225,41 +211,44 @@ def changing(course: Course) -> None:
     change(-1)
 
 
+@feature(0.08)
 def modes(course: Course) -> None:
     steps = set(course.draw.sample(range(STEPS), 8))
     course.before.insert(0, lambda step: course.model.train(step in steps))
 
 
+@feature(0.12)
 def evaluation(course: Course) -> None:
     def evaluate(step: int) -> None:
         was = course.model.training
         course.model.eval()
         with torch.no_grad():
             course.seen.setdefault("evaluation", []).append(
-                float(tensor_of(course.loss(course.batch(step), room=True)))
+                float(course.loss(course.batch(step), room=True))
             )
         course.model.train(was)
 
     course.after.append(evaluate)
 
 
-def replaced_head(course: Course) -> None:
-    """A new head, with its parameters in place of the old ones in the optimiser."""
-    when = course.draw.randrange(1, STEPS)
+@feature(0.06)
+def probe(course: Course) -> None:
+    """Look at the gradient of something else, and clear it."""
 
-    def replace(step: int) -> None:
-        if step == when:
-            old = course.model.head
-            torch.manual_seed(step)
-            course.model.head = nn.Linear(8, course.classes).to(course.dtype)
-            dropped = set(old.parameters())
-            for group in course.optimizers[0].param_groups:
-                group["params"] = [each for each in group["params"] if each not in dropped]
-            course.optimizers[0].add_param_group({"params": list(course.model.head.parameters())})
+    def look(step: int) -> None:
+        was = course.model.training
+        course.model.eval()
+        course.loss(course.batch(step), room=True).backward()
+        norms = [each.grad.norm() for _, each in course.named() if each.grad is not None]
+        course.seen.setdefault("probe", []).append(float(torch.stack(norms).norm()))
+        course.model.train(was)
+        course.model.zero_grad()
+        course.outside.zero_grad()
 
-    course.structure.append(replace)
+    course.after.append(look)
 
 
+@feature(0.06)
 def swapped(course: Course) -> None:
     """Evaluate with other weights for a while, and put the own ones back."""
 
@@ -278,6 +267,7 @@ def swapped(course: Course) -> None:
     course.after.append(swap)
 
 
+@feature(0.06)
 def loaded(course: Course) -> None:
     """Weights and optimiser are loaded from a copy of themselves, in place."""
     when = course.draw.randrange(1, STEPS)
@@ -291,22 +281,30 @@ def loaded(course: Course) -> None:
     course.after.append(load)
 
 
-def probe(course: Course) -> None:
-    """Look at the gradient of something else, and clear it."""
+@feature(
+    0.04,
+    without="tied heads-by-step heads-by-sample head-in-single outside two-optimizers "
+    "adversary joint added-group muon module-hooks restart averaged kept-out weight-norm "
+    "spectral-norm frozen changing",
+)
+def replaced_head(course: Course) -> None:
+    """A new head, with its parameters in place of the old ones in the optimiser."""
+    when = course.draw.randrange(1, STEPS)
 
-    def look(step: int) -> None:
-        was = course.model.training
-        course.model.eval()
-        tensor_of(course.loss(course.batch(step), room=True)).backward()
-        norms = [each.grad.norm() for _, each in course.named() if each.grad is not None]
-        course.seen.setdefault("probe", []).append(float(torch.stack(norms).norm()))
-        course.model.train(was)
-        course.model.zero_grad()
-        course.outside.zero_grad()
+    def replace(step: int) -> None:
+        if step == when:
+            old = course.model.head
+            torch.manual_seed(step)
+            course.model.head = nn.Linear(8, course.classes).to(course.dtype)
+            dropped = set(old.parameters())
+            for group in course.optimizers[0].param_groups:
+                group["params"] = [each for each in group["params"] if each not in dropped]
+            course.optimizers[0].add_param_group({"params": list(course.model.head.parameters())})
 
-    course.after.append(look)
+    course.structure.append(replace)
 
 
+@feature(0.1)
 def averaged(course: Course) -> None:
     def prepared() -> None:
         decay = swa_utils.get_ema_multi_avg_fn(0.9)  # type: ignore[no-untyped-call]
@@ -318,72 +316,18 @@ def averaged(course: Course) -> None:
     course.after.append(lambda _: course.average.update_parameters(course.model))
 
 
-def cast_late(course: Course) -> None:
-    """A model that becomes float64 before the first step, after the optimiser was made."""
-    course.model.to(torch.float32)
-
-    def cast(step: int) -> None:
-        if step == 0:
-            course.model.double()
-            course.outside.double()
-
-    course.structure.append(cast)
-
-
-# ---- batches, and what only the tested course has
-
-
+@feature(0.2)
 def sizes(course: Course) -> None:
     course.rows = [course.draw.choice([1, 2, 3, 5, 8, 13]) for _ in range(STEPS)]
 
 
-def last_smaller(course: Course) -> None:
-    course.rows = [3 if step % 5 == 4 else 8 for step in range(STEPS)]
-
-
-def form(course: Course) -> None:
-    kind = course.draw.choice(
-        ["tuple", "list", "named", "extras", "nested", "numbers", "alone", "texts"]
-    )
-    if kind in {"tuple", "list"}:
-        make = {"tuple": tuple, "list": list}[kind]
-        course.pack = lambda columns: make(columns.values())
-        course.unpack = lambda batch: dict(zip(("x", "y", "w", "task"), batch, strict=True))
-    elif kind == "named":
-        course.pack = lambda columns: Sample(**columns)
-        course.unpack = lambda batch: batch._asdict()
-    elif kind == "extras":
-        course.pack = lambda columns: columns | {
-            "names": [f"sample {place}" for place in range(len(columns["x"]))],
-            "none": None, "rate": 0.5, "what": "all", "ids": list(range(len(columns["x"]))),
-        }  # fmt: skip
-    elif kind == "alone":
-        course.pack = lambda columns: columns["x"]
-        course.unpack = lambda x: course.columns(x, course.step)
-    elif kind == "texts":
-        course.pack = lambda columns: columns | {"y": [str(each) for each in columns["y"].tolist()]}
-        course.unpack = lambda batch: (
-            batch | {"y": torch.tensor([ast.literal_eval(each) for each in batch["y"]])}
-        )
-    elif kind == "nested":
-        course.pack = lambda columns: {"inputs": {"x": columns["x"]}, "rest": columns}
-        course.unpack = lambda batch: batch["rest"] | batch["inputs"]
-    else:
-        course.pack = lambda columns: columns | {"w": columns["w"].tolist()}
-        course.unpack = lambda batch: (
-            batch | {"w": torch.tensor(batch["w"], dtype=course.dtype).flatten()}
-        )
-
-
+@feature(0.5)
 def parts(course: Course) -> None:
     choices = [4, 5, 100] if course.careful else [1, 2, 3, 5, 100]
     course.most = [course.draw.choice(choices) for _ in range(STEPS)]
 
 
-def whole(course: Course) -> None:
-    course.most = [1000] * STEPS
-
-
+@feature(0.25)
 def memory(course: Course) -> None:
     course.memory = [
         (course.draw.choice([1, 2, 4, 7, 100]), course.draw.choice(["begin", "forward", "back"]))
@@ -393,9 +337,11 @@ def memory(course: Course) -> None:
         course.memory = [(max(4, rows), place) for rows, place in course.memory]
 
 
+@feature(0.15)
 def restart(course: Course) -> None:
     course.restart = course.draw.randrange(1, STEPS)
 
 
+@feature(0.1)
 def told(course: Course) -> None:
     course.hazards = []

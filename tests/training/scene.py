@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
 from workers.training import tasks
+from workers.training.host_states import states_of
 from workers.training.made_data import DrawnFaces, MadeText
 from workers.training.models import Cnn, CnnShape, Gpt, GptShape
 from workers.training.settings import TrainSettings
@@ -16,6 +20,9 @@ from workers.training.trainer import Trainer
 
 CPU = torch.device("cpu")
 GPT, CNN = "gpt", "cnn"
+
+#: A number, or what is asked for one before each part.
+Asked: TypeAlias = int | Callable[[], int]
 
 
 def settings(**keys: object) -> TrainSettings:
@@ -66,3 +73,37 @@ def replay(run: Trainer, splits: list[list[int]]) -> None:
     for limit, level, count in splits:
         for _ in range(count):
             run.micro_batch(limit, level)
+
+
+def train(run: Trainer, limit: Asked = 5, level: Asked = 0) -> list[float]:
+    """Train to the end; return the loss of each step."""
+    found: list[float] = []
+    while not run.finished:
+        rows, now = (each if isinstance(each, int) else each() for each in (limit, level))
+        if run.micro_batch(rows, now).updated:
+            found.append(run.course.losses[-1])
+    return found
+
+
+def gap(one: list[float], other: list[float]) -> float:
+    """Return the largest relative difference of two courses."""
+    return max(abs(a - b) / abs(b) for a, b in zip(one, other, strict=True))
+
+
+def in_shared_memory(tensor: Tensor) -> bool:
+    """Whether the kernel counts the tensor's memory as shared, and not as this process's own data."""
+    for line in Path("/proc/self/maps").read_text(encoding="ascii", errors="replace").splitlines():
+        ends, rights, *_ = line.split()
+        first, last = (int(end, 16) for end in ends.split("-"))
+        if first <= tensor.data_ptr() < last:
+            return rights.endswith("s")
+    raise AssertionError("the tensor is not in this process's memory")
+
+
+def private_bytes(run: Trainer) -> int:
+    """Return the bytes of the optimiser's states that the cap of a CPU device counts."""
+    optimizer = run._update.optimizer
+    states = [
+        each for parameter in run.parameters for each in states_of(optimizer, parameter).values()
+    ]
+    return sum(each.nbytes for each in states if not in_shared_memory(each))

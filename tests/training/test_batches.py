@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, UserDict
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -44,35 +45,30 @@ def sample(number: int) -> dict[str, Any]:
     }
 
 
+#: Makes a batch in each form of the columns of its samples, and of a tensor of its first column.
+FORMS: dict[str, Callable[[dict[str, Any], Tensor], Any]] = {
+    "tensor": lambda _, stacked: stacked,
+    "pair": lambda _, stacked: (stacked, stacked[:, 0]),
+    "named": lambda of, stacked: Pair(stacked, {"text": of["text"], "shared": None}),
+    "texts": lambda of, _: of["text"],
+    "texts and labels": lambda of, stacked: [tuple(of["text"]), stacked[:, 0]],
+    "tokens": lambda of, _: {"ids": of["tokens"], "labels": of["number"]},
+    "ragged": lambda of, stacked: {"waves": of["ragged"], "labels": stacked[:, 0]},
+    "detection": lambda of, _: (tuple(of["ragged"]), tuple(of["nested"])),
+    "labels in a list": lambda of, stacked: [stacked, of["number"], of["tokens"]],
+    "samples": lambda of, _: [dict(zip(of, each, strict=True)) for each in zip(*of.values(), strict=True)],
+    "encoding": lambda _, stacked: Encoding(ids=stacked, inner=Encoding(mask=stacked, scale=2.0)),
+    "ordered": lambda of, stacked: OrderedDict(x=stacked, names=of["text"], mode="train"),
+    "packed": lambda of, _: {"packed": pack_sequence(of["ragged"], enforce_sorted=False)},
+    "array": lambda _, stacked: {"x": stacked.numpy(), "y": stacked},
+    "scalar": lambda _, stacked: {"x": stacked, "items": torch.tensor(7), "none": None, "keep": True},
+}  # fmt: skip
+
+
 def joined(form: str, numbers: list[int]) -> Any:
     """Return a batch of these samples."""
-    samples = [sample(number) for number in numbers]
-    column = {key: [each[key] for each in samples] for key in sample(0)}
-    stacked = torch.stack(column["tensor"])
-    forms = {
-        "tensor": lambda: stacked,
-        "pair": lambda: (stacked, stacked[:, 0]),
-        "named": lambda: Pair(stacked, {"text": column["text"], "shared": None}),
-        "texts": lambda: column["text"],
-        "texts and labels": lambda: [tuple(column["text"]), stacked[:, 0]],
-        "tokens": lambda: {"ids": column["tokens"], "labels": column["number"]},
-        "ragged": lambda: {"waves": column["ragged"], "labels": stacked[:, 0]},
-        "detection": lambda: (tuple(column["ragged"]), tuple(column["nested"])),
-        "samples": lambda: samples,
-        "encoding": lambda: Encoding(ids=stacked, inner=Encoding(mask=stacked, scale=2.0)),
-        "ordered": lambda: OrderedDict(x=stacked, names=column["text"], mode="train"),
-        "packed": lambda: {"packed": pack_sequence(column["ragged"], enforce_sorted=False)},
-        "array": lambda: {"x": stacked.numpy(), "y": stacked},
-        "labels in a list": lambda: [stacked, column["number"], column["tokens"]],
-        "scalar": lambda: {"x": stacked, "items": torch.tensor(7), "none": None, "keep": True},
-    }
-    return forms[form]()
-
-
-FORMS = [
-    "tensor", "pair", "named", "texts", "texts and labels", "tokens", "ragged", "detection",
-    "labels in a list", "samples", "encoding", "ordered", "packed", "array", "scalar",
-]  # fmt: skip
+    column = {key: [sample(number)[key] for number in numbers] for key in sample(0)}
+    return FORMS[form](column, torch.stack(column["tensor"]))
 
 
 def plain(tree: Any) -> Any:
@@ -90,7 +86,7 @@ def plain(tree: Any) -> Any:
 
 
 @given(
-    st.sampled_from(FORMS),
+    st.sampled_from(list(FORMS)),
     st.lists(st.integers(0, 9), min_size=4, max_size=9, unique=True),
     st.data(),
 )
@@ -111,7 +107,9 @@ def test_each_part_is_the_batch_of_its_samples(
 
 
 def test_attributes_of_an_encoding_stay_on_any_device() -> None:
-    part = part_of(on_device(joined("encoding", [1, 2, 3, 4]), torch.device("cpu")), 1, 2)
+    whole = on_device(joined("encoding", [1, 2, 3, 4]), torch.device("cpu"))
+    part = part_of(whole, 1, 2)
+    assert part.ids.data_ptr() == whole.ids[1:].data_ptr(), "it is no copy"
     assert part.ids.tolist() == [[2, 2, 2], [3, 3, 3]]
     assert part.inner.scale == 2.0
     assert on_device(joined("packed", [1, 2]), torch.device("meta"))["packed"].data.is_meta

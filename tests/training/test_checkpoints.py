@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import re
-import resource
 import sys
 import threading
 import time
@@ -16,6 +15,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as some
+from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from tests.fork_server import ForkServer
 from tests.scene import namespaced, wait_for
@@ -52,23 +53,9 @@ def state_at(step: int) -> dict[str, Any]:
     }
 
 
-def same(left: object, right: object) -> bool:
-    """Whether two states are equal in every bit and type."""
-    if isinstance(left, torch.Tensor):
-        return (
-            isinstance(right, torch.Tensor)
-            and left.dtype == right.dtype
-            and torch.equal(left, right)
-        )
-    if isinstance(left, dict):
-        return (
-            isinstance(right, dict)
-            and left.keys() == right.keys()
-            and all(same(left[k], right[k]) for k in left)
-        )
-    if isinstance(left, list | tuple):
-        return type(left) is type(right) and len(left) == len(right) and all(map(same, left, right))
-    return left == right and type(left) is type(right)
+def plain(state: object) -> Any:
+    """Return a state as what `==` compares in every bit and type."""
+    return tree_map(lambda it: (it.dtype, it.tolist()) if isinstance(it, Tensor) else it, state)
 
 
 @pytest.fixture
@@ -105,7 +92,7 @@ def test_the_newest_of_two_generations_is_loaded_bit_for_bit(opened: Open, tmp_p
     again = opened()
     loaded = again.load()
     assert (loaded.step, loaded.refused) == (3, ())
-    assert same(loaded.state, state_at(3))
+    assert plain(loaded.state) == plain(state_at(3))
     assert again.saved_step == 3
     assert len(list(tmp_path.iterdir())) == 2
     saved(again, 4)
@@ -123,45 +110,32 @@ def test_the_copy_is_of_the_moment_of_the_call(opened: Open) -> None:
         assert checkpoints.wait(60)
         copy = checkpoints.newest_copy()
         assert copy is not None
-        assert same(copy["weights"], state_at(step)["weights"])
+        assert plain(copy) == plain(state_at(step))
         addresses.add(copy["weights"]["a"].data_ptr())
     assert len(addresses) == 1
-    assert same(opened().load().state, state_at(2))
+    assert plain(opened().load().state) == plain(state_at(2))
 
 
-def test_a_file_cut_at_any_byte_is_refused(opened: Open, tmp_path: Path) -> None:
+def test_one_flipped_bit_in_any_byte_is_refused(opened: Open, tmp_path: Path) -> None:
+    """And so is a file that is cut there."""
     saved(opened(), 1, 2)
     damaged = newest(tmp_path)
     whole = damaged.read_bytes()
     checkpoints = opened()
-    for length in range(len(whole)):
-        damaged.write_bytes(whole[:length])
-        with pytest.raises(files.RefusedError):
-            files.read_file(damaged)
-        if length % 64:
-            continue
-        loaded = checkpoints.load()
-        assert loaded.step == 1
-        assert loaded.refused[0].startswith(f"the checkpoint {damaged} is not used: it ")
-    assert loaded.refused[-1] == "training goes on from step 1"
-
-
-def test_one_flipped_bit_in_any_byte_is_refused(opened: Open, tmp_path: Path) -> None:
-    saved(opened(), 1, 2)
-    damaged = newest(tmp_path)
-    whole = bytearray(damaged.read_bytes())
-    checkpoints = opened()
-    for place in range(len(whole)):
-        whole[place] ^= 1 << place % 8
-        damaged.write_bytes(whole)
-        whole[place] ^= 1 << place % 8
-        with pytest.raises(files.RefusedError):
-            files.read_file(damaged)
-        if place % 64 and place < len(whole) - 68:
-            continue
-        loaded = checkpoints.load()
-        assert loaded.step == 1
-        assert len(loaded.refused) == 2, "the file, and what is done instead"
+    for place, byte in enumerate(whole):
+        flipped = whole[:place] + bytes([byte ^ 1 << place % 8]) + whole[place + 1 :]
+        cut = whole[:place] if place % 8 == 0 or place > len(whole) - 68 else flipped
+        for content in {flipped, cut}:
+            damaged.write_bytes(content)
+            with pytest.raises(files.RefusedError):
+                files.read_file(damaged)
+            if place % 64 and place < len(whole) - 68:
+                continue
+            loaded = checkpoints.load()
+            assert loaded.step == 1
+            refused, instead = loaded.refused
+            assert refused.startswith(f"the checkpoint {damaged} is not used: it")
+            assert instead == "training goes on from step 1"
     damaged.write_bytes(whole + b"x")
     assert checkpoints.load().step == 1
     damaged.write_bytes(whole)
@@ -196,19 +170,11 @@ def test_a_damaged_file_is_written_over_and_not_the_good_one(
             "its weight a is float32 3x4, and that of this model is float32 4x3",
         ),
         (
-            Identity.of("gpt-nano", {**WEIGHTS, "b": torch.zeros(2)}, {"lr": 0.1}),
-            "its weight b is bfloat16 2, and that of this model is float32 2",
-        ),
-        (
-            Identity.of("gpt-nano", {"a": WEIGHTS["a"]}, {"lr": 0.1}),
-            "its weight b is bfloat16 2, and that of this model is absent",
-        ),
-        (
             Identity.of("gpt-nano", WEIGHTS, {"lr": 0.2}),
             "it was trained with lr=0.1, and this run has lr=0.2",
         ),
     ],
-    ids=["name", "shape", "type", "weights", "levers"],
+    ids=["name", "weights", "levers"],
 )
 def test_a_checkpoint_of_another_model_is_refused_in_words(
     opened: Open, tmp_path: Path, other: Identity, reason: str
@@ -272,31 +238,15 @@ def test_checkpoints_cost_less_than_a_hundredth_of_the_time(
     )
 
 
-def test_a_checkpoint_is_due_after_the_pause_and_one_at_a_time(opened: Open) -> None:
-    now = [100.0]
-    checkpoints = opened(save_every_s=1000.0, clock=lambda: now[0])
+def test_only_one_checkpoint_is_in_flight(opened: Open) -> None:
+    checkpoints, gate = opened(), threading.Event()
     checkpoints.load()
-    now[0] = 899.0
-    assert not checkpoints.due()
-    now[0] = 900.0
-    assert checkpoints.due()
-    held = _held_open(checkpoints)
-    checkpoints.save(state_at(1), 1)
-    assert not checkpoints.due()
-    assert not checkpoints.save(state_at(2), 2), "only one is in flight"
-    held()
+    checkpoints._jobs.put(gate.wait)  # keeps the writer busy
+    assert checkpoints.save(state_at(1), 1)
+    assert not checkpoints.save(state_at(2), 2)
+    gate.set()
     assert checkpoints.wait(60)
-    assert not checkpoints.due()
-    now[0] = 1700.0
-    assert checkpoints.due()
     assert opened().load().step == 1
-
-
-def _held_open(checkpoints: Checkpoints) -> Callable[[], None]:
-    """Keep the writer busy with a job before the next one; return what lets it go on."""
-    gate = threading.Event()
-    checkpoints._jobs.put(gate.wait)
-    return gate.set
 
 
 #: Saves as fast as it can, and says which steps are safe. Every tensor of a state holds its step.
@@ -413,37 +363,12 @@ def test_a_full_and_a_read_only_disk_cost_no_step_and_are_told(tmp_path: Path) -
     assert end == "7 7.0 7.0 5"
 
 
-def test_a_limit_on_the_size_of_files_is_told(in_child: Any, tmp_path: Path) -> None:
-    failure, left = in_child(_saved_under_a_limit, tmp_path)
-    assert "File too large" in failure
-    assert left == []
-
-
-def _saved_under_a_limit(folder: Path) -> tuple[str | None, list[str]]:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2**19, 2**19))
-    weights = {"a": torch.zeros(2**18)}
-    checkpoints = Checkpoints(folder, Identity.of("m", weights))
-    checkpoints.load()
-    checkpoints.save({"weights": weights}, 1)
-    assert checkpoints.wait(60)
-    return checkpoints.failure, [each.name for each in folder.iterdir()]
-
-
 def test_no_memory_for_the_copy_costs_no_step(opened: Open) -> None:
     checkpoints = saved(opened(), 1)
     assert not checkpoints.save({"weights": torch.zeros(1).expand(2**60)}, 2)
     assert "could not be written" in str(checkpoints.failure)
-    assert same(checkpoints.newest_copy(), state_at(1))
+    assert plain(checkpoints.newest_copy()) == plain(state_at(1))
     saved(checkpoints, 2)
-
-
-def test_a_folder_that_cannot_be_made_costs_no_step(opened: Open, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    checkpoints = opened(tmp_path / "file" / "slot")
-    assert checkpoints.load().state is None
-    assert checkpoints.save(state_at(1), 1)
-    assert checkpoints.wait(60)
-    assert "Not a directory" in str(checkpoints.failure)
 
 
 def test_the_hash_of_weights_sees_all_but_strides() -> None:

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from tests.training.scene import CPU, settings, trainer
-from tests.training.test_trajectory import gap, train
+from tests.training.scene import CPU, gap, settings, train, trainer
 from workers.training.errors import TaskError
 from workers.training.ladder import offered_micro_batches
 from workers.training.model_levers import Compiling
@@ -42,11 +41,11 @@ def test_the_blocks_are_one_graph_for_all_sizes_and_levels() -> None:
         trainer(steps=12, compile="block"),
         trainer(steps=12, seed=8),
     )
-    losses = train(plain, lambda: 12)
+    losses = train(plain, 12)
     limits = [drawn.randint(1, 12) for _ in range(12 * 12)]
     assert 1 in limits[:12], "one sample alone is computed too, without a graph"
     again = train(compiled, iter(limits).__next__, lambda: drawn.randint(0, 2))
-    assert gap(again, losses) < 0.1 * gap(train(other_seed, lambda: 12), losses)
+    assert gap(again, losses) < 0.1 * gap(train(other_seed, 12), losses)
     ((name, figures),) = compiled.compiling.news()
     assert (name, figures["unit"], figures["graphs"]) == ("compiled", "block", 1)
     assert figures["seconds"] > 0

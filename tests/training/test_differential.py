@@ -11,8 +11,8 @@ import pytest
 
 from tests.training.differential import told_of
 
-#: Some 2 minutes on one core, in blocks so that several processes share them.
-_DRAWS, _BLOCK = 300, 30
+#: Some 70 seconds on one core, in blocks so that a failure ends few of them.
+_DRAWS, _BLOCK = 120, 30
 
 
 @pytest.mark.parametrize("first", range(0, _DRAWS, _BLOCK))

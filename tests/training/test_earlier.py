@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.training.parity import losses
-from tests.training.scene import GPT, trainer
+from tests.training.scene import GPT, train, trainer
 from workers.training import earlier
 from workers.training.checkpoints import Checkpoints
 from workers.training.errors import TaskError
@@ -25,7 +24,7 @@ def weights(tmp_path: Path) -> Path:
 def trained(weights: Path, **keys: Any) -> Trainer:
     """Train, save as a worker does, and take the weights out as a head does."""
     run = trainer(GPT, steps=6, dropout=0.0, lr=0.02, **keys)
-    losses(run)
+    train(run)
     checkpoints = Checkpoints(weights.parent / "run", run.identity)
     checkpoints.load()
     assert checkpoints.save(run.state(), run.step)
@@ -63,16 +62,6 @@ def test_step_0_has_the_weights_and_nothing_else(weights: Path, adapter: str) ->
     assert not any(each.any() for each in moments)
 
 
-def test_a_rollback_to_the_beginning_is_to_these_weights(weights: Path) -> None:
-    trained(weights)
-    run = begun(weights, steps=4)
-    began = run.weights_sha256()
-    losses(run)
-    assert run.weights_sha256() != began
-    assert run.rollback(None) == 4
-    assert run.weights_sha256() == began
-
-
 @pytest.mark.parametrize("adapter", ["lora", "dora"])
 def test_adapters_are_merged_where_all_is_trained(weights: Path, adapter: str) -> None:
     first = trained(weights, adapter=adapter, adapter_alpha=5.0)
@@ -88,12 +77,6 @@ def test_adapters_are_merged_where_all_is_trained(weights: Path, adapter: str) -
             {"adapter": "lora"},
             {"adapter": "lora", "adapter_rank": 4},
             "adapter_rank=8, and this run has",
-        ),
-        ({"adapter": "lora"}, {"adapter": "dora"}, "adapter='lora', and this run has"),
-        (
-            {"adapter": "lora"},
-            {"adapter": "lora", "adapter_alpha": 1.0},
-            "adapter_alpha=None, and this run has",
         ),
     ],
 )

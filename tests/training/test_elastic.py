@@ -84,36 +84,6 @@ def test_it_is_a_plain_loop_of_torch_where_memory_suffices() -> None:
         assert loss == pytest.approx(wanted.item(), rel=1e-5)
 
 
-def test_with_a_count_the_loss_is_a_sum_over_items() -> None:
-    """As with padding: a mean of the parts' means would weigh the items of short samples more."""
-    losses = []
-    for room in (12, 1):
-        model, optimizer = made(dropout=0)
-        elastic = ElasticStep(model, optimizer)
-        for inputs, targets in batches(5):
-            targets[:9] = -100
-
-            def loss(part: Batch, model: nn.Module = model, room: int = room) -> Tensor:
-                if len(part[0]) > room:
-                    raise torch.OutOfMemoryError("CUDA out of memory. (acted)")
-                return functional.cross_entropy(
-                    model(part[0]), part[1], ignore_index=-100, reduction="sum"
-                )
-
-            losses.append(elastic.step((inputs, targets), loss, count=3))
-    assert losses[:5] == pytest.approx(losses[5:], rel=1e-6)
-
-
-def test_the_learning_rate_is_the_loops_own() -> None:
-    model, optimizer = made()
-    elastic = ElasticStep(model, optimizer)
-    optimizer.param_groups[0]["lr"] = 0.0
-    optimizer.param_groups[0]["weight_decay"] = 0.0
-    before = [each.clone() for each in model.parameters()]
-    elastic.step(batches(1)[0], Memory(model, lambda: 12))
-    assert all(map(torch.equal, model.parameters(), before))
-
-
 def test_a_scheduler_that_is_made_later_does_not_warn(recwarn: pytest.WarningsRecorder) -> None:
     model, optimizer = made()
     elastic = ElasticStep(model, optimizer)

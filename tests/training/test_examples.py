@@ -7,7 +7,6 @@ import importlib
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +14,14 @@ import pytest
 import torch
 from torch import nn
 
-from tests.engine.trainings import trained
+from tests.engine.trainings import trained, training_spec
 from tests.in_child import InChild
-from tests.scene import MIB, ROOT, spec_of
+from tests.scene import ROOT
 from tests.training.scene import trainer
 from workers.messages import Verdict
 from workers.training import batch_in_parts, elastic
 from workers.training.checkpoints import Checkpoints
 from workers.training.parts import PartsError
-from workers.training.settings import TrainSettings
 
 EXAMPLES = ROOT / "docs" / "examples"
 
@@ -92,13 +90,8 @@ def test_a_checkpoint_is_read_as_the_page_says(
 
 def own_task(folder: str) -> object:
     sys.path.insert(0, str(EXAMPLES))
-    usual = spec_of(name="train", policy="adaptive", budget_bytes=160 * MIB)
-    keys = TrainSettings(
-        preset="own_task:rings", batch=32, steps=60, precision="fp32", warmup_steps=5
-    )
-    spec = replace(
-        usual, workers_on_host=64, workload=replace(usual.workload, settings=keys.model_dump())
-    )
+    keys: dict[str, object] = {"preset": "own_task:rings", "batch": 32, "warmup_steps": 5}
+    spec = training_spec(**keys, steps=60, micro="auto", exact=False)
     return trained(folder, spec, [{"duration_s": 600.0}])[-1]
 
 

@@ -6,11 +6,10 @@ import copy
 import os
 import resource
 import signal
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 import pytest
@@ -18,9 +17,7 @@ import torch
 from torch.utils.data import Dataset
 
 from tests.scene import vm_data_bytes, wait_for
-from tests.training.scene import CNN, CPU, GPT, replay, settings, task, trainer
-from tests.training.test_trajectory import in_shared_memory
-from workers.training.batches import on_device, part_of, rows_of
+from tests.training.scene import CNN, CPU, GPT, in_shared_memory, replay, settings, task, trainer
 from workers.training.errors import TaskError
 from workers.training.loader import (
     HostShare,
@@ -194,51 +191,7 @@ def _lifts_the_cap() -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
 
 
-def test_waiting_is_what_the_trainer_spends_in_the_loader() -> None:
-    class Slow(Dataset[int]):
-        def __getitem__(self, index: int) -> int:
-            time.sleep(0.01)
-            return index
-
-    loader = loader_of(Slow())
-    assert loader.wait_share() == 0
-    loader.next_batch()
-    assert loader.waited_s >= 0.06
-    high = loader.wait_share()
-    time.sleep(loader.waited_s)
-    assert loader.wait_share() < high
-    loader.close()
-
-
-class Pair(NamedTuple):
-    left: torch.Tensor
-    right: list[torch.Tensor]
-
-
-def test_a_part_of_a_batch_has_its_form_and_no_copy() -> None:
-    batch = Pair(torch.arange(4), [torch.arange(8).view(4, 2)])
-    part = part_of({"pair": batch, "name": "n"}, 1, 2)
-    assert part["name"] == "n"
-    assert isinstance(part["pair"], Pair)
-    assert part["pair"].left.tolist() == [1, 2]
-    assert part["pair"].right[0].tolist() == [[2, 3], [4, 5]]
-    assert part["pair"].left.data_ptr() == batch.left[1:].data_ptr()
-    assert rows_of({"name": "n", "pair": batch}) == 4
-
-
-def test_a_part_of_a_batch_is_copied_whatever_its_shape() -> None:
-    batch = {"image": torch.ones(2), "other": (torch.zeros(1), [torch.ones(1), "name"])}
-    copied = on_device(batch, torch.device("meta"))
-    assert copied["image"].is_meta
-    assert copied["other"][0].is_meta
-    assert copied["other"][1][0].is_meta
-    assert copied["other"][1][1] == "name"
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_shortage_of_pinned_memory_is_told_once(
-    monkeypatch: pytest.MonkeyPatch, workers: int
-) -> None:
+def test_a_shortage_of_pinned_memory_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not taken for one of the card's memory, which a smaller part of the batch would cure."""
 
     def pin_memory(*_: object, **__: object) -> torch.Tensor:
@@ -252,7 +205,7 @@ def test_a_shortage_of_pinned_memory_is_told_once(
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda _: None)
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
-    loader = loader_of(Items(), workers, pin=True, start_method="fork")
+    loader = loader_of(Items(), pin=True)
     batches = [loader.next_batch() for _ in range(3)]
     loader.close()
     assert [key for batch in batches for key in keys(batch)] == order(0, 3 * BATCH)
@@ -270,14 +223,11 @@ CARD = HostShare(cores=8, ram_bytes=16 * GIB, on_card=True)
     [
         (CARD, {}, (7, 4)),
         (replace(CARD, cores=32), {}, (8, 4)),
-        (replace(CARD, cores=1), {}, (0, 4)),
         (replace(CARD, on_card=False), {}, (2, 4)),
-        (replace(CARD, on_card=False, cores=2), {}, (0, 4)),
         (CARD, {"batch_bytes": 512 * MIB}, (3, 2)),
         (replace(CARD, ram_bytes=GIB), {}, (1, 4)),
         (CARD, {"batch_bytes": 8 * GIB}, (0, 1)),
         (CARD, {"workers": 12, "prefetch": 64}, (12, 64)),
-        (CARD, {"workers": 12}, (12, 4)),
         (CARD, {"prefetch": 64, "batch_bytes": 32 * MIB}, (1, 64)),
     ],
 )

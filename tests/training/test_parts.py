@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -183,22 +182,6 @@ def test_the_check_leaves_no_trace() -> None:
     assert [name for name, module in model.named_modules() if not module.training] == ["head"]
 
 
-def test_a_model_that_ignores_the_count_of_items_is_refused() -> None:
-    """As Gemma's for the classification of sequences does in transformers 5.24."""
-    model, _ = made()
-
-    def loss(part: Batch, _: int, *, ignores: bool) -> Tensor:
-        num_items_in_batch = len(part[0]) if ignores else 12
-        logits = model(part[0]).mean(1)
-        total = functional.cross_entropy(logits, part[1][:, 0], reduction="sum")
-        return total / num_items_in_batch
-
-    counted = "num_items_in_batch"
-    check_parts(model, batch(), lambda *part: loss(*part, ignores=False), counted=counted)
-    with pytest.raises(PartsError, match="it ignores num_items_in_batch"):
-        check_parts(model, batch(), lambda *part: loss(*part, ignores=True), counted=counted)
-
-
 def test_a_hazard_is_told_once_where_the_loop_accepts_it() -> None:
     model, optimizer = made(AttentionDropout())
     told: list[str] = []
@@ -257,20 +240,6 @@ def test_samples_that_differ_most_are_looked_at() -> None:
     labels[30, 2:] = -100
     with pytest.raises(PartsError, match="unequally many"):
         ElasticStep(model, optimizer).step((tokens, labels), MEAN(model))
-
-
-def test_the_check_costs_few_steps() -> None:
-    """A ratio inside one run: three quarters of a step's samples, twice, and what looks at them."""
-    model, optimizer = made(nn.Sequential(nn.Linear(16, 256), nn.GELU(), nn.Linear(256, 16)))
-    elastic, each = ElasticStep(model, optimizer), batch(rows=16)
-
-    def took_s() -> float:
-        began = time.perf_counter()
-        elastic.step(each, MEAN(model))
-        return time.perf_counter() - began
-
-    first, *later = [took_s() for _ in range(12)]
-    assert first < 60 * sorted(later)[len(later) // 2]
 
 
 def trainer(**changes: Any) -> Trainer:

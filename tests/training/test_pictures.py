@@ -14,7 +14,6 @@ from torch import Tensor
 from tests.scene import ROOT
 from tests.training.scene import CPU, replay
 from workers.training.errors import TaskError
-from workers.training.memory_plan import MemoryPlanner
 from workers.training.order import Sample
 from workers.training.pictures import Pictures
 from workers.training.settings import TrainSettings
@@ -182,33 +181,6 @@ def test_a_training_on_pictures_gets_better(tmp_path: Path) -> None:
     assert run.finished
     assert set(after) == {"validation_loss", "landmark_error_pct"}
     assert all(after[name] < 0.7 * before[name] for name in after)
-
-
-def test_recomputing_blocks_changes_no_bit(tmp_path: Path) -> None:
-    keys = settings(drawn_folder(tmp_path), steps=2, exact=True, micro=3)
-    found = set()
-    for level in (0, 3):
-        run = Trainer(find_task(keys, 0), keys, CPU, 0)
-        replay(run, [[3, level, 6]])
-        assert run.finished
-        found.add(run.weights_sha256())
-    assert len(found) == 1
-
-
-def test_few_pictures_are_all_trained_on(tmp_path: Path) -> None:
-    task = find_task(settings(drawn_folder(tmp_path)), 0)
-    assert len(task.dataset) == 4
-    assert task.evaluate is None
-
-
-def test_the_plan_has_as_many_outputs_as_points(tmp_path: Path) -> None:
-    def weights_bytes(keys: TrainSettings) -> int:
-        return MemoryPlanner(find_task(keys, 0), keys, on_card=False).plan(4, 0).weights_bytes
-
-    drawn = settings(tmp_path).model_copy(update={"data": None})
-    own = settings(drawn_folder(tmp_path))
-    # 68 and 2 points of two numbers; the head reads 64 channels of 4 x 4, and has a bias.
-    assert weights_bytes(drawn) - weights_bytes(own) == 4 * 2 * (68 - 2) * (64 * 16 + 1)
 
 
 def test_the_documented_folder_is_read(tmp_path: Path) -> None:

@@ -5,36 +5,18 @@ from __future__ import annotations
 import random
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.fork_server import Child, ForkServer
 from tests.scene import PATIENCE_S, ROOT, wait_for
-from tests.training.scene import CNN, GPT, trainer
+from tests.training.scene import CNN, GPT, gap, in_shared_memory, train, trainer
 from workers.training.batches import tensors_in
 from workers.training.trainer import Trainer
-
-
-def train(
-    run: Trainer, limit: Callable[[], int], level: Callable[[], int] = lambda: 0
-) -> list[float]:
-    """Train to the end; return the loss of each step."""
-    losses: list[float] = []
-    while not run.finished:
-        if run.micro_batch(limit(), level()).updated:
-            losses.append(run.course.losses[-1])
-    return losses
-
-
-def gap(one: list[float], other: list[float]) -> float:
-    """Return the largest relative difference of two courses."""
-    return max(abs(a - b) / abs(b) for a, b in zip(one, other, strict=True))
 
 
 def held_by(run: Trainer) -> list[torch.Tensor]:
@@ -46,10 +28,10 @@ def held_by(run: Trainer) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("kind", [GPT, CNN])
 def test_any_micro_batches_change_the_loss_by_rounding_only(kind: str) -> None:
-    alone = train(trainer(kind), lambda: 12)
-    control = train(trainer(kind), lambda: 5)
+    alone = train(trainer(kind, steps=100), 12)
+    control = train(trainer(kind, steps=100))
     drawn = random.Random(3)  # noqa: S311 - repeatable
-    changing = trainer(kind)
+    changing = trainer(kind, steps=100)
     limits: list[int] = []
 
     def limit() -> int:
@@ -59,9 +41,9 @@ def test_any_micro_batches_change_the_loss_by_rounding_only(kind: str) -> None:
     losses = train(changing, limit)
     assert alone[-1] < 0.8 * alone[0], "it learns, so a difference would show"
     assert gap(losses, alone) <= max(1e-6, 3 * gap(control, alone))
-    again = trainer(kind)
+    again = trainer(kind, steps=100)
     train(again, iter(limits).__next__)
-    assert again.step == 200
+    assert again.step == 100
     assert again.weights_sha256() == changing.weights_sha256()
 
 
@@ -78,48 +60,14 @@ def test_any_recomputation_levels_change_no_bit(kind: str, precision: str) -> No
         levels.append(drawn.randint(0, 2))
         return levels[-1]
 
-    assert train(alone, lambda: 6) == train(changing, lambda: 6, level)
+    assert train(alone, 6) == train(changing, 6, level)
     assert alone.weights_sha256() == changing.weights_sha256()
     assert set(levels) == {0, 1, 2}
 
 
-def test_another_seed_is_another_training() -> None:
-    assert (
-        gap(
-            train(trainer(seed=1, steps=5), lambda: 12), train(trainer(seed=2, steps=5), lambda: 12)
-        )
-        > 1e-4
-    )
-
-
-def test_a_training_goes_on_from_its_state_to_the_same_bits() -> None:
-    whole = trainer(steps=12)
-    train(whole, lambda: 5)
-    first = trainer(steps=12)
-    for _ in range(7 * 3):  # parts of 4
-        first.micro_batch(5)
-    second = trainer(steps=12)
-    second.load(first.state())
-    train(second, lambda: 5)
-    assert second.weights_sha256() == whole.weights_sha256()
-    assert second.course == whole.course
-    for one, other in zip(second.state()["average"], whole.state()["average"], strict=True):
-        assert one.equal(other)
-
-
-def in_shared_memory(tensor: Tensor) -> bool:
-    """Whether the kernel counts the tensor's memory as shared, and not as this process's own data."""
-    for line in Path("/proc/self/maps").read_text(encoding="ascii", errors="replace").splitlines():
-        ends, rights, *_ = line.split()
-        first, last = (int(end, 16) for end in ends.split("-"))
-        if first <= tensor.data_ptr() < last:
-            return rights.endswith("s")
-    raise AssertionError("the tensor is not in this process's memory")
-
-
 def test_parking_in_the_middle_of_a_batch_changes_no_bit() -> None:
     alone, run = trainer(steps=4), trainer(steps=4)
-    train(alone, lambda: 5)
+    train(alone)
     for _ in range(4):
         run.micro_batch(5)
     needed_bytes = sum(each.nbytes for each in held_by(run))
@@ -144,7 +92,7 @@ def test_parking_in_the_middle_of_a_batch_changes_no_bit() -> None:
     assert all(in_shared_memory(each) for each in held_by(run)), "all of it stays in host memory"
     run.unpark()
     assert not any(in_shared_memory(each) for each in held_by(run))
-    train(run, lambda: 5)
+    train(run)
     assert run.weights_sha256() == alone.weights_sha256()
 
 
@@ -181,7 +129,13 @@ def lines(child: Child) -> list[list[str]]:
     return [line.split() for line in child.out[: child.out.rfind("\n") + 1].splitlines()]
 
 
+def saved_step(child: Child) -> int:
+    """Return the newest step that it has told to be safe."""
+    return max((int(words[1]) for words in lines(child) if words[0].isdigit()), default=0)
+
+
 def test_killed_trainings_end_with_the_same_bits(fork_server: ForkServer, tmp_path: Path) -> None:
+    """Each is killed at any moment after it has saved once more."""
     undisturbed = fork_server.run(TRAINS, str(ROOT), str(tmp_path / "alone"), "1000")
     assert undisturbed.returncode == 0, undisturbed.stderr
     drawn, begins, safe = random.Random(3), [], 0  # noqa: S311 - moments of a test
@@ -192,12 +146,16 @@ def test_killed_trainings_end_with_the_same_bits(fork_server: ForkServer, tmp_pa
         begins.append(int(began[0][1]))
         assert begins[-1] >= safe, "a checkpoint that was told to be safe is not lost"
         if kills_left:
-            time.sleep(drawn.uniform(0.1, 0.4))
+            wait_for(
+                lambda child=child: saved_step(child) > begins[-1] or "weights" in child.out,
+                "checkpoint",
+            )
+            time.sleep(drawn.uniform(0, 0.1))
             child.kill()
-        assert child.wait(PATIENCE_S) == (-signal.SIGKILL if kills_left else 0), child.err
-        told = lines(child)
+        ends = {0, -signal.SIGKILL} if kills_left else {0}
+        assert child.wait(PATIENCE_S) in ends, child.err
+        told, safe = lines(child), max(safe, saved_step(child))
         child.close()
-        safe = max([safe, *(int(words[1]) for words in told if words[0].isdigit())])
     assert ["weights", *undisturbed.stdout.split()[-1:]] == told[-1]
     assert len(set(begins)) > 2, "so few kills came after a checkpoint"
     assert sorted(each.name for each in (tmp_path / "killed").iterdir()) == [
