@@ -35,14 +35,19 @@ class Child:
         self._connection = connection
         self._out, self._err = out, err
 
-    def wait(self, timeout_s: float) -> int:
-        """Wait for the end; return the exit status, or the negative number of the signal."""
-        if self.returncode is None:
-            self._connection.settimeout(timeout_s)
+    def wait(self, patience_s: float) -> int:
+        """Wait for the end while it computes; return the exit status, or the negative number of the signal."""
+        from tests.scene import Patience, computed  # the server finds no such module
+
+        patience = Patience(lambda: computed(self.pid), patience_s)
+        self._connection.settimeout(1.0)
+        while self.returncode is None:
             try:
                 answer = self._connection.recv(16)
             except TimeoutError as error:
-                raise subprocess.TimeoutExpired(f"forked child {self.pid}", timeout_s) from error
+                if patience.is_over():
+                    raise subprocess.TimeoutExpired(f"child {self.pid}", patience_s) from error
+                continue
             except ConnectionResetError:  # it ended before the child had read what it was to do
                 answer = b""
             assert answer, f"the fork server ended before its child {self.pid}"
@@ -112,12 +117,11 @@ class ForkServer:
         *arguments: str,
         cwd: Path | None = None,
         environment: Mapping[str, str] | None = None,
-        timeout_s: float = 240.0,
     ) -> subprocess.CompletedProcess[str]:
-        """Run `code` to its end, as `subprocess.run` would; a child that takes longer is ended."""
+        """Run `code` to its end, as `subprocess.run` would; a child that hangs is ended."""
         child = self.start(code, *arguments, cwd=cwd, environment=environment)
         try:
-            status = child.wait(timeout_s)
+            status = child.wait(240.0)
             return subprocess.CompletedProcess(
                 ["-c", code, *arguments], status, child.out, child.err
             )

@@ -247,17 +247,6 @@ def test_a_judgement_holds_until_one_figure_breaks_it(check: str, found: Json, w
     refuses(JUDGED[check](found), words)
 
 
-def test_a_driver_that_does_not_tell_is_said_so() -> None:
-    outcome = memory.judge_cap([WALL | {"process_to_budget": None}])
-    assert outcome.ok
-    assert "does not tell" in outcome.notes[0]
-
-
-def test_side_by_side_tells_what_was_scaled() -> None:
-    outcome = memory.judge_side_by_side([SCENE | {"scaled": "scaled to 2 x 0.50 GiB"}])
-    assert (outcome.ok, outcome.notes) == (True, ["scaled to 2 x 0.50 GiB"])
-
-
 def test_totals_and_duties_stand_beside_one_free_worker() -> None:
     outcome = throughput.judge_totals(
         [ONE, ONE | {"workers": 2, "tflops": 1.1}, ONE | {"workers": 3, "tflops": 3.0}]
@@ -266,11 +255,6 @@ def test_totals_and_duties_stand_beside_one_free_worker() -> None:
     assert [row["of_one_pct"] for row in outcome.rows] == pytest.approx([100.0, 110.0, 300.0])
     assert outcome.notes == ["2 workers of size 64 do 110 % of one's work, not the guides' 180 %"]
     assert throughput.judge_duty([FREE, KEPT]).rows[1]["of_unlimited_pct"] == pytest.approx(50.0)
-
-
-def test_numbers_that_json_does_not_have_are_unknown() -> None:
-    outcome = Outcome(check="x", must_hold="y", figures={"a": math.inf, "b": [math.nan, 1.5]})
-    assert outcome.as_json()["figures"] == {"a": None, "b": [None, 1.5]}
 
 
 def test_a_page_says_what_is_broken_and_what_was_skipped() -> None:
@@ -296,7 +280,3 @@ def refuses(outcome: Outcome, words: str) -> None:
     assert outcome.as_json()["broken"]
 
 
-def test_no_daemon_no_mps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
-    with pytest.raises(NotHereError, match="no MPS control daemon answers"):
-        throughput.measure_mps(SimpleNamespace(device="cuda"))

@@ -22,7 +22,7 @@ def test_a_hot_card_pauses_workers_and_a_flipped_bit_is_found(
 ) -> None:
     cards = script_cards(tmp_path / "cards.json", COOL, nodes={"pc1": [HOT]})
     head = start(
-        *("--rehearse", "--duration", "10s", "--json", *SMALL),
+        *("--rehearse", "--duration", "4s", "--json", *SMALL),
         *("--workload", "tests.flips:Flipping", "--set", "verify.share=0.2"),
         environment=cards,
     )

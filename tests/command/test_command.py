@@ -39,17 +39,6 @@ def environment_of(slot: Slot) -> dict[str, str]:
     return dict(json.loads(slot.printed.splitlines()[-1]))
 
 
-def test_first_slice_starts_it_and_returns() -> None:
-    slot = Slot(command_spec("-c", "import time; time.sleep(600)"))
-    report = slot.slice()
-    pid = slot.events["program_started"]["pid"]
-    assert (report.state, report.reason) == (
-        WorkerState.RUNNING,
-        f"its program runs, process {pid}",
-    )
-    slot.rest()
-
-
 def test_program_is_told_its_folder_and_its_name(tmp_path: Path, state_dir: Path) -> None:
     found = environment_of(Slot(command_spec("-c", TELLS, cwd=str(tmp_path), env={"OWN": "1"})))
     folder = state_dir / "state" / "run" / "job"
@@ -126,16 +115,6 @@ def test_program_that_rests_saves_first(state_dir: Path) -> None:
         True,
     )
     assert (folder / "saved").is_file()
-
-
-def test_rested_program_starts_again_with_the_next_slice(state_dir: Path) -> None:
-    slot = Slot(command_spec("-c", SAVES))
-    slot.slice()
-    told(state_dir / "state" / "run" / "job" / "ready")
-    slot.rest()
-    report = slot.slice()
-    assert (report.state, slot.events["program_started"]["resumes"]) == (WorkerState.RUNNING, True)
-    slot.rest()
 
 
 STAYS = """
@@ -254,20 +233,6 @@ def test_its_results_are_reported() -> None:
     assert report.metrics["auc"] == 0.75
 
 
-def test_what_is_left_takes_as_long_as_what_was_done(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    moments = iter((100.0, 130.0))
-    monkeypatch.setattr(files, "time", SimpleNamespace(monotonic=lambda: next(moments)))
-    results = files.Results(tmp_path / "results.jsonl")
-    results.begin()
-    for step in (10, 40):
-        with results.path.open("a") as file:
-            file.write(json.dumps({"step": step, "steps": 100}) + "\n")
-        results.read()
-    assert results.progress.eta_s == pytest.approx(60.0)
-
-
 PRETTY = json.dumps({"accuracy": 0.5, "parts": [{"accuracy": 0.1}]}, indent=2)
 
 
@@ -314,14 +279,6 @@ def test_lines_that_are_no_records_cost_no_more_than_their_length(tmp_path: Path
     assert results.progress.loss == 2
 
 
-def test_a_record_without_newline_of_a_program_counts() -> None:
-    code = (
-        "import json, os;"
-        "json.dump({'accuracy': 0.9}, open(os.environ['ORCHESTRATOR_RESULTS'], 'w'), indent=2)"
-    )
-    assert Slot(command_spec("-c", code)).end().metrics == {"accuracy": 0.9}
-
-
 def test_its_peak_is_that_of_all_its_processes() -> None:
     code = (
         "import os, time; x = bytearray(60 << 20) if os.fork() else bytearray(40 << 20);"
@@ -354,13 +311,6 @@ def test_words_of_the_attempt_before_do_not_count() -> None:
     report = Slot(command_spec("-c", "raise SystemExit(1)")).end()
     assert report.ended is not None
     assert cause_of(report.ended) is Cause.EXCEPTION
-
-
-def test_next_attempt_is_run(tmp_path: Path) -> None:
-    code = f"open({str(tmp_path / 'runs')!r}, 'a').write('x'); raise SystemExit(3)"
-    for attempt in ("1", "2"):
-        Slot(command_spec("-c", code, env={ATTEMPT: attempt})).end()
-    assert (tmp_path / "runs").read_text() == "xx"
 
 
 def test_log_keeps_its_newest_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -484,17 +434,6 @@ def test_a_drained_slot_has_saved_before_its_process_ends(tells: bool, state_dir
         scene.work()
     assert (folder / "saved").is_file()
     assert (scene.slot.phase, scene.waiting) == (slots.Phase.HELD, [])
-
-
-def test_a_finished_program_ends_its_slot() -> None:
-    scene = Drained(CommandEngine(command_spec("-c", "pass")))
-    scene.feed(slots.NodeJoined())
-    while not scene.is_abandoned:
-        scene.work()
-    assert scene.slot.phase is slots.Phase.DONE
-    assert scene.slot.report is not None
-    assert scene.slot.report.ended is not None
-    assert scene.slot.report.ended.exit_code == 0
 
 
 def test_cap_holds_in_another_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,15 +113,6 @@ def test_worker_ends_what_its_keepers_left(tmp_path: Path, state_dir: Path) -> N
     assert (report.ended.signal, is_gone(child)) == (9, True)
 
 
-def test_keeper_is_no_child_of_the_worker(tmp_path: Path, state_dir: Path) -> None:
-    slot = Slot(command_spec("-c", FORKS, cwd=str(tmp_path), grace_s=0.3))
-    slot.slice()
-    program, _ = told(tmp_path / "pids")
-    guard = parent_of(parent_of(program))
-    assert parent_of(guard) != os.getpid()
-    slot.rest()
-
-
 def test_worker_that_ignores_its_children_learns_the_end(state_dir: Path) -> None:
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:

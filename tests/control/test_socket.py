@@ -100,22 +100,6 @@ def test_a_head_takes_the_place_of_one_that_was_killed(ears: Listener, folder: P
         assert sent(folder, lambda: answers(next_one)).ok
 
 
-def test_without_sockets_there_the_users_own_folder_has_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sysfs = Path("/sys/kernel")
-    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
-    with closing(Listener(sysfs)) as deaf:
-        assert "this run takes no commands: /sys/kernel/control.sock cannot be made" in str(
-            deaf.problem
-        )
-        assert deaf.received() == []
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    with closing(Listener(sysfs)) as ears:
-        assert ears.problem is None
-        assert sent(sysfs, lambda: answers(ears)).ok
-
-
 def test_a_line_without_an_end_is_refused_or_given_up(folder: Path) -> None:
     now_s = 0.0
     with closing(Listener(folder, lambda: now_s)) as ears:
@@ -132,21 +116,6 @@ def test_a_line_without_an_end_is_refused_or_given_up(folder: Path) -> None:
         assert ears.received() == []
         assert silent.recv(1000) == b""
         for each in (too_long, silent):
-            each.close()
-
-
-def test_connections_beyond_the_most_wait_for_their_turn(folder: Path) -> None:
-    now_s = 0.0
-    with closing(Listener(folder, lambda: now_s)) as ears:
-        silent = [connected(folder / "control.sock") for _ in range(CONNECTIONS_MOST)]
-        assert ears.received() == []
-        asking = connected(folder / "control.sock")
-        asking.sendall(b'{"v":1,"id":"a","do":"pause","slots":["pc1/0"],"by":"test"}\n')
-        assert ears.received() == []
-        now_s = 1.5
-        assert ears.received() == [], "the silent ones are dropped"
-        assert answers(ears) == 1
-        for each in (*silent, asking):
             each.close()
 
 

@@ -65,14 +65,6 @@ def test_what_is_no_command_is_refused_with_what_would_be_one(
         command_of(line(**changes))
 
 
-def test_too_many_slots_are_refused_before_sending() -> None:
-    many = Command(
-        id="x", do=Do.SAVE, slots=tuple(f"pc1/{index}" for index in range(9_000)), by="web"
-    )
-    with pytest.raises(WireError, match="name fewer of them at a time"):
-        command_line(many)
-
-
 def test_whatever_a_line_holds_it_is_a_command_or_a_sentence() -> None:
     luck = random.Random(7)  # noqa: S311 - repeatable is what is wanted
     whole, pieces = (

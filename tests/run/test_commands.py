@@ -119,11 +119,6 @@ def test_a_paused_slot_keeps_its_process_until_resumed(ask: Ask, new_run: RunMak
     assert second["do"] == "unpause"
 
 
-def pause_effect(event: dict[str, Any]) -> str:
-    assert event["effect"].startswith("held")
-    return str(event["effect"])
-
-
 def test_a_drained_slot_gets_another_process_when_resumed(ask: Ask, new_run: RunMaker) -> None:
     run = new_run(duration="40s")
     ask(run, 5, "drain", "pc1/0")
@@ -135,18 +130,6 @@ def test_a_drained_slot_gets_another_process_when_resumed(ask: Ask, new_run: Run
     assert {sent.incarnation for sent in run.fleet.directives["pc1/0"]} == {0, 1}
     assert (rows["pc1/0"].restarts, rows["pc1/0"].state) == (0, WorkerState.RUNNING)
     assert run.stored().steps_lost_upper_bound == 0
-    assert outcome(run) == "good"
-
-
-@pytest.mark.parametrize("do", ["pause", "drain"])
-def test_a_run_of_held_slots_goes_on_until_its_time_is_up(
-    ask: Ask, new_run: RunMaker, do: str
-) -> None:
-    run = new_run()
-    ask(run, 5, do, "pc1/0", "pc2/0")
-    rows = run.finish()
-    assert run.clock.now_s - run.fleet.began_s == pytest.approx(22, abs=1)
-    assert {row.state for row in rows.values()} == {HeadState.HELD}
     assert outcome(run) == "good"
 
 
@@ -290,18 +273,3 @@ def test_a_stored_cap_and_save_are_obeyed_by_the_next_head(
     assert saved.fleet.directives["pc2/0"][0].save
 
 
-def test_a_run_without_a_head_says_how_it_goes_on(new_run: RunMaker, tmp_path: Path) -> None:
-    run = after_the_kill(tmp_path / "killed", new_run, "pause", "pc1/0")
-    run.commands.close()
-    killed = send(run.folder, "unpause", ["pc1/0"], by="test")
-    assert "has no head any more (interrupted): `python -m orchestrator run --resume killed" in str(
-        killed.error
-    )
-    run.finish()
-    assert str(send(run.folder, "pause", ["pc1/0"], by="test").error).endswith(
-        "has no head any more (good); it is over"
-    )
-    assert "holds no record of a run" in str(send(tmp_path, "pause", ["pc1/0"], by="test").error)
-    assert "no command 'stop'; valid: pause, unpause" in str(
-        send(tmp_path, "stop", ["pc1/0"], by="test").error
-    )

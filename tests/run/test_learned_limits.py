@@ -169,22 +169,6 @@ class TestKept:
         )
         assert [one.learned.size for one in known(store)] == [GIB]
 
-    def test_circumstances_that_differ_are_kept_apart(self, run: Run, store: LimitStore) -> None:
-        learned = [limit(), limit(card="NVIDIA GeForce RTX 3070"), limit(dtype="bf16")]
-        other = limit(card="another card")
-        run.sent()
-        LimitStore(store.path).remember(other)
-        run.learn(*learned)
-        assert set(known(store)) == {*learned, other}
-
-    def test_a_run_that_knows_and_learns_nothing_makes_nothing(
-        self, run: Run, store: LimitStore
-    ) -> None:
-        assert run.sent() == PLANS
-        run.learn(None)
-        assert not store.path.parent.exists()
-        assert run.told() == []
-
     def test_limits_are_written_every_minute(self, new_run: RunMaker, store: LimitStore) -> None:
         run = new_run(duration="150s")
         run.supervisor.learned_limits = LearnedLimits(store, run.log)
@@ -214,18 +198,6 @@ def test_the_best_of_an_earlier_run_is_known_to_the_next(
         (replace(SPEC, duty=None), limit(), None),
     ):
         assert following.limits.best_tflops(spec, report_of("pc1/0", 0, 0, learned=learned)) == best
-
-
-def test_without_a_store_nothing_is_read_and_nothing_kept(
-    new: Callable[[LimitStore | None], Run], state_dir: Path
-) -> None:
-    LimitStore().remember(limit())
-    before = (state_dir / "limits.json").read_bytes()
-    run = new(None)
-    assert run.sent() == PLANS
-    run.learn(limit(GIB))
-    assert (state_dir / "limits.json").read_bytes() == before
-    assert run.told() == []
 
 
 def test_a_store_that_cannot_be_had_costs_a_sentence_each_try(run: Run, store: LimitStore) -> None:

@@ -156,19 +156,6 @@ def test_a_failing_workload_is_quarantined_with_a_traceback(user: UserFolder) ->
     assert last[-1] == "  ValueError: no such column"
 
 
-def test_a_step_that_leaves_by_an_exit_is_an_error_like_others(user: UserFolder) -> None:
-    done = user.type("--duration", "1h", "--workload", "mine:Leaving")
-    assert done.returncode == 1, done.stdout + done.stderr
-    (row,) = user.summary()["workers"]
-    assert (row["state"], row["steps_error"]) == ("QUARANTINED", 5)
-    ends = {event["traceback"].strip().splitlines()[-1] for event in user.events("workload_error")}
-    assert {end.split(":")[0] for end in ends} >= {
-        "SystemExit",
-        "KeyboardInterrupt",
-        "GeneratorExit",
-    }
-
-
 @pytest.mark.parametrize(
     ("workload", "words"),
     [

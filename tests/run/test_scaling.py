@@ -48,28 +48,6 @@ def test_the_reference_pair_at_the_rehearsal_scale() -> None:
     )
 
 
-def test_everything_else_stays() -> None:
-    before = load_config(SHIPPED)
-    after = scale_config(before, REHEARSAL_SCALE, None).config
-    assert after.cluster == before.cluster
-    assert after.run == before.run
-    assert after.workload == before.workload
-    memory_changes = {"floor_mib": 6.25, "leave_free_mib": 8.0, "size_floor": 128}
-    assert after.memory == before.memory.model_copy(update=memory_changes)
-    for name, node in before.nodes.items():
-        kept = {
-            "gpu",
-            "gpus",
-            "workers",
-            "cpus_per_worker",
-            "gpu_share",
-            "memory_fraction",
-            "dtype",
-            "host",
-        }
-        assert after.nodes[name].model_dump(include=kept) == node.model_dump(include=kept)
-
-
 @pytest.mark.parametrize(
     ("override", "size", "line"),
     [
@@ -92,12 +70,6 @@ def test_short_memory_lowers_the_scale_and_says_so() -> None:
     enough = scale_config(load_config(SHIPPED), REHEARSAL_SCALE, 2 * GIB)
     assert enough.scale == REHEARSAL_SCALE
     assert not enough.lines[0].startswith("scale")
-
-
-def test_scale_one_changes_nothing() -> None:
-    config = load_config(SHIPPED, ["workload.size=100"])
-    scaled = scale_config(config, 1, None)
-    assert (scaled.config, scaled.lines, scaled.scale) == (config, (), 1)
 
 
 @pytest.mark.parametrize(

@@ -99,11 +99,6 @@ def test_what_is_older_than_the_window_is_forgotten() -> None:
     assert meter.tflops is None
 
 
-def test_a_report_longer_than_the_window_is_a_window_of_its_own() -> None:
-    meter = metered(report(), report(wall_s=100.0, busy_s=50.0))
-    assert meter.tflops == pytest.approx(0.1)
-
-
 def test_the_baseline_is_the_best_window_and_no_warming_up() -> None:
     meter = metered(report(work_flop=9e13, events=OPENED))
     assert meter.best_tflops is None
@@ -222,20 +217,6 @@ def test_a_row_shows_counters_and_the_last_reports_facts() -> None:
     assert shown.tflops == pytest.approx(10.0)
 
 
-def test_a_report_without_device_and_memory_leaves_them_unknown() -> None:
-    bare = report(device=None, memory=None, size=None, batch=None, claim_bytes=None)
-    shown = row_of(PLAN, slot_with(bare), Meter(), 0.0)
-    assert (shown.gpu_name, shown.dtype, shown.device) == ("rtx-3090", "fp16", "cuda")
-    unknown = (
-        shown.cap_bytes,
-        shown.allocated_bytes,
-        shown.size,
-        shown.gpu_uuid,
-        shown.temperature_of,
-    )
-    assert unknown == (None,) * 5
-
-
 @pytest.mark.parametrize("state", [*WorkerState, *HeadState])
 def test_without_a_working_process_there_is_no_throughput(state: SlotState) -> None:
     shown = row_of(PLAN, slot_with(report(), state=state), metered(report()), 0.0)
@@ -327,28 +308,3 @@ def test_without_a_process_there_is_no_speed(new_run: RunMaker) -> None:
     assert row.progress == Progress(train_step=5, loss=2.0, redone_steps=0)
 
 
-def test_another_head_counts_what_the_last_was_told(new_run: RunMaker, tmp_path: Path) -> None:
-    first = new_run(folder=tmp_path / "run", pc2=0)
-    first.fleet.trains = {"pc1/0"}
-    first.fleet.says["pc1/0"] = {"resume": {"the same": "all the time"}}
-    found: list[tuple[int | None, int]] = []
-
-    def look() -> None:
-        """See what a head leaves behind that is killed now and writes nothing more."""
-        (row,) = first.stored().snapshot().rows
-        found.append((row.progress.train_step, first.fleet.told["pc1/0"]))
-
-    for tenth in range(60, 85):
-        first.fleet.at(tenth / 10, look)
-    first.fleet.at(8.52, head_is_killed)
-    with pytest.raises(KeyboardInterrupt):
-        first.supervisor.run()
-    first.close()
-    assert [stored for stored, _ in found] == [told for _, told in found], (
-        "also between two samples"
-    )
-    second = new_run(folder=tmp_path / "run", pc2=0, past=past_of(first.stored()))
-    second.fleet.trains = {"pc1/0"}
-    second.fleet.saved["pc1/0"] = first.fleet.saved["pc1/0"]
-    row = second.finish()["pc1/0"]
-    assert row.progress.redone_steps == first.fleet.told["pc1/0"] - first.fleet.saved["pc1/0"] > 0

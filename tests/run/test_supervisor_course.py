@@ -66,16 +66,6 @@ def test_the_planned_time_begins_with_the_slowest_worker(new_run: RunMaker) -> N
     assert any(reason.endswith(", 29 s so far") for reason in reasons)
 
 
-def test_a_worker_that_is_late_delays_the_run_by_its_timeout(new_run: RunMaker) -> None:
-    run = new_run(start_timeout_s=15)
-    run.fleet.start_s["pc2/0"] = 1000.0
-    rows = run.finish()
-    (counting,) = run.events("counting")
-    assert counting["startup_s"] == pytest.approx(START_S + 15, abs=0.3)
-    assert (rows["pc2/0"].counts.steps_ok, rows["pc1/0"].state) == (0, WorkerState.RUNNING)
-    assert run.fleet.restarts.count("pc2/0") >= 2, "it is started again meanwhile"
-
-
 def test_the_store_knows_of_every_slice_before_it_is_sent(new_run: RunMaker) -> None:
     run = new_run(duration="5s")
 
@@ -160,23 +150,6 @@ def test_a_worker_that_hangs_at_the_end_is_lost_in_time(new_run: RunMaker) -> No
         > 0
     )
     assert rows["pc1/0"].counts.steps_ok == run.fleet.really_done["pc1/0"]
-
-
-def test_what_was_under_way_when_the_head_failed_is_lost(new_run: RunMaker) -> None:
-    run = new_run()
-
-    def fail() -> None:
-        raise RuntimeError("a bug of ours")
-
-    run.fleet.at(10, fail)
-    with pytest.raises(RuntimeError, match="a bug of ours"):
-        run.supervisor.run()
-    stored = run.stored()
-    assert [slot.steps_at_risk for slot in stored.slots] == [0, 0]
-    lost = [slot.counters["steps_lost_upper_bound"] for slot in stored.slots]
-    assert all(steps > 0 for steps in lost)
-    assert run.supervisor.snapshot().steps_lost_upper_bound == sum(lost)
-    run.check_books()
 
 
 @pytest.mark.parametrize("strict", [True, False])
@@ -299,14 +272,6 @@ def test_one_that_is_done_rests_while_the_others_go_on(new_run: RunMaker) -> Non
     assert (rows["pc1/0"].tflops, rows["pc1/0"].duty_measured) == (None, None)
 
 
-def test_a_wrong_result_degrades_what_is_done_too(new_run: RunMaker) -> None:
-    scene = new_run(pc2=0)
-    scene.fleet.finished_after = {"pc1/0": 10}
-    scene.fleet.says["pc1/0"] = {"verify_checks": 2, "verify_errors": 1}
-    scene.finish()
-    assert any("wrong of" in missed for missed in scene.supervisor.shortfalls())
-
-
 def test_a_head_that_goes_on_leaves_alone_what_is_done(new_run: RunMaker, tmp_path: Path) -> None:
     first = new_run(folder=tmp_path / "run")
     first.fleet.finished_after = {"pc1/0": 10}
@@ -325,38 +290,6 @@ def test_a_head_that_goes_on_leaves_alone_what_is_done(new_run: RunMaker, tmp_pa
     assert second.supervisor.shortfalls() == ()
     with pytest.raises(UsageError, match="finished all that there was to do"):
         environment_of(second.stored())
-
-
-def test_a_node_that_was_ended_does_not_wait_for_what_is_done(new_run: RunMaker) -> None:
-    scene = new_run(duration="60s", pc1=1, pc2=2, chaos="node:pc2@10s+5s")
-    scene.fleet.finished_after = {"pc2/0": 10}
-    scene.finish()
-    ((fault,), _) = scene.chaos.told()
-    assert fault["fate"] == "recovered", fault
-
-
-MOMENTS = st.integers(0, 50).map(float)
-CALLS = st.lists(st.tuples(st.sampled_from("abc"), MOMENTS | st.none()) | MOMENTS, max_size=60)
-
-
-@given(CALLS)
-def test_a_slot_comes_up_once_when_its_earliest_moment_has_come(
-    calls: list[tuple[str, float | None] | float],
-) -> None:
-    timers = Timers()
-    earliest: dict[str, float] = {}
-    for call in calls:
-        if isinstance(call, tuple):
-            slot, at_s = call
-            timers.set(slot, at_s)
-            if at_s is not None:
-                earliest[slot] = min(at_s, earliest.get(slot, at_s))
-        else:
-            due = {slot for slot, at_s in earliest.items() if at_s <= call}
-            found = timers.due(call)
-            assert sorted(found) == sorted(due)
-            for slot in due:
-                del earliest[slot]
 
 
 Script: TypeAlias = Callable[[Run], object]
