@@ -8,18 +8,15 @@ import json
 import shutil
 import signal
 import socket
-import sqlite3
 import stat
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from orchestrator.config.load import load_config
-from tests.cluster.conftest import SMALL, Head, Starter, read_events, short_folder, starting
+from tests.cluster.conftest import SMALL, Head, Starter, samples, short_folder, starting
 from tests.reaper import Reaper
 from tests.scene import ROOT, ended, python, wait_for
 
@@ -69,30 +66,6 @@ sys.meta_path = [each for each in sys.meta_path if "Editable" not in getattr(eac
 """
 
 
-@dataclass
-class Looked:
-    """What was seen of a rehearsal while it ran, and what it has left."""
-
-    listening: dict[str, set[tuple[str, int]]]
-    """By the program's name: addresses and ports of TCP, and of UDP too."""
-    reached: list[tuple[str, int]]
-    """Of these, those that answered under an address of the network."""
-    programs: set[str]
-    command_lines: list[str]
-    token: str
-    modes: tuple[int, int]
-    """Of the token's file and of its folder."""
-    holders: list[Path]
-    """The files in which the token stands; and then those in which it stood after the end."""
-    left_in: list[Path]
-    code: int
-    out: str
-    err: str
-    folder: Path
-    summary: dict[str, Any]
-    head_loaded_torch: bool
-
-
 def is_loopback(address: str) -> bool:
     parsed = ipaddress.ip_address(address)
     mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None
@@ -100,6 +73,7 @@ def is_loopback(address: str) -> bool:
 
 
 def listening(processes: list[psutil.Process]) -> dict[str, set[tuple[str, int]]]:
+    """Return what listens, by the program's name: addresses and ports of TCP, and of UDP too."""
     found: dict[str, set[tuple[str, int]]] = {}
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):  # it ended meanwhile
@@ -110,15 +84,14 @@ def listening(processes: list[psutil.Process]) -> dict[str, set[tuple[str, int]]
     return found
 
 
-def reached(ports: set[int]) -> Iterator[tuple[str, int]]:
-    """Try the ports at each address of this machine that others can reach."""
-    for card in psutil.net_if_addrs().values():
-        for each in card:
-            if each.family is socket.AF_INET and not is_loopback(each.address):
-                for port in ports:
-                    with contextlib.suppress(ConnectionRefusedError):
-                        socket.create_connection((each.address, port), timeout=5).close()
-                        yield each.address, port
+def addresses_in_the_network() -> set[str]:
+    """Addresses of this machine that others can reach; none where it has only loopback."""
+    every = [address for card in psutil.net_if_addrs().values() for address in card]
+    return {
+        each.address
+        for each in every
+        if each.family is socket.AF_INET and not is_loopback(each.address)
+    }
 
 
 def holders(folder: Path, secret: str) -> list[Path]:
@@ -131,52 +104,9 @@ def holders(folder: Path, secret: str) -> list[Path]:
     return found
 
 
-def looked_at(head: Head, folder: Path) -> Looked:
-    """Look at a run while all of its workers are at work, and wait for its end."""
-
-    def have_opened() -> bool:
-        opened = [event["slot"] for event in head.events() if event["event"] == "device_opened"]
-        return len(set(opened)) == 10
-
-    head.wait(have_opened, "ten workers")
-    own = psutil.Process(head.process.pid)
-    processes = [own, *own.children(recursive=True)]
-    found = listening(processes)
-    lines, programs = [], set()
-    for process in processes:
-        with contextlib.suppress(psutil.Error):  # it ended meanwhile
-            programs.add(process.name())
-            lines.append(" ".join(process.cmdline()))
-    (path,) = wait_for(lambda: list(folder.glob("orch-*/auth_token")), "the token")
-    token, modes = path.read_text(encoding="ascii"), (path.stat(), path.parent.stat())
-    logs = [path for path in path.parent.glob("ray/session_*/logs/*") if path.is_file()]
-    assert any(path.stat().st_size for path in logs), "Ray has written its logs"
-    hold = holders(folder, token)
-    answered = list(reached({port for each in found.values() for _, port in each}))
-    assert head.process.poll() is None, "all this while it ran"
-    code, out, err = head.finish()
-    assert hold == [path], "the token stands in its file alone"
-    return Looked(
-        listening=found,
-        reached=answered,
-        programs=programs,
-        command_lines=lines,
-        token=token,
-        modes=(stat.S_IMODE(modes[0].st_mode), stat.S_IMODE(modes[1].st_mode)),
-        holders=hold,
-        left_in=holders(folder, token),
-        code=code,
-        out=out,
-        err=err,
-        folder=head.folder(),
-        summary=head.summary(),
-        head_loaded_torch=(folder / "the-head-loaded-torch").exists(),
-    )
-
-
 @pytest.fixture(scope="module")
-def ten(session_reaper: Reaper) -> Iterator[Looked]:
-    """The reference pair's ten workers, with sizes that fit no cap."""
+def ten(session_reaper: Reaper) -> Iterator[Head]:
+    """The reference pair's ten workers, with sizes that fit no cap; it ends by itself."""
     with short_folder(session_reaper) as folder, starting(folder) as start:
         witness = folder / "the-head-loaded-torch"
         (folder / "sitecustomize.py").write_text(_TELL_TALE.format(witness=witness))
@@ -185,14 +115,52 @@ def ten(session_reaper: Reaper) -> Iterator[Looked]:
             "RAY_JOB_CONFIG_JSON_ENV_VAR": RUNTIME_ENVIRONMENT,
         }
         arguments = ("--rehearse", "--duration", "20s", "--json", *TOO_BIG, *GUIDES)
-        yield looked_at(start(*arguments, environment=environment), folder)
+        yield start(*arguments, environment=environment)
 
 
-def test_ten_workers_survive_sizes_too_big_for_every_cap(ten: Looked) -> None:
-    assert not ten.head_loaded_torch
-    assert ten.code == 0, ten.out + ten.err
-    summary = json.loads(ten.out)
-    assert summary == ten.summary
+def test_a_rehearsal_listens_on_loopback_and_keeps_its_token(ten: Head) -> None:
+    def have_opened() -> bool:
+        opened = [event["slot"] for event in ten.events() if event["event"] == "device_opened"]
+        return len(set(opened)) == 10
+
+    ten.wait(have_opened, "ten workers")
+    own, folder = psutil.Process(ten.process.pid), ten.runs.parent
+    processes = [own, *own.children(recursive=True)]
+    found = listening(processes)
+    assert {"gcs_server", "raylet"} < set(found), found
+    # Of the head, Ray's store, two raylets with two each, and the workers.
+    assert sum(map(len, found.values())) >= 9
+    assert [at for each in found.values() for at in each if not is_loopback(at[0])] == []
+    for address in addresses_in_the_network():
+        for port in {port for each in found.values() for _, port in each}:
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection((address, port), timeout=5).close()
+    lines, names = [], set()
+    for process in processes:
+        with contextlib.suppress(psutil.Error):  # it ended meanwhile
+            names.add(process.name())
+            lines.append(" ".join(process.cmdline()))
+    assert {name for name in names if not name.startswith(PROGRAMS)} == set()
+
+    (token,) = wait_for(lambda: list(folder.glob("orch-*/auth_token")), "the token")
+    secret = token.read_text(encoding="ascii")
+    assert len(secret) == 64
+    assert stat.S_IMODE(token.stat().st_mode) == 0o600
+    assert stat.S_IMODE(token.parent.stat().st_mode) == 0o700
+    assert sum("raylet" in line for line in lines) >= 2, lines
+    assert [line for line in lines if secret in line] == []
+    logs = [path for path in token.parent.glob("ray/session_*/logs/*") if path.is_file()]
+    assert any(path.stat().st_size for path in logs), "Ray has written its logs"
+    assert holders(folder, secret) == [token]
+    assert ten.process.poll() is None, "all this while it ran"
+
+
+def test_ten_workers_survive_sizes_too_big_for_every_cap(ten: Head) -> None:
+    code, out, err = ten.finish()
+    assert not (ten.runs.parent / "the-head-loaded-torch").exists()
+    assert code == 0, out + err
+    summary = json.loads(out)
+    assert summary == ten.summary()
     assert (summary["outcome"], summary["restart_count"]) == ("good", 0)
     assert summary["nodes_seen"] == ["pc1", "pc2"]
     assert [row["node"] for row in summary["workers"]] == ["pc1"] * 7 + ["pc2"] * 3
@@ -202,26 +170,12 @@ def test_ten_workers_survive_sizes_too_big_for_every_cap(ten: Looked) -> None:
         assert row["state"] == "RUNNING"
         cap_bytes = row["cap_bytes"]
         assert 0.95 * cap_bytes <= row["reserved_bytes"] <= cap_bytes <= row["budget_bytes"]
-    assert load_config(str(ten.folder / "config.yaml")).nodes["pc1"].workers == 7
-    names = {event["event"] for event in read_events(ten.folder)}
+    folder = ten.folder()
+    assert load_config(str(folder / "config.yaml")).nodes["pc1"].workers == 7
+    names = {event["event"] for event in ten.events()}
     assert {"run_started", "node_joined", "device_opened", "oom", "backoff", "run_ended"} <= names
-    with contextlib.closing(sqlite3.connect(ten.folder / "run.sqlite")) as store:
-        assert store.execute("SELECT COUNT(DISTINCT slot) FROM samples").fetchone() == (10,)
-    assert ten.err == ""  # nothing of Ray's, and nothing of ours beside the one object
-
-
-def test_a_rehearsal_listens_on_loopback_and_keeps_its_token(ten: Looked) -> None:
-    assert {"gcs_server", "raylet"} < set(ten.listening), ten.listening
-    # Of the head, Ray's store, two raylets with two each, and the workers.
-    assert sum(map(len, ten.listening.values())) >= 9
-    assert [at for each in ten.listening.values() for at in each if not is_loopback(at[0])] == []
-    assert ten.reached == []
-    assert {name for name in ten.programs if not name.startswith(PROGRAMS)} == set()
-    assert (len(ten.token), ten.modes) == (64, (0o600, 0o700))
-    assert sum("raylet" in line for line in ten.command_lines) >= 2, ten.command_lines
-    assert [line for line in ten.command_lines if ten.token in line] == []
-    assert ten.token not in ten.out + ten.err
-    assert ten.left_in == []
+    assert len(samples(folder)) == 10
+    assert err == ""  # nothing of Ray's, and nothing of ours beside the one object
 
 
 @pytest.fixture

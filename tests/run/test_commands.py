@@ -95,9 +95,8 @@ def test_a_paused_slot_keeps_its_process_until_resumed(ask: Ask, new_run: RunMak
     between = sent_between(run, "pc1/0")
     pause, resume = ask(run, 5, "pause", "pc1/0"), ask(run, 30, "unpause", "pc1/0")
     rows = run.finish()
-    assert (
-        pause.answer()["effect"] == "held when its last slice ends; its process and its memory stay"
-    )
+    held = "held when its last slice ends; its process and its memory stay"
+    assert pause.answer()["effect"] == held
     assert resume.answer() == {"ok": True, "id": "unpause at 30", "effect": "gets work again"}
     assert (between(5.3, 30), len(between(30, 33)) > 2) == ([], True)
     assert run.states("pc1/0") == ["RUNNING", "HELD", "RUNNING"]
@@ -106,8 +105,7 @@ def test_a_paused_slot_keeps_its_process_until_resumed(ask: Ask, new_run: RunMak
     assert row.heartbeat_age_s is None
     assert row.reserved_bytes is not None
     assert run.fleet.placed == ["pc1/0", "pc2/0"]
-    assert run.fleet.restarts == []
-    assert run.fleet.abandoned == []
+    assert run.fleet.restarts == run.fleet.abandoned == []
     assert rows["pc2/0"].counts.steps_ok == pytest.approx(40 * STEPS_PER_S, rel=0.1), (
         "the other one works on"
     )
@@ -115,7 +113,8 @@ def test_a_paused_slot_keeps_its_process_until_resumed(ask: Ask, new_run: RunMak
     assert outcome(run) == "good", "it was held for more than half of its time"
     first, second = run.events("command")
     told = {"id": "pause at 5", "do": "pause", "slots": ["pc1/0"], "slot": "pc1/0", "by": "test"}
-    assert first.items() >= {**told, "effect": pause_effect(first)}.items()
+    assert first.items() >= told.items()
+    assert first["effect"].startswith("held")
     assert second["do"] == "unpause"
 
 
@@ -131,15 +130,6 @@ def test_a_drained_slot_gets_another_process_when_resumed(ask: Ask, new_run: Run
     assert (rows["pc1/0"].restarts, rows["pc1/0"].state) == (0, WorkerState.RUNNING)
     assert run.stored().steps_lost_upper_bound == 0
     assert outcome(run) == "good"
-
-
-def test_a_run_whose_slots_are_all_held_ends_with_ctrl_c(ask: Ask, new_run: RunMaker) -> None:
-    interrupts = Interrupts()
-    run = new_run(interrupts=interrupts)
-    ask(run, 5, "pause", "pc1/0", "pc2/0")
-    run.fleet.at(10, lambda: setattr(interrupts, "asked", True))
-    run.finish()
-    assert run.clock.now_s - run.fleet.began_s == pytest.approx(10, abs=0.5)
 
 
 def test_a_command_that_comes_while_the_run_ends_changes_nothing(
@@ -210,6 +200,10 @@ def test_a_command_is_obeyed_once_and_no_line_is_one(ask: Ask, new_run: RunMaker
     assert noise.answer()["error"].startswith("`do` must be one of")
     assert run.states("pc1/0") == ["RUNNING", "HELD", "RUNNING"]
     assert len(run.events("command")) == 2
+    over = send(run.folder, "pause", ["pc1/0"], by="test")
+    assert str(over.error).endswith("has no head any more (good); it is over")
+    other = send(run.folder, "stop", ["pc1/0"], by="test")
+    assert "no command 'stop'; valid: pause, unpause" in str(other.error)
 
 
 #: A head that is killed when a command was stored, and before anything that follows from it.
@@ -271,5 +265,3 @@ def test_a_stored_cap_and_save_are_obeyed_by_the_next_head(
     saved = after_the_kill(tmp_path / "saved", new_run, "save", "pc2/0")
     saved.finish()
     assert saved.fleet.directives["pc2/0"][0].save
-
-

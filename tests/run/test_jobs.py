@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 from collections import Counter
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +17,6 @@ from orchestrator.jobs.model import (
     AttemptEnded,
     JobState,
     Milestones,
-    Packed,
     QueueHeld,
     Reached,
     Recalled,
@@ -30,9 +28,8 @@ from orchestrator.jobs.spec import parse
 from orchestrator.record.archive import read_run
 from orchestrator.run.sampled_sweeps import sampled_sweeps
 from tests.factories import CPU, MEMORY, REFERENCE
-from tests.jobs.scene import command, training
+from tests.jobs.scene import command
 from tests.run.jobs_scene import HeadDiesError, JobsMaker, check_ends, hash_after, short
-from tests.run.scripted_fleet import STEPS_PER_S
 from workers.messages import Ending, Verdict, WorkerState
 from workers.units import GIB, MIB
 
@@ -126,7 +123,7 @@ def test_a_node_that_is_back_in_time_keeps_its_job(new_jobs: JobsMaker) -> None:
     assert len(run.records(Assigned)) == 1
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_heads_may_die_at_any_moment(new_jobs: JobsMaker, seed: int) -> None:
     jobs = [short(f"t.{number}", 120) for number in range(4)]
     follower = command("eval", after=("t.1",))
@@ -143,7 +140,7 @@ def test_heads_may_die_at_any_moment(new_jobs: JobsMaker, seed: int) -> None:
             run = new_jobs.next_head(run, *jobs, follower)
             continue
         break
-    run.close()
+    run.close("good", 0)
     assert heads > 1
     check_ends(run)
 
@@ -211,14 +208,14 @@ def test_a_drained_slot_keeps_its_place_until_unpause(new_jobs: JobsMaker) -> No
     check_ends(run)
 
 
-@pytest.mark.parametrize("do", [Do.UNPAUSE, Do.REINSTATE])
-def test_no_command_starts_what_has_no_place(new_jobs: JobsMaker, do: Do) -> None:
+def test_no_command_starts_what_has_no_place(new_jobs: JobsMaker) -> None:
     run = new_jobs(short("one", 400), stays=True)
     run.until(6.0)
     run.say(Word.HOLD, "one")
     run.until_state("one", JobState.HELD)
-    with pytest.raises(CommandRefusedError, match="jobs release"):
-        run.command(do, "one")
+    for do in (Do.UNPAUSE, Do.REINSTATE):
+        with pytest.raises(CommandRefusedError, match="jobs release"):
+            run.command(do, "one")
 
 
 def test_without_room_a_training_goes_to_the_larger_card(new_jobs: JobsMaker) -> None:

@@ -16,7 +16,7 @@ from orchestrator.jobs.queue import Queue
 from orchestrator.jobs.spec import parse
 from orchestrator.run.sampled_sweeps import SampledSweeps, sampled_sweeps
 from tests.factories import REFERENCE
-from tests.jobs.scene import Scene, command
+from tests.jobs.scene import Scene
 
 pytest.importorskip("optuna", reason="optuna is not installed (extra sweep)")
 
@@ -125,5 +125,3 @@ def test_a_sweep_that_cannot_be_read_does_not_keep_it_going() -> None:
     scene.turn()
     assert "the sweep hp has no more members: night.yaml" in scene.sweeps.problems["hp"]
     assert scene.queue.is_over_without(scene.sweeps.problems)
-
-

@@ -9,7 +9,7 @@ from orchestrator.config.load import config_from_data, load_config
 from orchestrator.config.schema import Config
 from orchestrator.core.placement import node_budget
 from orchestrator.errors import UsageError
-from orchestrator.run.scaling import REHEARSAL_SCALE, in_fp32, scale_config, scaled_size
+from orchestrator.run.scaling import REHEARSAL_SCALE, in_fp32, scale_config
 from tests.scene import ROOT
 from workers.units import GIB, MIB
 
@@ -90,34 +90,6 @@ def test_a_scale_or_limit_that_leaves_workers_nothing_is_refused(
 ) -> None:
     with pytest.raises(UsageError, match=words):
         scale_config(load_config(SHIPPED), scale, limit_bytes)
-
-
-def test_a_node_without_cards_has_no_total_to_scale() -> None:
-    node = {"gpu": "cpu", "gpus": 0, "workers": 2, "vram_per_worker_gib": 1}
-    scaled = scale_config(config_from_data({"nodes": {"a": node}}), 0.25, None)
-    assert scaled.config.nodes["a"].vram_gib is None
-    assert scaled.config.nodes["a"].vram_per_worker_gib == 0.25
-
-
-@pytest.mark.parametrize(
-    ("size", "scale", "at_least", "expected"),
-    [
-        (8192, 1 / 16, 1, 2048),
-        (1000, 0.25, 1, 512),
-        (100, 0.25, 1, 64),
-        (32, 0.25, 1, 32),
-        (256, 1 / 16, 128, 128),
-    ],
-)
-def test_sizes_are_multiples_of_64_and_never_grow(
-    size: int, scale: float, at_least: int, expected: int
-) -> None:
-    assert scaled_size(size, scale, at_least) == expected
-
-
-def test_the_size_floor_stays_above_the_emergency_size() -> None:
-    small = load_config(SHIPPED, ["memory.size_floor=100", "memory.emergency_size=512"])
-    assert scale_config(small, REHEARSAL_SCALE, None).config.memory.size_floor == 100
 
 
 @settings(max_examples=100, deadline=None)

@@ -110,8 +110,7 @@ def test_a_late_node_that_cannot_work_costs_its_slots_alone(new_run: RunMaker, h
     )
 
 
-@pytest.mark.parametrize("stood_still_s", [9.0, 100.0])
-@pytest.mark.parametrize("what", ["head", "machine"])
+@pytest.mark.parametrize(("what", "stood_still_s"), [("head", 9.0), ("machine", 100.0)])
 def test_a_head_that_stood_still_blames_no_worker_and_no_node(
     new_run: RunMaker, what: str, stood_still_s: float
 ) -> None:
@@ -135,6 +134,8 @@ def test_a_hang_while_the_head_stands_still_is_found_later(new_run: RunMaker) ->
 
 
 CONFIG = config_of({name: {"workers": 2, "cpus_per_worker": 4} for name in ("pc1", "pc2")})
+
+
 def fact(
     name: str | None = "pc1", node_id: str = "a", *, cpus: float = 8.0, answers: bool = True
 ) -> NodeFact:
