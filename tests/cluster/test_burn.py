@@ -1,4 +1,4 @@
-"""`burn` in a rehearsal with scripted sensors: a hot card fails its phase, nothing is left."""
+"""`burn` in a rehearsal with scripted sensors: a hot card pauses its workers and fails its phase."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ import pytest
 
 from orchestrator.record.folders import list_runs
 from tests.cards import script_cards, scripted_card
-from tests.cluster.conftest import SMALL, Starter
+from tests.cluster.conftest import SMALL, Starter, read_events
 from tests.scene import ended
+from workers.readings import Throttle
 
 pytestmark = pytest.mark.ray
 
-#: Warmer than a card should stay, and cooler than workers pause at.
-HOT_C = 81
+THROTTLED = Throttle.POWER_CAP | Throttle.HARDWARE_THERMAL
 
 
-def test_a_hot_card_fails_its_phase_and_ctrl_c_ends_the_next(
-    start: Starter, short_tmp: Path
-) -> None:
-    hot, cool = scripted_card(1, temperature_c=HOT_C), scripted_card(2, temperature_c=61)
-    sensors = script_cards(short_tmp / "cards.json", cool, nodes={"pc1": [hot]})
+def test_a_hot_card_pauses_its_workers_and_fails_its_phase(start: Starter, short_tmp: Path) -> None:
+    """And Ctrl-C ends the next phase."""
+    hot = scripted_card(1, temperature_c=87, throttle=THROTTLED)
+    cool = scripted_card(2, temperature_c=61)
+    cards = script_cards(short_tmp / "cards.json", cool, nodes={"pc1": [hot]})
     burn = start(
         *("--rehearse", *SMALL, "--phase", "2", "--phase", "3", "--duration", "6s", "--json"),
         verb=("burn",),
-        environment={"COLUMNS": "80", **sensors},
+        environment=cards,
     )
     runs = burn.runs
     burn.wait(lambda: len(list(runs.glob("*/head.json"))) == 2, "second phase")
@@ -49,13 +49,22 @@ def test_a_hot_card_fails_its_phase_and_ctrl_c_ends_the_next(
         "pc1/1": "fail",
         "pc2/0": "pass",
     }
-    assert by_slot["pc1/0"]["temperature_max_c"] == HOT_C
-    assert all(
-        worker["errors_verdict"] == "pass" and worker["steps_ok"] > 0 for worker in by_slot.values()
-    )
+    assert by_slot["pc1/0"]["temperature_max_c"] == 87
+    assert by_slot["pc2/0"]["errors_verdict"] == "pass"
+    assert by_slot["pc2/0"]["steps_ok"] > 0
     assert (interrupted["phase"], interrupted["verdict"]) == (3, "not_judged")
     (written,) = runs.glob("burn-*.json")
     assert json.loads(written.read_text(encoding="utf-8")) == told
-    assert phase["runs"][0]["run_id"] in {run.run_id for run in list_runs(runs)}, (
-        "a run like any other"
-    )
+
+    run_id = phase["runs"][0]["run_id"]
+    assert run_id in {run.run_id for run in list_runs(runs)}, "a run like any other"
+    summary = json.loads((runs / run_id / "summary.json").read_text(encoding="utf-8"))
+    rows = {row["slot"]: row for row in summary["workers"]}
+    for slot in ("pc1/0", "pc1/1"):
+        assert (rows[slot]["state"], rows[slot]["steps_ok"]) == ("PAUSED", 0)
+        assert "paused at 87 C, goes on below 75 C" in rows[slot]["reason"]
+        sensors = ("temperature_c", "margin_c", "power_w", "throttle_pct")
+        assert [rows[slot][name] for name in sensors] == [87, 8, 341, 100]
+    assert (rows["pc2/0"]["temperature_c"], rows["pc2/0"]["throttle_pct"]) == (61, 0)
+    alarms = [event for event in read_events(runs / run_id) if event["event"] == "alarm_raised"]
+    assert {event["slot"] for event in alarms} == {"pc1/0", "pc1/1"}

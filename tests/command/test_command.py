@@ -255,13 +255,6 @@ def test_half_a_record_is_not_read_while_it_runs(tmp_path: Path) -> None:
     assert results.metrics == {}
 
 
-def test_lines_that_are_no_records_cost_no_more_than_their_length(tmp_path: Path) -> None:
-    results = files.Results(tmp_path / "results.jsonl")
-    results.path.write_text("{'loss': 1}\n" * 80_000 + '{"loss": 2}\n')
-    results.read()
-    assert results.progress.loss == 2
-
-
 def test_its_peak_is_that_of_all_its_processes() -> None:
     code = (
         "import os, time; x = bytearray(60 << 20) if os.fork() else bytearray(40 << 20);"

@@ -186,16 +186,6 @@ def test_a_word_while_the_head_is_dead_is_obeyed(new_jobs: JobsMaker) -> None:
     check_ends(run)
 
 
-def test_a_paused_slot_is_ended_where_the_queue_says_so(new_jobs: JobsMaker) -> None:
-    run = new_jobs(short("one", 400))
-    run.until(6.0)
-    run.command(Do.PAUSE, "one")
-    run.until(10.0)
-    run.say(Word.CANCEL, "one")
-    assert run.finish()["one"].state is JobState.CANCELLED
-    assert run.fleet.abandoned == ["one"]
-
-
 def test_a_drained_slot_keeps_its_place_until_unpause(new_jobs: JobsMaker) -> None:
     run = new_jobs(short("one", 400), short("two", 400), short("three", 400))
     run.until(6.0)
@@ -361,20 +351,6 @@ def test_after_ctrl_c_everything_is_saved_and_goes_on(new_jobs: JobsMaker) -> No
     run.finish()
     check_ends(run)
     assert run.fleet.directives["one"][0].checkpoint is not None
-
-
-def test_a_program_that_ends_while_the_run_does_has_ended(new_jobs: JobsMaker) -> None:
-    asked = False
-    run = new_jobs(command("one"), short("other", 900), interrupted=lambda: asked)
-
-    def ask(slot: str, directive: Any) -> None:
-        nonlocal asked
-        asked = asked or (slot == "one" and directive.sequence == 2)
-
-    run.fleet.on_submit = ask
-    run.finish()
-    assert run.standings()["one"].state is JobState.DONE
-    assert run.standings()["other"].state is JobState.RUNNING
 
 
 def test_while_the_journal_cannot_be_written_all_stands(

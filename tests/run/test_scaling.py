@@ -48,20 +48,6 @@ def test_the_reference_pair_at_the_rehearsal_scale() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("override", "size", "line"),
-    [
-        ("workload.size=65536", 16384, "workload.size: 65536 -> 16384"),
-        # One that leaves its size out has the default's, scaled.
-        ("nodes.pc1.size=null", 1024, "nodes.pc1.size: 4096 -> 1024"),
-    ],
-)
-def test_sizes_given_and_left_out_are_scaled_alike(override: str, size: int, line: str) -> None:
-    scaled = scale_config(load_config(SHIPPED, [override]), REHEARSAL_SCALE, None)
-    assert line in scaled.lines
-    assert (scaled.config.workload.size or scaled.config.nodes["pc1"].size) == size
-
-
 def test_short_memory_lowers_the_scale_and_says_so() -> None:
     scaled = scale_config(load_config(SHIPPED), REHEARSAL_SCALE, GIB)
     assert scaled.scale == pytest.approx(1 / (7 * 3.3 + 3 * 1.5))

@@ -106,13 +106,6 @@ def test_the_baseline_is_the_best_window_and_no_warming_up() -> None:
     assert row_of(PLAN, slot_with(report()), meter, 0.0).baseline_pct == pytest.approx(70.0)
 
 
-@pytest.mark.parametrize("reports", [[], [{"wall_s": 0.0}], [{"work_flop": 0.0}]])
-def test_throughput_is_unknown_where_nothing_was_counted(reports: list[dict[str, float]]) -> None:
-    meter = metered(*(report(**one) for one in reports))
-    assert (meter.tflops, meter.best_tflops) == (None, None)
-    assert (meter.duty is None) is (reports != [{"work_flop": 0.0}])
-
-
 @given(
     st.lists(
         st.builds(
@@ -136,27 +129,6 @@ def test_whatever_is_reported_the_numbers_stay_in_their_bounds(reports: list[Rep
         best = meter.best_tflops or 0.0
         if meter.tflops is not None and one.events == ():
             assert best >= meter.tflops
-
-
-def test_before_the_first_report_only_the_plan_is_known() -> None:
-    shown = row_of(PLAN, Slot(slot="pc1/3"), Meter(), 1000.0).to_dict()
-    known = {name: value for name, value in shown.items() if value is not None}
-    assert known == {
-        "slot": "pc1/3",
-        "node": "pc1",
-        "gpu_name": "rtx-3090",
-        "device": "cuda",
-        "state": "STARTING",
-        "reason": "waiting for its node",
-        "policy": "adaptive",
-        "dtype": "fp16",
-        "budget_bytes": PLAN.spec.budget_bytes,
-        "duty_requested": 0.6,
-        **dict.fromkeys(
-            ["steps_ok", "steps_oom", "steps_error", "oom_count", "emergency_count", "restarts"], 0
-        ),
-        **dict.fromkeys(["verify_checks", "verify_errors", "steps_oom_probe"], 0),
-    }
 
 
 def test_a_process_that_is_awaited_says_for_how_long() -> None:
