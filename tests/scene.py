@@ -132,9 +132,10 @@ def ended(
 def ran(command: Sequence[str], **how: Any) -> subprocess.CompletedProcess[str]:
     """Run a command to its end, and return its exit code and what it printed."""
     text = how.pop("input", None)
-    how = {"stdin": None if text is None else subprocess.PIPE, **how}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, text=True, **pipes, **how) as process:
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    if text is not None:
+        pipes["stdin"] = subprocess.PIPE
+    with subprocess.Popen(command, text=True, **{**pipes, **how}) as process:
         try:
             out, err = ended(process, text)
         except BaseException:
