@@ -22,6 +22,7 @@ from typing import Any
 import psutil
 import pytest
 
+from orchestrator.core.node_commands import NODE_MARK
 from orchestrator.errors import NothingStoredError
 from orchestrator.record.archive import read_run
 from orchestrator.record.store import STORE_NAME
@@ -200,6 +201,25 @@ def _is_dead(process: psutil.Process) -> bool:
         return process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:  # since it was listed
         return True
+
+
+def actors() -> set[int]:
+    """Processes below this one with an actor of ours."""
+    found = set()
+    for process in descendants():
+        with contextlib.suppress(psutil.Error):
+            if " ".join(process.cmdline()).startswith("ray::WorkerActor"):
+                found.add(process.pid)
+    return found
+
+
+def ray_process(node: str, name: str) -> psutil.Process | None:
+    """A process of Ray that `up` started for a node."""
+    for process in descendants():
+        with contextlib.suppress(psutil.NoSuchProcess):  # since it was listed
+            if process.name() == name and process.environ().get(NODE_MARK) == node:
+                return process
+    return None
 
 
 def shared_memory() -> set[Path]:

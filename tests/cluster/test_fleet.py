@@ -16,7 +16,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
-import psutil
 import pytest
 import torch
 
@@ -31,7 +30,7 @@ from orchestrator.core.fleet import (
     SliceReported,
 )
 from orchestrator.errors import NoClusterError, UsageError
-from tests.cluster.conftest import descendants
+from tests.cluster.conftest import actors
 from tests.scene import ROOT, Patience, spec_of, wait_for
 from workers.learned_limits import STATE_DIR_VARIABLE
 from workers.messages import Directive, Report, ResumeState, Verdict
@@ -305,25 +304,15 @@ def test_an_abandoned_slot_is_gone_until_it_is_placed_again(stage: Stage) -> Non
         answered += [(report.slot, report.incarnation) for report in stage.reports(1)]
 
 
-def spares() -> set[int]:
-    """Processes with an actor of ours, which has no slot unless one was placed."""
-    found = set()
-    for process in descendants():
-        with contextlib.suppress(psutil.Error):
-            if " ".join(process.cmdline()).startswith("ray::WorkerActor"):
-                found.add(process.pid)
-    return found
-
-
 def has_torch(pid: int) -> bool:
     return "libtorch_cpu" in Path(f"/proc/{pid}/maps").read_text(encoding="utf-8")
 
 
 def test_a_spare_is_taken_by_a_slot_and_gives_way_to_a_program(cluster: Cluster) -> None:
-    before = spares()
+    before = actors()
 
     def fresh() -> set[int]:
-        return spares() - before
+        return actors() - before
 
     with contextlib.closing(Stage(cluster.owned, NARROW)) as stage:
         stage.fleet.keep_spares((WHOLE,))
@@ -346,7 +335,7 @@ def test_a_spare_is_taken_by_a_slot_and_gives_way_to_a_program(cluster: Cluster)
         spec = replace(spec_of(), slot=name, node=NARROW, command=program)
         stage.submit(stage.place_as(name, spec), 0)  # the only CPU of the node was the spare's
         stage.wait(1)
-        assert spare not in spares()
+        assert spare not in actors()
         stage.fleet.keep_spares(())
 
 

@@ -4,7 +4,6 @@ and the same end.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import subprocess
@@ -14,13 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from orchestrator.jobs import inbox
 from orchestrator.jobs.journal import QUEUE_NAME, queue_of
 from orchestrator.jobs.model import ON_CARD, JobState, Said, Standing, Word
-from tests.cluster.conftest import SMALL, Head, Starter, descendants
+from tests.cluster.conftest import SMALL, Head, Starter, actors
 from tests.scene import ROOT, ended, orchestrator, python
 
 pytestmark = pytest.mark.ray
@@ -142,21 +140,11 @@ def two_pcs(start: Starter, short_tmp: Path) -> Iterator[Night]:
     ended(pcs)
 
 
-def spares() -> set[int]:
-    """Processes with an actor, which has no job before one was submitted."""
-    found = set()
-    for process in descendants():
-        with contextlib.suppress(psutil.Error):
-            if " ".join(process.cmdline()).startswith("ray::WorkerActor"):
-                found.add(process.pid)
-    return found
-
-
 def test_a_queue_survives_the_death_of_worker_and_head(start: Starter, short_tmp: Path) -> None:
     night = Night(start, short_tmp, "--rehearse")
     first = night.begin("--stay")
-    first.wait(lambda: len(spares()) == 2, "a spare on each card")
-    ready = spares()
+    first.wait(lambda: len(actors()) == 2, "a spare on each card")
+    ready = actors()
     night.submit(night.file_of(NIGHT))
     first.wait(night.trains, "a checkpoint")
     name = str(night.trains())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from pathlib import Path
@@ -12,9 +11,8 @@ import psutil
 import pytest
 
 from orchestrator.config.load import load_config
-from orchestrator.core.node_commands import NODE_MARK
 from orchestrator.record.archive import read_run
-from tests.cluster.conftest import SMALL, ByHand, Head, Starter, descendants
+from tests.cluster.conftest import SMALL, ByHand, Head, Starter, descendants, ray_process
 from tests.scene import COMMAND, ROOT, ran, wait_for
 
 pytestmark = pytest.mark.ray
@@ -42,13 +40,8 @@ def token_of(by_hand: ByHand) -> str:
 
 
 def raylet_of(node: str) -> psutil.Process:
-    """The raylet that `up` started for a node."""
-    found = []
-    for process in descendants():
-        with contextlib.suppress(psutil.NoSuchProcess):  # since it was listed
-            if process.name() == "raylet" and process.environ().get(NODE_MARK) == node:
-                found.append(process)
-    (raylet,) = found
+    raylet = ray_process(node, "raylet")
+    assert raylet is not None
     return raylet
 
 

@@ -13,19 +13,10 @@ import psutil
 import pytest
 
 from orchestrator.core.node_commands import NODE_MARK
-from tests.cluster.conftest import ByHand, descendants
+from tests.cluster.conftest import ByHand, descendants, ray_process
 from tests.scene import COMMAND, ROOT, ended, wait_for
 
 pytestmark = pytest.mark.ray
-
-
-def ray_process(node: str, name: str) -> psutil.Process | None:
-    """A process of Ray that `up` started for a node."""
-    for process in descendants():
-        with contextlib.suppress(psutil.NoSuchProcess):  # since it was listed
-            if process.name() == name and process.environ().get(NODE_MARK) == node:
-                return process
-    return None
 
 
 def agent_of(node: str) -> psutil.Process | None:
