@@ -37,17 +37,9 @@ class Child:
 
     def wait(self, patience_s: float) -> int:
         """Wait for the end while it computes; return the exit status, or the negative number of the signal."""
-        from tests.scene import Patience, computed  # the server finds no such module
-
-        patience = Patience(lambda: computed(self.pid), patience_s)
-        self._connection.settimeout(1.0)
-        while self.returncode is None:
+        if self.returncode is None:
             try:
-                answer = self._connection.recv(16)
-            except TimeoutError as error:
-                if patience.is_over():
-                    raise subprocess.TimeoutExpired(f"child {self.pid}", patience_s) from error
-                continue
+                answer = _answer(self._connection, 16, self.pid, patience_s)
             except ConnectionResetError:  # it ended before the child had read what it was to do
                 answer = b""
             assert answer, f"the fork server ended before its child {self.pid}"
@@ -75,6 +67,18 @@ class Child:
     def err(self) -> str:
         """What it has written to its standard error."""
         return _whole(self._err)
+
+
+def _answer(connection: socket.socket, most: int, pid: int, patience_s: float) -> bytes:
+    """Wait for what comes from a process while it computes."""
+    from tests.scene import Patience, computed  # the server finds no such module
+
+    patience = Patience(lambda: computed(pid), patience_s)
+    connection.settimeout(1.0)
+    while not patience.is_over():
+        with contextlib.suppress(TimeoutError):
+            return connection.recv(most)
+    raise subprocess.TimeoutExpired(f"process {pid}", patience_s)
 
 
 def _whole(stream: IO[bytes]) -> str:
@@ -107,9 +111,10 @@ class ForkServer:
             (code, arguments, str(cwd or Path.cwd()), dict(environment or os.environ))
         )
         ours.sendall(len(request).to_bytes(8) + request)
+        assert self._process is not None
         # The server may still be importing torch on a busy machine.
-        ours.settimeout(240)
-        return Child(ours, int.from_bytes(ours.recv(8)), out, err)
+        pid = int.from_bytes(_answer(ours, 8, self._process.pid, 240.0))
+        return Child(ours, pid, out, err)
 
     def run(
         self,

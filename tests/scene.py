@@ -126,7 +126,7 @@ def ended(
         with contextlib.suppress(subprocess.TimeoutExpired):
             return process.communicate(text, timeout=1.0)
         text = None  # it has been sent
-    raise AssertionError(f"{process.args} hangs")
+    raise AssertionError(f"{process.args!r} hangs")
 
 
 def ran(command: Sequence[str], **how: Any) -> subprocess.CompletedProcess[str]:

@@ -81,7 +81,9 @@ class Head:
         if not any(self.runs.glob("*/head.json")):
             return computed(self.process.pid)
         steps = [row.get("train_step") for row in self.rows().values()]
-        return (self.folder() / "events.jsonl").stat().st_size, steps
+        with contextlib.suppress(FileNotFoundError):
+            return (self.folder() / "events.jsonl").stat().st_size, steps
+        return None
 
     def wait(self, ask: Callable[[], Any], what: str) -> None:
         """Wait for something while the run goes on; if it does not come, say what the log said last."""

@@ -17,7 +17,7 @@ import pytest
 from orchestrator.control.client import send
 from orchestrator.control.listener import Listener, short_name
 from orchestrator.control.wire import LINE_MOST_BYTES, Answer, command_of
-from tests.scene import wait_for
+from tests.scene import PATIENCE_S, wait_for
 
 OTHER_USER = 65_534
 
@@ -39,7 +39,7 @@ def ears(folder: Path) -> Iterator[Listener]:
 
 def connected(path: Path) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX)
-    connection.settimeout(10)
+    connection.settimeout(PATIENCE_S)
     with short_name(path) as name:
         connection.connect(name)
     return connection
@@ -61,7 +61,7 @@ def sent(folder: Path, poll: Callable[[], object]) -> Answer:
     """Send a command from another thread, while the head polls."""
     got: list[Answer] = []
     sender = threading.Thread(
-        target=lambda: got.append(send(folder, "pause", ["pc1/3"], by="test", timeout_s=20))
+        target=lambda: got.append(send(folder, "pause", ["pc1/3"], by="test", timeout_s=PATIENCE_S))
     )
     sender.start()
     wait_for(lambda: (poll(), got)[1], "answer")
