@@ -86,11 +86,12 @@ class Patience:
         self._seen, self._until_s = progress(), time.monotonic() + patience_s
 
     def is_over(self) -> bool:
-        """Say whether there was no sign of progress for too long."""
-        seen = self._progress()
-        if seen != self._seen:
-            self._seen, self._until_s = seen, time.monotonic() + self._patience_s
-        return time.monotonic() >= self._until_s
+        """Say whether there was no sign of progress for so long; it is looked for at the end of each time."""
+        if time.monotonic() < self._until_s:
+            return False
+        before, self._seen = self._seen, self._progress()
+        self._until_s = time.monotonic() + self._patience_s
+        return self._seen == before
 
 
 def computed(pid: int) -> int:

@@ -199,39 +199,25 @@ JUDGED: dict[str, Callable[[Json], Outcome]] = {
         ("cap", {"granted_to_cap": 0.978}, "refused at 0.97"),
         ("cap", {"refused_at": 1.02}, "granted more than"),
         ("cap", {"refusal": "other"}, "classified as 'other'"),
-        ("cap", {"process_to_budget": 1.02}, "holds 1.0200 of its budget"),
         ("recovery", {"recovery_p99_ms": 110.0}, "up to 110.0 ms"),
         ("recovery", {"errors": 0, "recovery_p99_ms": None}, "0 of 200"),
-        ("recovery", {"unrecovered": ["slice 3 ended poisoned"]}, "slice 3"),
         ("recovery", {"descent_errors": 0}, "was meant not to fit"),
-        ("recovery", {"descent_ended": "ok EMERGENCY, 0 steps"}, "ended ok EMERGENCY"),
         ("recovery", {"descent_kinds": ["definite", "probable"]}, "probable"),
         ("side_by_side", {"held_to_cap": 0.949}, "holds 0.949 of its cap"),
-        ("side_by_side", {"unrecovered": 1}, "1 failures left standing"),
         ("side_by_side", {"steps_ok": 0}, "no good step"),
-        ("side_by_side", {"ended": "ok EMERGENCY: nothing"}, "ended ok EMERGENCY: nothing"),
         ("dead", {"stands": [], "died": "the process of w/1 ended with -9"}, "ended with -9"),
-        ("totals", {"failures": 1}, "1 steps failed"),
         ("totals", {"tflops": 0.0}, "no work was done"),
         ("mps", {0.5: 50e12}, "did 1.0 of the work"),
         ("speed", {"ratio_median": 0.96}, "0.9600 of a bare loop"),
-        ("speed", {"failures": 2}, "2 steps failed"),
         ("duty", {"duty_measured_most": 0.7}, "up to 0.100 off"),
     ],
 )
 def test_a_judgement_holds_until_one_figure_breaks_it(check: str, found: Json, words: str) -> None:
     assert JUDGED[check]({}).ok
-    refuses(JUDGED[check](found), words)
-
-
-def test_totals_and_duties_stand_beside_one_free_worker() -> None:
-    outcome = throughput.judge_totals(
-        [ONE, ONE | {"workers": 2, "tflops": 1.1}, ONE | {"workers": 3, "tflops": 3.0}]
-    )
-    assert outcome.ok
-    assert [row["of_one_pct"] for row in outcome.rows] == pytest.approx([100.0, 110.0, 300.0])
-    assert outcome.notes == ["2 workers of size 64 do 110 % of one's work, not the guides' 180 %"]
-    assert throughput.judge_duty([FREE, KEPT]).rows[1]["of_unlimited_pct"] == pytest.approx(50.0)
+    outcome = JUDGED[check](found)
+    assert outcome.ok is False
+    assert words in " ".join(outcome.broken)
+    assert outcome.as_json()["broken"]
 
 
 def test_a_page_says_what_is_broken_and_what_was_skipped() -> None:
@@ -249,9 +235,3 @@ def test_a_page_says_what_is_broken_and_what_was_skipped() -> None:
     assert "- too much" in text
     assert "| cap | BROKEN | so |" in text
     assert "| a/b |" in text, "a bar would end the cell"
-
-
-def refuses(outcome: Outcome, words: str) -> None:
-    assert outcome.ok is False
-    assert words in " ".join(outcome.broken)
-    assert outcome.as_json()["broken"]

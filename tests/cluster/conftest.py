@@ -80,10 +80,16 @@ class Head:
         """What changes while a run gets on, and does not because it merely goes on."""
         if not any(self.runs.glob("*/head.json")):
             return computed(self.process.pid)
-        steps = [row.get("train_step") for row in self.rows().values()]
-        with contextlib.suppress(FileNotFoundError):
-            return (self.folder() / "events.jsonl").stat().st_size, steps
-        return None
+        rows = self.rows().values()
+        steps = [row.get("train_step") for row in rows]
+        is_starting = not steps or any(row["state"] in {"STARTING", "RESTARTING"} for row in rows)
+        log = self.folder() / "events.jsonl"
+        return (
+            log.stat().st_size if log.exists() else 0,
+            steps,
+            # An import may take minutes.
+            is_starting and [computed(child.pid) for child in psutil.Process().children()],
+        )
 
     def wait(self, ask: Callable[[], Any], what: str) -> None:
         """Wait for something while the run goes on; if it does not come, say what the log said last."""

@@ -363,10 +363,3 @@ def test_what_is_no_fault_of_a_slot_leaves_the_run_good(new_run: RunMaker, what:
     run.finish()
     assert run.supervisor.shortfalls() == ()
     assert outcome_of((), interrupted=False) == ("good", 0)
-
-
-def test_a_step_that_outlasts_the_run_is_no_fault_by_itself(new_run: RunMaker) -> None:
-    run = new_run(duration="30s", stop_grace_s=10, stale_after_s=120, hang_timeout_s=300)
-    once(29.5, "hang")(run)
-    run.finish()
-    assert run.supervisor.shortfalls() == ()
