@@ -52,7 +52,9 @@ def test_a_hot_card_pauses_its_workers_and_fails_its_phase(start: Starter, short
     assert by_slot["pc1/0"]["temperature_max_c"] == 87
     assert by_slot["pc2/0"]["errors_verdict"] == "pass"
     assert by_slot["pc2/0"]["steps_ok"] > 0
-    assert (interrupted["phase"], interrupted["verdict"]) == (3, "not_judged")
+    # What was seen until then may be enough for a verdict.
+    assert interrupted["phase"] == 3
+    assert interrupted["verdict"] in {"fail", "not_judged"}
     (written,) = runs.glob("burn-*.json")
     assert json.loads(written.read_text(encoding="utf-8")) == told
 
