@@ -171,13 +171,6 @@ def make_row(**changed: object) -> Row:
     return Row(**with_counts({**_HEALTHY, **changed}))
 
 
-def with_changes(row: Row, **changes: Any) -> Row:
-    """Return a row with some of its fields and counters changed."""
-    counters = {name: value for name, value in changes.items() if name in StepCounts.__slots__}
-    others = {name: value for name, value in changes.items() if name not in counters}
-    return replace(row, counts=replace(row.counts, **counters), **others)
-
-
 FACTS = RunFacts(
     run_id="20261120-051500-0b76",
     started_at_unix_s=STARTED_UNIX_S,

@@ -35,14 +35,11 @@ class Child:
         self._connection = connection
         self._out, self._err = out, err
 
-    def wait(self, timeout_s: float) -> int:
-        """Wait for the end; return the exit status, or the negative number of the signal."""
+    def wait(self, patience_s: float) -> int:
+        """Wait for the end while it computes; return the exit status, or the negative number of the signal."""
         if self.returncode is None:
-            self._connection.settimeout(timeout_s)
             try:
-                answer = self._connection.recv(16)
-            except TimeoutError as error:
-                raise subprocess.TimeoutExpired(f"forked child {self.pid}", timeout_s) from error
+                answer = _answer(self._connection, 16, self.pid, patience_s)
             except ConnectionResetError:  # it ended before the child had read what it was to do
                 answer = b""
             assert answer, f"the fork server ended before its child {self.pid}"
@@ -70,6 +67,18 @@ class Child:
     def err(self) -> str:
         """What it has written to its standard error."""
         return _whole(self._err)
+
+
+def _answer(connection: socket.socket, most: int, pid: int, patience_s: float) -> bytes:
+    """Wait for what comes from a process while it computes."""
+    from tests.scene import Patience, computed  # the server finds no such module
+
+    patience = Patience(lambda: computed(pid), patience_s)
+    connection.settimeout(1.0)
+    while not patience.is_over():
+        with contextlib.suppress(TimeoutError):
+            return connection.recv(most)
+    raise subprocess.TimeoutExpired(f"process {pid}", patience_s)
 
 
 def _whole(stream: IO[bytes]) -> str:
@@ -102,9 +111,10 @@ class ForkServer:
             (code, arguments, str(cwd or Path.cwd()), dict(environment or os.environ))
         )
         ours.sendall(len(request).to_bytes(8) + request)
+        assert self._process is not None
         # The server may still be importing torch on a busy machine.
-        ours.settimeout(240)
-        return Child(ours, int.from_bytes(ours.recv(8)), out, err)
+        pid = int.from_bytes(_answer(ours, 8, self._process.pid, 240.0))
+        return Child(ours, pid, out, err)
 
     def run(
         self,
@@ -112,12 +122,11 @@ class ForkServer:
         *arguments: str,
         cwd: Path | None = None,
         environment: Mapping[str, str] | None = None,
-        timeout_s: float = 240.0,
     ) -> subprocess.CompletedProcess[str]:
-        """Run `code` to its end, as `subprocess.run` would; a child that takes longer is ended."""
+        """Run `code` to its end, as `subprocess.run` would; a child that hangs is ended."""
         child = self.start(code, *arguments, cwd=cwd, environment=environment)
         try:
-            status = child.wait(timeout_s)
+            status = child.wait(240.0)
             return subprocess.CompletedProcess(
                 ["-c", code, *arguments], status, child.out, child.err
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from workers.settings import MemorySettings, WorkerSpec, WorkloadSpec
@@ -23,9 +25,13 @@ COMMAND = (sys.executable, "-m", "orchestrator")
 
 MIB = 2**20
 
-#: How long a test waits for what must happen. No test judges time: a machine with other work may be
-#: ten times slower.
+#: How long a test waits without a sign of progress. No test judges time: a machine with other work may
+#: be ten times slower.
 PATIENCE_S = 240.0
+
+#: Processor time that counts as a sign of progress: a process that only looks around uses less in
+#: the time of a test's patience.
+_COMPUTED_S = 20.0
 
 #: The guides' numbers.
 GUIDES = MemorySettings(
@@ -69,24 +75,83 @@ def spec_of(
     )
 
 
+class Patience:
+    """A deadline that begins anew with each sign of progress: what is slow is waited for, what hangs is not."""
+
+    def __init__(
+        self, progress: Callable[[], object] = lambda: None, patience_s: float = PATIENCE_S
+    ) -> None:
+        """Take for a sign of progress that `progress` returns something else than before."""
+        self._progress, self._patience_s = progress, patience_s
+        self._seen, self._until_s = progress(), time.monotonic() + patience_s
+
+    def is_over(self) -> bool:
+        """Say whether there was no sign of progress for so long; it is looked for at the end of each time."""
+        if time.monotonic() < self._until_s:
+            return False
+        before, self._seen = self._seen, self._progress()
+        self._until_s = time.monotonic() + self._patience_s
+        return self._seen == before
+
+
+def computed(pid: int) -> int:
+    """Return how much a process and those below it have computed, as a sign of progress."""
+    used_s = 0.0
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
+        for each in (process, *process.children(recursive=True)):
+            with contextlib.suppress(psutil.Error):
+                used_s += sum(each.cpu_times()[:4])
+    return int(used_s / _COMPUTED_S)
+
+
+def wait_for(
+    ask: Callable[[], Any], what: str, progress: Callable[[], object] = lambda: None
+) -> Any:
+    """Ask until the answer is true; return it."""
+    patience = Patience(progress)
+    while not (answer := ask()):
+        assert not patience.is_over(), f"no {what}, and no progress within {PATIENCE_S:.0f} s"
+        time.sleep(0.05)
+    return answer
+
+
+def ended(
+    process: subprocess.Popen[str],
+    text: str | None = None,
+    progress: Callable[[], object] | None = None,
+) -> tuple[str, str]:
+    """Wait for the end of a process while it makes progress; return what it printed."""
+    patience = Patience(progress or (lambda: computed(process.pid)))
+    while not patience.is_over():
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.communicate(text, timeout=1.0)
+        text = None  # it has been sent
+    raise AssertionError(f"{process.args!r} hangs")
+
+
 def ran(command: Sequence[str], **how: Any) -> subprocess.CompletedProcess[str]:
     """Run a command to its end, and return its exit code and what it printed."""
-    how = {"timeout": PATIENCE_S, **how}
-    return subprocess.run(command, capture_output=True, text=True, check=False, **how)
+    text = how.pop("input", None)
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    if text is not None:
+        pipes["stdin"] = subprocess.PIPE
+    with subprocess.Popen(command, text=True, **{**pipes, **how}) as process:
+        try:
+            out, err = ended(process, text)
+        except BaseException:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
 def python(
-    *arguments: str, cwd: Path | None = None, timeout_s: float = PATIENCE_S, **environment: Any
+    *arguments: str, cwd: Path | None = None, **environment: Any
 ) -> subprocess.CompletedProcess[str]:
     """Run Python with these arguments to its end, without a standard input."""
     command = [sys.executable, *arguments]
-    return ran(
-        command,
-        cwd=cwd,
-        env={**os.environ, **environment},
-        stdin=subprocess.DEVNULL,
-        timeout=timeout_s,
-    )
+    environment = {**os.environ, **environment}
+    return ran(command, cwd=cwd, env=environment, stdin=subprocess.DEVNULL)
 
 
 def orchestrator(
@@ -94,17 +159,6 @@ def orchestrator(
 ) -> subprocess.CompletedProcess[str]:
     """Run the command as a user does."""
     return python("-m", "orchestrator", *arguments, cwd=cwd, **environment)
-
-
-def wait_for(ask: Callable[[], Any], what: str) -> Any:
-    """Ask until the answer is true; return it."""
-    deadline_s = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline_s:
-        answer = ask()
-        if answer:
-            return answer
-        time.sleep(0.05)
-    raise AssertionError(f"no {what} within {PATIENCE_S:.0f} s")
 
 
 def vm_data_bytes() -> int:

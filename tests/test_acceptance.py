@@ -12,13 +12,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import pytest
 import torch
 from acceptance import memory, suite, throughput
-from acceptance.machine import NotHereError
 from acceptance.outcome import Outcome, page
 
 from tests.scene import ROOT, ran
@@ -68,19 +66,7 @@ class TestOnTheProcessor:
 
     def test_every_check_was_made_and_has_measured(self, checks: dict[str, Json]) -> None:
         assert list(checks) == list(suite.CHECKS)
-        keys = {
-            "check",
-            "ok",
-            "must_hold",
-            "figures",
-            "rows",
-            "broken",
-            "notes",
-            "skipped",
-            "took_s",
-        }
         for name, check in checks.items():
-            assert check.keys() == keys
             if name == "mps":
                 assert (check["ok"], check["skipped"]) == (None, "no MPS here: the device is a CPU")
                 continue
@@ -212,65 +198,26 @@ JUDGED: dict[str, Callable[[Json], Outcome]] = {
     [
         ("cap", {"granted_to_cap": 0.978}, "refused at 0.97"),
         ("cap", {"refused_at": 1.02}, "granted more than"),
-        ("cap", {"one_block_of_1.01_refused": False}, "granted more than"),
         ("cap", {"refusal": "other"}, "classified as 'other'"),
-        ("cap", {"process_to_budget": 1.02}, "holds 1.0200 of its budget"),
-        ("cap", {"process_to_budget": 0.98}, "holds 0.9800 of its budget"),
         ("recovery", {"recovery_p99_ms": 110.0}, "up to 110.0 ms"),
-        ("recovery", {"errors": 199}, "199 of 200"),
         ("recovery", {"errors": 0, "recovery_p99_ms": None}, "0 of 200"),
-        ("recovery", {"unrecovered": ["slice 3 ended poisoned"]}, "slice 3"),
         ("recovery", {"descent_errors": 0}, "was meant not to fit"),
-        ("recovery", {"descent_ended": "ok EMERGENCY, 0 steps"}, "ended ok EMERGENCY"),
         ("recovery", {"descent_kinds": ["definite", "probable"]}, "probable"),
         ("side_by_side", {"held_to_cap": 0.949}, "holds 0.949 of its cap"),
-        ("side_by_side", {"unrecovered": 1}, "1 failures left standing"),
         ("side_by_side", {"steps_ok": 0}, "no good step"),
-        (
-            "side_by_side",
-            {"ended": "ok EMERGENCY: nothing fits"},
-            "ended ok EMERGENCY: nothing fits",
-        ),
-        ("side_by_side", {"ended": "poisoned LOST: "}, "ended poisoned"),
         ("dead", {"stands": [], "died": "the process of w/1 ended with -9"}, "ended with -9"),
-        ("totals", {"failures": 1}, "1 steps failed"),
         ("totals", {"tflops": 0.0}, "no work was done"),
         ("mps", {0.5: 50e12}, "did 1.0 of the work"),
-        ("mps", {1.0: 0.0}, "did None of the work"),
         ("speed", {"ratio_median": 0.96}, "0.9600 of a bare loop"),
-        ("speed", {"failures": 2}, "2 steps failed"),
         ("duty", {"duty_measured_most": 0.7}, "up to 0.100 off"),
     ],
 )
 def test_a_judgement_holds_until_one_figure_breaks_it(check: str, found: Json, words: str) -> None:
     assert JUDGED[check]({}).ok
-    refuses(JUDGED[check](found), words)
-
-
-def test_a_driver_that_does_not_tell_is_said_so() -> None:
-    outcome = memory.judge_cap([WALL | {"process_to_budget": None}])
-    assert outcome.ok
-    assert "does not tell" in outcome.notes[0]
-
-
-def test_side_by_side_tells_what_was_scaled() -> None:
-    outcome = memory.judge_side_by_side([SCENE | {"scaled": "scaled to 2 x 0.50 GiB"}])
-    assert (outcome.ok, outcome.notes) == (True, ["scaled to 2 x 0.50 GiB"])
-
-
-def test_totals_and_duties_stand_beside_one_free_worker() -> None:
-    outcome = throughput.judge_totals(
-        [ONE, ONE | {"workers": 2, "tflops": 1.1}, ONE | {"workers": 3, "tflops": 3.0}]
-    )
-    assert outcome.ok
-    assert [row["of_one_pct"] for row in outcome.rows] == pytest.approx([100.0, 110.0, 300.0])
-    assert outcome.notes == ["2 workers of size 64 do 110 % of one's work, not the guides' 180 %"]
-    assert throughput.judge_duty([FREE, KEPT]).rows[1]["of_unlimited_pct"] == pytest.approx(50.0)
-
-
-def test_numbers_that_json_does_not_have_are_unknown() -> None:
-    outcome = Outcome(check="x", must_hold="y", figures={"a": math.inf, "b": [math.nan, 1.5]})
-    assert outcome.as_json()["figures"] == {"a": None, "b": [None, 1.5]}
+    outcome = JUDGED[check](found)
+    assert outcome.ok is False
+    assert words in " ".join(outcome.broken)
+    assert outcome.as_json()["broken"]
 
 
 def test_a_page_says_what_is_broken_and_what_was_skipped() -> None:
@@ -288,15 +235,3 @@ def test_a_page_says_what_is_broken_and_what_was_skipped() -> None:
     assert "- too much" in text
     assert "| cap | BROKEN | so |" in text
     assert "| a/b |" in text, "a bar would end the cell"
-
-
-def refuses(outcome: Outcome, words: str) -> None:
-    assert outcome.ok is False
-    assert words in " ".join(outcome.broken)
-    assert outcome.as_json()["broken"]
-
-
-def test_no_daemon_no_mps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
-    with pytest.raises(NotHereError, match="no MPS control daemon answers"):
-        throughput.measure_mps(SimpleNamespace(device="cuda"))

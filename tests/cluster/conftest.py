@@ -13,7 +13,7 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -22,20 +22,33 @@ from typing import Any
 import psutil
 import pytest
 
+from orchestrator.core.node_commands import NODE_MARK
 from orchestrator.errors import NothingStoredError
 from orchestrator.record.archive import read_run
 from orchestrator.record.store import STORE_NAME
 from tests.reaper import Reaper
-from tests.scene import COMMAND, PATIENCE_S, ROOT, ran, wait_for
+from tests.scene import COMMAND, PATIENCE_S, ROOT, computed, ended, ran, wait_for
 
 _PR_SET_CHILD_SUBREAPER = 36
 
 #: Three workers on two nodes: everything a cluster has, in a third of the time.
 SMALL = ("--set", "nodes.pc1.workers=2", "--set", "nodes.pc2.workers=1")
 
+ONE_EACH = ("--set", "nodes.pc1.workers=1", "--set", "nodes.pc2.workers=1")
+
 #: A loaded machine may take minutes for a start or a step. Timeouts are tested in virtual time
 #: (tests/run).
 PATIENT = tuple(f"--set=run.{name}_timeout_s={PATIENCE_S:.0f}" for name in ("start", "hang"))
+
+#: Whoever waits here gives up after a while without progress; this is for what waits elsewhere.
+_LONGEST_S = 3600
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give tests of a real cluster as long as they make progress."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.timeout(_LONGEST_S))
 
 
 @dataclass
@@ -47,26 +60,46 @@ class Head:
 
     def folder(self) -> Path:
         """The run folder, once there is one."""
-        return wait_for(
-            lambda: next(iter(self.runs.glob("*/head.json")), None), "a run folder"
-        ).parent
+        found = wait_for(
+            lambda: next(iter(self.runs.glob("*/head.json")), None),
+            "run folder",
+            lambda: computed(self.process.pid),
+        )
+        return Path(found.parent)
 
     def events(self) -> list[dict[str, Any]]:
         """What the event log says so far."""
         return read_events(self.folder())
 
-    def wait(self, ask: Callable[[], Any], what: str) -> None:
-        """Wait for something while the run goes on.
+    def opened(self, slot: str) -> list[int]:
+        """The processes of a slot that have opened its device, in their order."""
+        opened = [event for event in self.events() if event["event"] == "device_opened"]
+        return [event["pid"] for event in opened if event["slot"] == slot]
 
-        If it does not come, say what the log said last.
-        """
+    def progress(self) -> object:
+        """What changes while a run gets on, and does not because it merely goes on."""
+        if not any(self.runs.glob("*/head.json")):
+            return computed(self.process.pid)
+        rows = self.rows().values()
+        steps = [row.get("train_step") for row in rows]
+        is_starting = not steps or any(row["state"] in {"STARTING", "RESTARTING"} for row in rows)
+        log = self.folder() / "events.jsonl"
+        return (
+            log.stat().st_size if log.exists() else 0,
+            steps,
+            # An import may take minutes.
+            is_starting and [computed(child.pid) for child in psutil.Process().children()],
+        )
+
+    def wait(self, ask: Callable[[], Any], what: str) -> None:
+        """Wait for something while the run goes on; if it does not come, say what the log said last."""
 
         def asked() -> bool:
             assert self.process.poll() is None, f"the run ended early: {self.process.communicate()}"
             return bool(ask())
 
         try:
-            wait_for(asked, what)
+            wait_for(asked, what, self.progress)
         except AssertionError as error:
             raise AssertionError(f"{error}; the last events: {self.events()[-20:]}") from None
 
@@ -100,13 +133,36 @@ class Head:
         return dict(json.loads(out))
 
     def finish(self) -> tuple[int, str, str]:
-        """Wait for the end; return exit code, standard output and standard error."""
-        out, err = self.process.communicate(timeout=PATIENCE_S)
+        """Wait for the end of a run that gets on; return exit code, standard output and error."""
+
+        def progress() -> object:
+            with contextlib.suppress(NothingStoredError, StopIteration):
+                folder = next(self.runs.glob("*/run.sqlite")).parent
+                return read_run(folder).elapsed_s, self.progress()
+            return self.progress()
+
+        out, err = ended(self.process, progress=progress)
         return self.process.returncode, out, err
+
+    def kill(self) -> None:
+        """End the head as a crash does."""
+        self.process.kill()
+        self.process.wait()
 
     def summary(self) -> dict[str, Any]:
         """The summary in the run folder."""
         return dict(json.loads((self.folder() / "summary.json").read_text(encoding="utf-8")))
+
+    def close(self) -> None:
+        """Interrupt it if it has not ended, and let go of its output."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+            with contextlib.suppress(AssertionError):
+                ended(self.process)
+            self.process.kill()
+        for stream in (self.process.stdout, self.process.stderr):
+            if stream is not None:
+                stream.close()
 
 
 def read_events(folder: Path) -> list[dict[str, Any]]:
@@ -155,6 +211,25 @@ def _is_dead(process: psutil.Process) -> bool:
         return True
 
 
+def actors() -> set[int]:
+    """Processes below this one with an actor of ours."""
+    found = set()
+    for process in descendants():
+        with contextlib.suppress(psutil.Error):
+            if " ".join(process.cmdline()).startswith("ray::WorkerActor"):
+                found.add(process.pid)
+    return found
+
+
+def ray_process(node: str, name: str) -> psutil.Process | None:
+    """A process of Ray that `up` started for a node."""
+    for process in descendants():
+        with contextlib.suppress(psutil.NoSuchProcess):  # since it was listed
+            if process.name() == name and process.environ().get(NODE_MARK) == node:
+                return process
+    return None
+
+
 def shared_memory() -> set[Path]:
     """Files in /dev/shm that no live process has mapped, without Python's semaphores: others come and go."""
     found = {path for path in Path("/dev/shm").iterdir() if not path.name.startswith("sem.mp-")}
@@ -165,63 +240,73 @@ def shared_memory() -> set[Path]:
     return found
 
 
-@pytest.fixture
-def nothing_left() -> Iterator[None]:
-    """Fail if a process, a file in /dev/shm or a temporary folder of ours is left after the test."""
+@contextlib.contextmanager
+def nothing_left_of(folder: Path) -> Iterator[None]:
+    """Fail if a process, a file in /dev/shm or a temporary folder of ours is left afterwards."""
     before = {process.pid for process in descendants()}
     shared = shared_memory()
+
+    def left() -> list[psutil.Process]:
+        return [process for process in descendants() if process.pid not in before]
+
     yield
     try:
-        wait_for(
-            lambda: not [p for p in descendants() if p.pid not in before],
-            "end of the processes we started",
-        )
+        wait_for(lambda: not left(), "end of the processes we started", lambda: len(left()))
     finally:
-        for process in descendants():
-            if process.pid not in before:
-                process.kill()
-    wait_for(
-        lambda: shared_memory() <= shared, f"end of {shared_memory() - shared}"
-    )  # others make files there, too
+        for process in left():
+            process.kill()
+    # Others make files there, too; and what a killed head leaves goes a bit later.
+    wait_for(lambda: shared_memory() <= shared, f"end of {shared_memory() - shared}")
+    wait_for(lambda: not list(folder.glob("orch-*")), f"end of {list(folder.glob('orch-*'))}")
+
+
+@contextlib.contextmanager
+def short_folder(reaper: Reaper) -> Iterator[Path]:
+    """Make a folder with a path short enough for Ray's sockets."""
+    folder = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))
+    reaper.remove_at_the_end(folder)
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture
 def short_tmp(session_reaper: Reaper) -> Iterator[Path]:
     """A folder with a path short enough for Ray's sockets."""
-    folder = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))
-    session_reaper.remove_at_the_end(folder)
-    yield folder
-    shutil.rmtree(folder, ignore_errors=True)
+    with short_folder(session_reaper) as folder:
+        yield folder
+
+
+@pytest.fixture
+def nothing_left(short_tmp: Path) -> Iterator[None]:
+    """Fail if something of ours is left after the test."""
+    with nothing_left_of(short_tmp):
+        yield
 
 
 Starter = Callable[..., Head]
 
 
-@pytest.fixture
-def start(nothing_left: None, short_tmp: Path) -> Iterator[Starter]:
-    """Start `python -m orchestrator run` in a folder of its own, with the shipped cluster.yaml."""
+@contextlib.contextmanager
+def starting(folder: Path) -> Iterator[Starter]:
+    """Start `python -m orchestrator run` with the shipped cluster.yaml, and see that nothing is left of it."""
     heads: list[Head] = []
 
-    def starter(
+    def start(
         *arguments: str,
-        environment: dict[str, str] | None = None,
+        environment: Mapping[str, str] | None = None,
         cwd: Path = ROOT,
         runs: Path | None = None,
-        before: Sequence[str] = (),
+        verb: tuple[str, ...] = ("run",),
+        before: tuple[str, ...] = (),
     ) -> Head:
         """Start it; `runs` is a folder that is there already, `before` goes before the command."""
-        runs = runs or short_tmp / f"runs{len(heads)}"
-        command = [*before, *COMMAND, "run", "--config", str(ROOT / "cluster.yaml")]
+        runs = runs or folder / f"runs{len(heads)}"
+        where = ("--config", str(ROOT / "cluster.yaml"), "--run-dir", str(runs))
+        patient = () if "--resume" in arguments else PATIENT
         process = subprocess.Popen(
-            [
-                *command,
-                "--run-dir",
-                str(runs),
-                *(() if "--resume" in arguments else PATIENT),
-                *arguments,
-            ],
+            [*before, *COMMAND, *verb, *where, *patient, *arguments],
             cwd=cwd,
-            env={**os.environ, "TMPDIR": str(short_tmp), **(environment or {})},
+            env={**os.environ, "TMPDIR": str(folder), **(environment or {})},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -230,22 +315,24 @@ def start(nothing_left: None, short_tmp: Path) -> Iterator[Starter]:
         heads.append(Head(process=process, runs=runs))
         return heads[-1]
 
-    yield starter
-    for head in heads:
-        if head.process.poll() is None:
-            head.process.send_signal(signal.SIGINT)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                head.process.wait(PATIENCE_S)
-            head.process.kill()
-        for stream in (head.process.stdout, head.process.stderr):
-            if stream is not None:
-                stream.close()
-        for folder in head.runs.glob("*"):
-            illegal = [event for event in read_events(folder) if event["event"] == "illegal_event"]
-            assert illegal == [], "the lifecycle got an event that its table does not allow"
-    # What a run leaves in its temporary folder besides the runs themselves is litter; a killed
-    # head's goes a bit later.
-    wait_for(lambda: not list(short_tmp.glob("orch-*")), f"end of {list(short_tmp.glob('orch-*'))}")
+    with nothing_left_of(folder):
+        try:
+            yield start
+        finally:
+            for head in heads:
+                head.close()
+    events = [
+        event for head in heads for each in head.runs.glob("*") for event in read_events(each)
+    ]
+    illegal = [event for event in events if event["event"] == "illegal_event"]
+    assert illegal == [], "the lifecycle got an event that its table does not allow"
+
+
+@pytest.fixture
+def start(short_tmp: Path) -> Iterator[Starter]:
+    """Start runs in a folder of their own."""
+    with starting(short_tmp) as starter:
+        yield starter
 
 
 #: Asks Ray itself, not us, how many living actors each node has.
@@ -281,7 +368,7 @@ class ByHand:
             "RAY_TMPDIR": str(folder),
             "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}",
         }
-        self.arguments = ("--set", f"cluster.port={self.port}")
+        self.arguments: tuple[str, ...] = ("--set", f"cluster.port={self.port}")
 
     def orchestrator(self, *arguments: str) -> str:
         return self._run([*COMMAND, *arguments, *self.arguments])
@@ -319,7 +406,8 @@ class ByHand:
 
 
 @pytest.fixture
-def by_hand(nothing_left: None, short_tmp: Path) -> Iterator[ByHand]:
+def by_hand(short_tmp: Path) -> Iterator[ByHand]:
+    """A shell whose nodes end before what looks for remains; ask for `start` or `nothing_left` first."""
     shell = ByHand(short_tmp)
     yield shell
     shell.stop_node("pc2")

@@ -1,13 +1,9 @@
-"""`burn` in a rehearsal with scripted sensors: a hot card fails its phase, nothing is left."""
+"""`burn` in a rehearsal with scripted sensors: a hot card pauses its workers and fails its phase."""
 
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,61 +11,32 @@ import pytest
 
 from orchestrator.record.folders import list_runs
 from tests.cards import script_cards, scripted_card
-from tests.cluster.conftest import SMALL
-from tests.scene import COMMAND, PATIENCE_S, ROOT, wait_for
+from tests.cluster.conftest import SMALL, Starter, read_events
+from tests.scene import ended
+from workers.readings import Throttle
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("nothing_left")]
+pytestmark = pytest.mark.ray
 
-#: Warmer than a card should stay, and cooler than workers pause at.
-HOT_C = 81
-
-
-def script(folder: Path, hot_c: float, cool_c: float) -> dict[str, str]:
-    """Return the variables under which pc1 has a card with one temperature, other nodes the other."""
-    hot, cool = scripted_card(1, temperature_c=hot_c), scripted_card(2, temperature_c=cool_c)
-    return script_cards(folder / "cards.json", cool, nodes={"pc1": [hot]})
+THROTTLED = Throttle.POWER_CAP | Throttle.HARDWARE_THERMAL
 
 
-@contextmanager
-def burning(folder: Path, *arguments: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
-    command = [*COMMAND, "burn", "--config", str(ROOT / "cluster.yaml"), "--rehearse"]
-    with subprocess.Popen(
-        [*command, *SMALL, "--run-dir", str(folder / "runs"), *arguments],
-        cwd=ROOT,
-        env={**os.environ, "TMPDIR": str(folder), "COLUMNS": "80", **environment},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        try:
-            yield process
-        finally:
-            if process.poll() is None:
-                process.send_signal(signal.SIGINT)
-                process.wait(PATIENCE_S)
-    assert [path.name for path in folder.iterdir() if path.name.startswith("orch-")] == []
-
-
-def test_a_hot_card_fails_its_phase_and_ctrl_c_ends_the_next(short_tmp: Path) -> None:
-    sensors = script(short_tmp, HOT_C, 61)
-    arguments = (
-        "--phase",
-        "2",
-        "--phase",
-        "3",
-        "--duration",
-        "6s",
-        "--json",
+def test_a_hot_card_pauses_its_workers_and_fails_its_phase(start: Starter, short_tmp: Path) -> None:
+    """And Ctrl-C ends the next phase."""
+    hot = scripted_card(1, temperature_c=87, throttle=THROTTLED)
+    cool = scripted_card(2, temperature_c=61)
+    cards = script_cards(short_tmp / "cards.json", cool, nodes={"pc1": [hot]})
+    burn = start(
+        *("--rehearse", *SMALL, "--phase", "2", "--phase", "3", "--duration", "6s", "--json"),
+        verb=("burn",),
+        environment=cards,
     )
-    with burning(short_tmp, *arguments, **sensors) as process:
-        wait_for(lambda: runs_that_counted(short_tmp / "runs") == 2, "second phase that counts")
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=PATIENCE_S)
+    runs = burn.runs
+    burn.wait(lambda: len(list(runs.glob("*/head.json"))) == 2, "second phase")
+    burn.process.send_signal(signal.SIGINT)
+    out, err = ended(burn.process)
     told: dict[str, Any] = json.loads(out)
-    assert (process.returncode, told["exit_code"], told["outcome"]) == (130, 130, "interrupted"), (
-        err
-    )
+    assert burn.process.returncode == told["exit_code"] == 130, err
+    assert told["outcome"] == "interrupted"
     phase, interrupted = told["phases"]
     assert (phase["phase"], phase["title"], phase["verdict"]) == (2, "heat", "fail")
     assert phase["nodes"] == [
@@ -82,20 +49,24 @@ def test_a_hot_card_fails_its_phase_and_ctrl_c_ends_the_next(short_tmp: Path) ->
         "pc1/1": "fail",
         "pc2/0": "pass",
     }
-    assert by_slot["pc1/0"]["temperature_max_c"] == HOT_C
-    assert all(
-        worker["errors_verdict"] == "pass" and worker["steps_ok"] > 0 for worker in by_slot.values()
-    )
+    assert by_slot["pc1/0"]["temperature_max_c"] == 87
+    assert by_slot["pc2/0"]["errors_verdict"] == "pass"
+    assert by_slot["pc2/0"]["steps_ok"] > 0
     # What was seen until then may be enough for a verdict.
-    assert (interrupted["phase"], interrupted["verdict"] in {"fail", "not_judged"}) == (3, True)
-    (written,) = (short_tmp / "runs").glob("burn-*.json")
+    assert interrupted["phase"] == 3
+    assert interrupted["verdict"] in {"fail", "not_judged"}
+    (written,) = runs.glob("burn-*.json")
     assert json.loads(written.read_text(encoding="utf-8")) == told
-    assert phase["runs"][0]["run_id"] in {run.run_id for run in list_runs(short_tmp / "runs")}, (
-        "a run like any other"
-    )
 
-
-def runs_that_counted(runs: Path) -> int:
-    return sum(
-        "counting" in path.read_text(encoding="utf-8") for path in runs.glob("*/events.jsonl")
-    )
+    run_id = phase["runs"][0]["run_id"]
+    assert run_id in {run.run_id for run in list_runs(runs)}, "a run like any other"
+    summary = json.loads((runs / run_id / "summary.json").read_text(encoding="utf-8"))
+    rows = {row["slot"]: row for row in summary["workers"]}
+    for slot in ("pc1/0", "pc1/1"):
+        assert (rows[slot]["state"], rows[slot]["steps_ok"]) == ("PAUSED", 0)
+        assert "paused at 87 C, goes on below 75 C" in rows[slot]["reason"]
+        sensors = ("temperature_c", "margin_c", "power_w", "throttle_pct")
+        assert [rows[slot][name] for name in sensors] == [87, 8, 341, 100]
+    assert (rows["pc2/0"]["temperature_c"], rows["pc2/0"]["throttle_pct"]) == (61, 0)
+    alarms = [event for event in read_events(runs / run_id) if event["event"] == "alarm_raised"]
+    assert {event["slot"] for event in alarms} == {"pc1/0", "pc1/1"}

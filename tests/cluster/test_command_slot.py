@@ -1,30 +1,42 @@
-"""On real Ray a program of the user ends with its worker, its raylet and its head."""
+"""On real Ray a program of the user ends with its worker, its raylet and its head.
+
+And what an actor has set on cards is put back when the block or the head that asked for it ends.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.command.scenes import is_gone, kill, parent_of, told, wait_for
-from tests.scene import ROOT
+from tests.cards import script_cards, scripted_card
+from tests.command.scenes import is_gone, kill, parent_of, told
+from tests.scene import orchestrator, wait_for
+from workers.host.processes import is_alive
 from workers.learned_limits import STATE_DIR_VARIABLE
 
 pytestmark = pytest.mark.ray
 
-#: A head: places a command on each of two nodes, and goes on sending slices.
+#: A head: has a card set twice, places a command on each of two nodes, and goes on sending slices.
 HEAD = """
-import dataclasses, json, os, sys, time
+import contextlib, dataclasses, json, os, sys, time
 from pathlib import Path
 from orchestrator.cluster.local_cluster import rehearsed
 from orchestrator.cluster.raylets import RayletPlan
 from orchestrator.core.fleet import SliceReported
 from tests.command.scenes import command_spec
+from workers.card_settings import WantedSettings
 from workers.messages import Directive
+
+def tell(name, value):
+    Path(name + ".new").write_text(json.dumps(value))
+    os.rename(name + ".new", name)
 
 FORKS = '''
 import json, os, signal, sys, time
@@ -39,8 +51,19 @@ else:
     os.rename(name + ".new", name)
 time.sleep(600)
 '''
-with rehearsed([RayletPlan(name="pc1", cpus=4, gpus=0), RayletPlan(name="pc2", cpus=4, gpus=0)]) as fleet:
+with rehearsed([RayletPlan(name="pc1", cpus=5, gpus=1), RayletPlan(name="pc2", cpus=4, gpus=0)]) as fleet:
     fleet.nodes()
+    from orchestrator.cluster.node_tasks import with_cards_set  # Ray reads its settings when imported
+    wanted = {"pc1": WantedSettings(node="pc1", cards=1, power_limit_w=280)}
+    ended = lambda *_: None
+    def limit_w():
+        return json.loads(Path("cards.set").read_text())["CARD"]["power_limit_w"]
+    with with_cards_set(wanted, ended, lambda: False) as outcomes:
+        during_w = limit_w()
+    between_w = limit_w()
+    stays = contextlib.ExitStack()
+    again = stays.enter_context(with_cards_set(wanted, ended, lambda: False))
+    tell("limits", [str(outcomes["pc1"]), during_w, between_w, str(again["pc1"]), limit_w()])
     for name, node in (("first", "pc1"), ("second", "pc2"), ("third", "pc1")):
         spec = command_spec("-c", FORKS, slot=name, cwd=os.getcwd(), grace_s=1.0)
         fleet.place(dataclasses.replace(spec, node=node), 1, 0)
@@ -65,8 +88,7 @@ with rehearsed([RayletPlan(name="pc1", cpus=4, gpus=0), RayletPlan(name="pc2", c
                     report.slot,
                     Directive(incarnation=0, sequence=sequence, duration_s=0.5, resume=None),
                 )
-        Path("workers.new").write_text(json.dumps(workers))
-        os.rename("workers.new", "workers")
+        tell("workers", workers)
 """
 
 
@@ -76,8 +98,12 @@ class Scene:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.state = Path(os.environ[STATE_DIR_VARIABLE])
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        self.head = subprocess.Popen([sys.executable, "-c", HEAD], cwd=folder, env=environment)
+        card = scripted_card()
+        cards = script_cards(folder / "cards.json", card)
+        code = HEAD.replace("CARD", card["uuid"])
+        self.head = subprocess.Popen(
+            [sys.executable, "-c", code], cwd=folder, env={**os.environ, **cards}
+        )
 
     def of(self, slot: str) -> list[int]:
         """Program, its child, its keeper and its guard."""
@@ -97,7 +123,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
 
 
 def await_end(pids: list[int]) -> None:
-    wait_for(lambda: all(map(is_gone, pids)), f"end of {pids}", patience_s=10.0)
+    wait_for(lambda: all(map(is_gone, pids)), f"end of {pids}")
 
 
 def test_folder_travels_where_there_is_none(scene: Scene) -> None:
@@ -118,7 +144,29 @@ def test_nothing_outlives_the_raylet(scene: Scene) -> None:
     await_end(pids)  # Ray's worker stays longer, until it misses its raylet
 
 
+def test_a_limit_is_put_back_when_its_block_ends(scene: Scene) -> None:
+    first, during_w, between_w, second, again_w = told(scene.folder / "limits")
+    assert (during_w, between_w, again_w) == (280, 350, 280)
+    for words in (first, second):
+        assert "power limit 280 W until the run ends (before: 350 W)" in words
+
+
 def test_nothing_outlives_the_head(scene: Scene) -> None:
     pids, worker = scene.of("third"), scene.worker("third")
     kill(scene.head.pid)
     await_end([*pids, worker])
+
+
+def test_a_limit_is_put_back_after_the_head_was_killed(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kill(scene.head.pid)
+    (record,) = (scene.state / "kept").glob("*.json")
+    holder = json.loads(record.read_text())
+    wait_for(lambda: not is_alive(holder["pid"], holder["started"]), "end of the actor")
+    monkeypatch.setenv(STATE_DIR_VARIABLE, str(scene.state))
+    cards = script_cards(scene.folder / "cards.json", scripted_card())
+    done = orchestrator("stop", cwd=scene.folder, **cards)
+    assert "is back at 350 W" in done.stdout, done.stdout + done.stderr
+    values: dict[str, Any] = json.loads((scene.folder / "cards.set").read_text())
+    assert values[scripted_card()["uuid"]]["power_limit_w"] == 350

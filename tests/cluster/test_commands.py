@@ -1,11 +1,14 @@
-"""Commands to a run with real workers: typed, sent by the page, and kept by the next head."""
+"""Commands to a run with real workers: typed, sent by the page, and kept by the head after one that was killed."""
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
+from orchestrator.record.archive import read_run
 from tests.cluster.conftest import SMALL, Head, Starter
-from tests.scene import ROOT, orchestrator
+from tests.scene import ROOT, orchestrator, wait_for
 from tests.web.scene import serving
 from workers.units import MIB
 
@@ -63,14 +66,21 @@ def test_slots_are_held_capped_and_saved_also_by_the_next_head(start: Starter) -
     assert ("reserved_bytes" in rows["pc2/0"], "reserved_bytes" in rows["pc1/1"]) == (True, False)
     assert all("saved_step" in rows[slot] for slot in ("pc1/1", "pc2/0")), "what rests has saved"
     steps = {slot: rows[slot]["steps_ok"] for slot in ("pc1/1", "pc2/0")}
-    head.process.kill()
-    head.process.wait()
+    head.kill()
+    # Nothing of the head is left to clean up, and yet its cluster is gone.
+    wait_for(lambda: not list(head.runs.parent.glob("orch-*")), "end of the rehearsal's folder")
+    run_id, left = head.folder().name, read_run(head.folder())
 
     code, said = typed(head, "unpause", "pc2/0", "--run", "latest")
     assert (code, "run --resume" in said) == (2, True)
+    assert f"run --resume {run_id}" in typed(head, "runs")[1]
+    (listed,) = json.loads(typed(head, "runs", "--json")[1])["runs"]
+    assert (listed["run_id"], listed["outcome"]) == (run_id, "interrupted")
     before = len(head.events())
-    again = start("--resume", head.folder().name, "--json", runs=head.runs)
+    again = start("--resume", run_id, "--json", runs=head.runs)
     again.wait_until_running(1, after=before)
+    code, said = typed(head, "run", "--resume", run_id)
+    assert (code, "is under way" in said) == (2, True)
     trained = again.rows()["pc1/0"]["train_step"]
     again.wait(lambda: again.rows()["pc1/0"]["train_step"] > trained + 5, "more training")
     rows = again.rows()
@@ -79,6 +89,11 @@ def test_slots_are_held_capped_and_saved_also_by_the_next_head(start: Starter) -
     assert rows["pc1/0"]["cap_bytes"] == 3 * budget_bytes // 4 // MIB * MIB
     assert sent_by_page(again, "unpause", "pc1/1", "pc2/0") == 200
     wait_for_state(again, "RUNNING", "pc1/1", "pc2/0")
-    again.interrupt_when(
+    summary = again.interrupt_when(
         lambda: all(again.rows()[slot]["steps_ok"] > steps[slot] for slot in steps), "more steps"
     )
+    assert (summary["run_id"], read_run(head.folder()).heads) == (run_id, 2)
+    assert summary["steps_lost_upper_bound"] >= sum(slot.steps_at_risk for slot in left.slots)
+    after = {row["slot"]: row for row in summary["workers"]}
+    for slot in left.slots:
+        assert after[slot.slot]["steps_ok"] > slot.counters["steps_ok"] > 0

@@ -1,6 +1,6 @@
-"""A training on real Ray: a killed worker goes on from its checkpoint to the same weights.
+"""Trainings on real Ray: a killed worker goes on from its checkpoint to the same weights.
 
-All done, the run ends.
+All done, the run ends; another one begins with its weights.
 """
 
 from __future__ import annotations
@@ -8,13 +8,17 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cluster.conftest import SMALL, Starter
+from tests.cluster.conftest import SMALL, Head, Starter, short_folder, starting
+from tests.reaper import Reaper
 from tests.scene import python
+from workers.learned_limits import STATE_DIR_VARIABLE
 
 pytestmark = pytest.mark.ray
 
@@ -31,55 +35,98 @@ TRAINING = (
 )
 
 
-#: Trains without the engine, and without an interruption; prints the hash of the weights for each
-#: seed.
+#: Trains without the engine, and without an interruption; prints the hash of the weights of three
+#: seeds, and of a training that begins with the file that is named.
 UNDISTURBED = f"""
-import torch
+import sys, torch
+from pathlib import Path
 from workers.training.settings import TrainSettings
 from workers.training.tasks import find_task
 from workers.training.trainer import Trainer
 torch.set_num_threads(1)
 settings = TrainSettings(**{KEYS})
-for seed in range(3):
+for seed, earlier in ((0, None), (1, None), (2, None), (0, Path(sys.argv[1]))):
     trainer = Trainer(find_task(settings, seed), settings, torch.device("cpu"), seed)
+    if earlier is not None:
+        trainer.earlier = earlier
+        trainer.rollback(None)
     while not trainer.finished:
         trainer.micro_batch(4)
     print(trainer.weights_sha256())
 """
 
 
-def test_a_killed_training_ends_with_the_same_weights(
-    start: Starter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ORCHESTRATOR_STATE_DIR", str(tmp_path))
-    head = start("--rehearse", *SMALL, "--duration", "30m", "--json", *TRAINING)
-    head.wait_until_running(3)
+@dataclass
+class Finished:
+    """A training of three slots of which one was killed, and what it comes to undisturbed."""
+
+    head: Head
+    summary: dict[str, Any]
+    state: Path
+    undisturbed: list[str]
+    start: Starter
+
+
+def killed_and_finished(head: Head, workers: int) -> dict[str, Any]:
+    """Kill pc1/0 once it has saved; return the summary of the run when all is done."""
+    head.wait_until_running(workers)
     head.wait(lambda: head.rows().get("pc1/0", {}).get("saved_step"), "a checkpoint of pc1/0")
-    opened = next(
-        event
-        for event in head.events()
-        if event["event"] == "device_opened" and event["slot"] == "pc1/0"
-    )
-    os.kill(opened["pid"], signal.SIGKILL)
+    os.kill(head.opened("pc1/0")[0], signal.SIGKILL)
     code, out, err = head.finish()
     assert code == 0, out + err
-    summary = json.loads(out)
+    return dict(json.loads(out))
+
+
+@pytest.fixture(scope="module")
+def finished(
+    session_reaper: Reaper, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Finished]:
+    state = tmp_path_factory.mktemp("state")
+    with pytest.MonkeyPatch.context() as patch, short_folder(session_reaper) as folder:
+        patch.setenv(STATE_DIR_VARIABLE, str(state))
+        with starting(folder) as start:
+            head = start("--rehearse", *SMALL, "--duration", "30m", "--json", *TRAINING)
+            summary = killed_and_finished(head, 3)
+            weights = head.folder() / "states" / "pc1" / "0.weights"
+            undisturbed = python("-c", UNDISTURBED, str(weights)).stdout.split()
+            yield Finished(head, summary, state, undisturbed, start)
+
+
+def test_a_killed_training_ends_with_the_same_weights(finished: Finished) -> None:
+    summary, events = finished.summary, finished.head.events()
     assert summary["outcome"] == "good"
     assert summary["duration_s"] < 1800
     rows = {row["slot"]: row for row in summary["workers"]}
     assert {
-        slot: (row["state"], row["train_step"], row["saved_step"]) for slot, row in rows.items()
-    } == dict.fromkeys(("pc1/0", "pc1/1", "pc2/0"), ("DONE", 80, 80))
-    assert all(row["loss"] < row["first_loss"] for row in rows.values())
-    assert {slot: row["restarts"] for slot, row in rows.items()} == {
-        "pc1/0": 1,
-        "pc1/1": 0,
-        "pc2/0": 0,
+        slot: (row["state"], row["train_step"], row["saved_step"], row["restarts"])
+        for slot, row in rows.items()
+    } == {
+        "pc1/0": ("DONE", 80, 80, 1),
+        "pc1/1": ("DONE", 80, 80, 0),
+        "pc2/0": ("DONE", 80, 80, 0),
     }
-    assert [event["slot"] for event in head.events() if event["event"] == "restored"] == ["pc1/0"]
+    assert all(row["loss"] < row["first_loss"] for row in rows.values())
+    assert [event["slot"] for event in events if event["event"] == "restored"] == ["pc1/0"]
     assert [row["redone_steps"] for slot, row in sorted(rows.items())][1:] == [0, 0]
-    undisturbed = python("-c", UNDISTURBED).stdout.split()
-    assert [row["weights_sha256"] for _, row in sorted(rows.items())] == undisturbed
+    assert [row["weights_sha256"] for _, row in sorted(rows.items())] == finished.undisturbed[:3]
     for slot in rows:  # the head's copy is the last checkpoint
-        copy = (head.folder() / "states" / f"{slot}.pt").read_bytes()
-        assert copy in {path.read_bytes() for path in tmp_path.rglob(f"{slot}/generation-?.pt")}
+        copy = (finished.head.folder() / "states" / f"{slot}.pt").read_bytes()
+        assert copy in {
+            path.read_bytes() for path in finished.state.rglob(f"{slot}/generation-?.pt")
+        }
+
+
+def test_it_begins_once_with_them_and_is_resumed_from_its_own(finished: Finished) -> None:
+    earlier = finished.head.folder()
+    (earlier / "head.json").unlink()  # the folder of the next run is found by it
+    head = finished.start(
+        *("--rehearse", *SMALL, "--duration", "30m", "--json", *TRAINING),
+        *("--set=train.slots=1", "--set=train.checkpoints=node"),
+        f"--set=train.from={earlier.name}/pc1/0",
+        runs=finished.head.runs,
+    )
+    (row,) = (row for row in killed_and_finished(head, 1)["workers"] if row["slot"] == "pc1/0")
+    told = [event["event"] for event in head.events()]
+    assert (row["train_step"], row["restarts"]) == (80, 1)
+    assert (told.count("began_with"), told.count("restored")) == (1, 1)
+    assert row["weights_sha256"] == finished.undisturbed[3]

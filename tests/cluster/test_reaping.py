@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
+
+from tests.scene import ran
 
 #: Adopts the guard of a keeper as the head of a rehearsal does, and has a child of its own.
 HEAD = """
@@ -43,8 +44,8 @@ def test_only_keepers_are_reaped(tmp_path: Path) -> None:
         "lease_s": None,
     }
     command = [sys.executable, "-c", HEAD, json.dumps(task) + "\n"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-
+    done = ran(command)
+    assert done.returncode == 0, done.stderr
     assert [line for line in done.stdout.splitlines() if not line.startswith("{")] == [
         "job-keeper",
         "0",

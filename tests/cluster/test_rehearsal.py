@@ -1,17 +1,24 @@
-"""The main job in rehearsal: real Ray, real processes, real out-of-memory."""
+"""The main job in rehearsal: real Ray, real processes, real out-of-memory; and it keeps to itself."""
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import json
+import shutil
 import signal
-import sqlite3
+import socket
+import stat
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import psutil
 import pytest
 
 from orchestrator.config.load import load_config
-from tests.cluster.conftest import SMALL, Starter, read_events
-from tests.scene import PATIENCE_S
+from tests.cluster.conftest import SMALL, Head, Starter, samples, short_folder, starting
+from tests.reaper import Reaper
+from tests.scene import ROOT, ended, python, wait_for
 
 pytestmark = pytest.mark.ray
 
@@ -26,6 +33,21 @@ TOO_BIG = (
     *("--set", "nodes.pc1.vram_per_worker_gib=1.25", "--set", "nodes.pc2.vram_per_worker_gib=1.25"),
 )
 
+#: Ray would prepare this with the help of an agent that a rehearsal does not start. So it must not
+#: be asked for.
+RUNTIME_ENVIRONMENT = '{"runtime_env": {"env_vars": {"UNUSED": "1"}}}'
+
+#: The head and what cleans up behind it, Ray's own two, what stands for Ray's agents, workers, and
+#: what watches them.
+PROGRAMS = (
+    "python",
+    "gcs_server",
+    "raylet",
+    "cat",
+    "ray::WorkerActor",
+    "ray::Observer",
+    "ray::IDLE",
+)
 
 #: Leaves a file behind when the head, of all processes, loads torch.
 _TELL_TALE = """
@@ -37,67 +59,156 @@ class Finder:
 sys.meta_path.insert(0, Finder())
 """
 
+#: An editable installation would find the folder where the sources are.
+_NO_EDITABLE = """
+import sys
+sys.meta_path = [each for each in sys.meta_path if "Editable" not in getattr(each, "__name__", "")]
+"""
 
-def test_ten_workers_survive_sizes_too_big_for_every_cap(start: Starter, short_tmp: Path) -> None:
-    witness = short_tmp / "the-head-loaded-torch"
-    (short_tmp / "sitecustomize.py").write_text(_TELL_TALE.format(witness=witness))
-    watched = {"PYTHONPATH": str(short_tmp)}
-    head = start(
-        "--rehearse", "--duration", "20s", "--json", *TOO_BIG, *GUIDES, environment=watched
-    )
-    code, out, err = head.finish()
-    assert not witness.exists()
+
+def is_loopback(address: str) -> bool:
+    parsed = ipaddress.ip_address(address)
+    mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None
+    return (mapped or parsed).is_loopback
+
+
+def listening(names: Mapping[int, str]) -> dict[str, set[tuple[str, int]]]:
+    """Return what listens, by the name of the process: addresses and ports of TCP, and of UDP too."""
+    found: dict[str, set[tuple[str, int]]] = {}
+    for each in psutil.net_connections("inet"):
+        listens = each.status == psutil.CONN_LISTEN or each.type == socket.SOCK_DGRAM
+        if listens and each.pid in names:
+            found.setdefault(names[each.pid], set()).add((each.laddr.ip, each.laddr.port))
+    return found
+
+
+def addresses_in_the_network() -> set[str]:
+    """Addresses of this machine that others can reach; none where it has only loopback."""
+    every = [address for card in psutil.net_if_addrs().values() for address in card]
+    return {
+        each.address
+        for each in every
+        if each.family is socket.AF_INET and not is_loopback(each.address)
+    }
+
+
+def holders(folder: Path, secret: str) -> list[Path]:
+    """Return the files below `folder` in which `secret` stands."""
+    found = []
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):  # a socket, or gone meanwhile
+            if path.is_file() and secret.encode() in path.read_bytes():
+                found.append(path)
+    return found
+
+
+@pytest.fixture(scope="module")
+def ten(session_reaper: Reaper) -> Iterator[Head]:
+    """The reference pair's ten workers, with sizes that fit no cap; it ends by itself."""
+    with short_folder(session_reaper) as folder, starting(folder) as start:
+        witness = folder / "the-head-loaded-torch"
+        (folder / "sitecustomize.py").write_text(_TELL_TALE.format(witness=witness))
+        environment = {
+            "PYTHONPATH": str(folder),
+            "RAY_JOB_CONFIG_JSON_ENV_VAR": RUNTIME_ENVIRONMENT,
+        }
+        arguments = ("--rehearse", "--duration", "20s", "--json", *TOO_BIG, *GUIDES)
+        yield start(*arguments, environment=environment)
+
+
+def test_a_rehearsal_listens_on_loopback_and_keeps_its_token(ten: Head) -> None:
+    def have_opened() -> bool:
+        opened = [event["slot"] for event in ten.events() if event["event"] == "device_opened"]
+        return len(set(opened)) == 10
+
+    ten.wait(have_opened, "ten workers")
+    own, folder = psutil.Process(ten.process.pid), ten.runs.parent
+    names, lines = {}, []
+    for process in (own, *own.children(recursive=True)):
+        with contextlib.suppress(psutil.Error):  # it ended meanwhile
+            names[process.pid] = process.name()
+            lines.append(" ".join(process.cmdline()))
+    found = listening(names)
+    assert {name for name in names.values() if not name.startswith(PROGRAMS)} == set()
+    assert {"gcs_server", "raylet"} < set(found), found
+    # Of the head, Ray's store, two raylets with two each, and the workers.
+    assert sum(map(len, found.values())) >= 9
+    assert [at for each in found.values() for at in each if not is_loopback(at[0])] == []
+    for address in addresses_in_the_network():
+        for port in {port for each in found.values() for _, port in each}:
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection((address, port), timeout=5).close()
+    (token,) = wait_for(lambda: list(folder.glob("orch-*/auth_token")), "the token")
+    secret = token.read_text(encoding="ascii")
+    assert len(secret) == 64
+    assert stat.S_IMODE(token.stat().st_mode) == 0o600
+    assert stat.S_IMODE(token.parent.stat().st_mode) == 0o700
+    assert sum("raylet" in line for line in lines) >= 2, lines
+    assert [line for line in lines if secret in line] == []
+    logs = [path for path in token.parent.glob("ray/session_*/logs/*") if path.is_file()]
+    assert any(path.stat().st_size for path in logs), "Ray has written its logs"
+    assert holders(folder, secret) == [token]
+
+
+def test_ten_workers_survive_sizes_too_big_for_every_cap(ten: Head) -> None:
+    code, out, err = ten.finish()
+    assert not (ten.runs.parent / "the-head-loaded-torch").exists()
     assert code == 0, out + err
     summary = json.loads(out)
-    assert summary == head.summary()
-    assert summary["outcome"] == "good"
-    assert summary["restart_count"] == 0
+    assert summary == ten.summary()
+    assert (summary["outcome"], summary["restart_count"]) == ("good", 0)
     assert summary["nodes_seen"] == ["pc1", "pc2"]
     assert [row["node"] for row in summary["workers"]] == ["pc1"] * 7 + ["pc2"] * 3
     for row in summary["workers"]:
-        assert row["oom_count"] >= 1
-        assert row["emergency_count"] >= 1
-        assert row["steps_ok"] > 0
+        assert min(row["oom_count"], row["emergency_count"], row["steps_ok"]) >= 1
         assert 0 < row["size"] < 6144
         assert row["state"] == "RUNNING"
-        assert (
-            0.95 * row["cap_bytes"]
-            <= row["reserved_bytes"]
-            <= row["cap_bytes"]
-            <= row["budget_bytes"]
-        )
-
-    folder = head.folder()
+        cap_bytes = row["cap_bytes"]
+        assert 0.95 * cap_bytes <= row["reserved_bytes"] <= cap_bytes <= row["budget_bytes"]
+    folder = ten.folder()
     assert load_config(str(folder / "config.yaml")).nodes["pc1"].workers == 7
-    names = {event["event"] for event in read_events(folder)}
-    assert {
-        "run_started",
-        "node_joined",
-        "device_opened",
-        "claimed",
-        "oom",
-        "backoff",
-        "state",
-        "run_ended",
-    } <= names
-    with sqlite3.connect(folder / "run.sqlite") as store:
-        (slots,) = store.execute("SELECT COUNT(DISTINCT slot) FROM samples").fetchone()
-    store.close()
-    assert slots == 10
+    names = {event["event"] for event in ten.events()}
+    assert {"run_started", "node_joined", "device_opened", "oom", "backoff", "run_ended"} <= names
+    assert len(samples(folder)) == 10
     assert err == ""  # nothing of Ray's, and nothing of ours beside the one object
 
 
-def test_this_machine_alone_runs_without_a_reader(start: Starter) -> None:
-    head = start("--local", "--duration", "3s")
+@pytest.fixture
+def product(tmp_path: Path) -> Path:
+    """A copy of the product without orchestrator/lab."""
+    for package in ("orchestrator", "workers"):
+        ignored = shutil.ignore_patterns("__pycache__", *(["lab"] * (package == "orchestrator")))
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=ignored)
+    (tmp_path / "sitecustomize.py").write_text(_NO_EDITABLE)
+    assert not (tmp_path / "orchestrator" / "lab").exists()
+    return tmp_path
+
+
+def test_this_machine_alone_runs_without_a_reader(start: Starter, product: Path) -> None:
+    """And without the laboratory."""
+    head = start(
+        "--local", "--duration", "3s", cwd=product, environment={"PYTHONPATH": str(product)}
+    )
     for stream in (head.process.stdout, head.process.stderr):
         assert stream is not None
         stream.close()
-    assert head.process.wait(PATIENCE_S) == 0
+    head.process.stdout = head.process.stderr = None
+    ended(head.process)
+    assert head.process.returncode == 0
     summary = head.summary()
-    assert summary["outcome"] == "good"
-    assert summary["nodes_seen"] == ["local"]
+    assert (summary["outcome"], summary["nodes_seen"]) == ("good", ["local"])
     assert summary["workers"]
     assert all(row["steps_ok"] > 0 and row["state"] == "RUNNING" for row in summary["workers"])
+
+
+@pytest.mark.parametrize(
+    "arguments", [("burn", "--rehearse"), ("run", "--rehearse", "--chaos", "kill:every=5s")]
+)
+def test_what_belongs_to_the_laboratory_says_so(product: Path, arguments: tuple[str, ...]) -> None:
+    shutil.copy(ROOT / "cluster.yaml", product)
+    done = python("-m", "orchestrator", *arguments, cwd=product, PYTHONPATH=str(product))
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "the laboratory, orchestrator/lab, which is not installed" in done.stderr
 
 
 def test_an_interrupt_while_the_cluster_starts_leaves_nothing(start: Starter) -> None:

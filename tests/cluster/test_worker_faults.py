@@ -5,8 +5,6 @@ And what becomes of their slots and their card.
 
 from __future__ import annotations
 
-import json
-import signal
 from pathlib import Path
 
 import psutil
@@ -14,8 +12,7 @@ import pytest
 
 from orchestrator.record.archive import read_run
 from orchestrator.record.output import last_lines
-from tests.cluster.conftest import SMALL, Starter
-from tests.scene import wait_for
+from tests.cluster.conftest import Starter
 
 pytestmark = pytest.mark.ray
 
@@ -101,14 +98,8 @@ def write_faults(folder: Path, most_bytes: int = 0) -> None:
 def test_crashed_and_leaking_workers_are_replaced(start: Starter, short_tmp: Path) -> None:
     write_faults(short_tmp)
     slots = ("--set", "nodes.pc1.workers=5", "--set", "nodes.pc2.workers=2")
-    leaks = (
-        "--set",
-        "run.slice_s=0.5",
-        "--set",
-        "run.leak_flag_mib=30",
-        "--set",
-        "run.leak_limit_mib=100",
-    )
+    rules = ("slice_s=0.5", "leak_flag_mib=30", "leak_limit_mib=100")
+    leaks = tuple(f"--set=run.{rule}" for rule in rules)
     workload = ("--workload", "faults:BySlot", "--duration", "10")
     head = start("--rehearse", "--json", *workload, *slots, *leaks, cwd=short_tmp)
 
@@ -152,18 +143,9 @@ def test_crashed_and_leaking_workers_are_replaced(start: Starter, short_tmp: Pat
 
     leaky, slightly = rows["pc1/2"], rows["pc1/3"]
     assert len(causes("pc1/2")) == leaky["restarts"] >= 1
-    odd = [
-        cause
-        for cause in causes("pc1/2")
-        if not ("that its work does not need" in cause and "was replaced" in cause)
-    ]
-    assert odd == []
-    kept = causes("pc1/4")
-    assert [
-        cause
-        for cause in kept
-        if not ("that its work does not need" in cause and "was replaced" in cause)
-    ] == []
+    for cause in (*causes("pc1/2"), *causes("pc1/4")):
+        assert "that its work does not need" in cause
+        assert "was replaced" in cause
     assert "EMERGENCY" not in {
         e["to_state"] for e in events if e["event"] == "state" and e["slot"] == "pc1/4"
     }
@@ -183,30 +165,6 @@ def test_crashed_and_leaking_workers_are_replaced(start: Starter, short_tmp: Pat
     assert slightly["reason"].startswith("LEAK: its process keeps ")
 
 
-def test_what_chaos_has_killed_is_back_and_told(start: Starter) -> None:
-    chaos = ("--chaos", "oom:rate=0.2;kill:every=5s", "--chaos-seed", "3")
-    head = start("--rehearse", "--duration", "10", "--json", *SMALL, *chaos)
-
-    def is_back() -> bool:
-        events = head.events()
-        struck = next((n for n, e in enumerate(events) if e["event"] == "chaos_strike"), None)
-        return struck is not None and any(
-            event["event"] == "state" and event["to_state"] == "RUNNING"
-            for event in events[struck:]
-            if event["slot"] == events[struck]["slot"]
-        )
-
-    summary = head.interrupt_when(is_back, "a killed worker that is back")
-    faults = {kind: [f for f in summary["faults"] if f["kind"] == kind] for kind in ("oom", "kill")}
-    killed = faults["kill"][0]
-    assert (killed["fate"], killed["detail"][:17]) == ("recovered", "its process ended")
-    (row,) = (row for row in summary["workers"] if row["slot"] == killed["target"])
-    assert row["restarts"] >= 1
-    assert {fault["fate"] for fault in faults["oom"]} == {"survived"}
-    counts = {each["kind"]: each for each in summary["fault_counts"]}
-    assert counts["oom"]["recovered"] == sum(fault["count"] for fault in faults["oom"]) > 0
-
-
 @pytest.mark.alone(free_ram_gib=10.0)
 def test_a_worker_that_eats_the_ram_is_told_from_a_crash(start: Starter, short_tmp: Path) -> None:
     memory = psutil.virtual_memory()
@@ -223,19 +181,16 @@ def test_a_worker_that_eats_the_ram_is_told_from_a_crash(start: Starter, short_t
     reason = "Ray ended its process because the PC's RAM was nearly full"
     # Ray may also end those who only stand beside it, and it tells the reason a little later than
     # the death.
-    wait_for(
+    head.wait(
         lambda: reason in [slot.reason for slot in read_run(head.folder()).slots],
         "a death for want of RAM",
     )
-    wait_for(
+    summary = head.interrupt_when(
         lambda: {slot.state for slot in read_run(head.folder()).slots} == {"RUNNING"},
         "work of all slots",
     )
-    head.process.send_signal(signal.SIGINT)
-    code, out, _ = head.finish()
-    rows = {row["slot"]: row for row in json.loads(out)["workers"]}
+    rows = {row["slot"]: row for row in summary["workers"]}
     told = [event["text"] for event in head.events() if event["event"] == "death_explained"]
-    assert code == 130, told
     assert any("memory" in text for text in told)
     assert (short_tmp / "greedy").exists()
     assert rows["pc1/0"]["restarts"] >= 1

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,13 +15,11 @@ from typing import Any
 
 import psutil
 
-from tests.scene import ROOT, spec_of
+from tests.scene import ROOT, Patience, computed, spec_of, wait_for
 from workers.command.engine import CommandEngine
 from workers.messages import Directive, Report
 from workers.settings import CommandSpec, WorkerSpec
 from workers.units import GIB
-
-PATIENCE_S = 60.0
 
 
 def command_spec(
@@ -59,9 +56,9 @@ class Slot:
 
     def until(self, holds: Callable[[Report], bool]) -> Report:
         """Send slices until a report is as wanted."""
-        deadline_s = time.monotonic() + PATIENCE_S
+        patience = Patience(lambda: computed(os.getpid()))
         while not holds(report := self.slice()):
-            assert time.monotonic() < deadline_s, f"it never came: {report}"
+            assert not patience.is_over(), f"it never came: {report}"
         return report
 
     def rest(self) -> Report:
@@ -95,14 +92,6 @@ def start_worker(spec: WorkerSpec, folder: Path) -> subprocess.Popen[bytes]:
     given.write_bytes(pickle.dumps(spec))
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.Popen([sys.executable, "-c", WORKER, str(given)], cwd=folder, env=environment)
-
-
-def wait_for(ask: Callable[[], Any], what: str, patience_s: float = PATIENCE_S) -> Any:
-    deadline_s = time.monotonic() + patience_s
-    while not (answer := ask()):
-        assert time.monotonic() < deadline_s, f"this never came: {what}"
-        time.sleep(0.02)
-    return answer
 
 
 def told(path: Path) -> Any:

@@ -23,10 +23,14 @@ def project(tmp_path: Path) -> Path:
     return folder
 
 
-def in_git(folder: Path) -> None:
+def git(folder: Path, *words: str) -> None:
     identity = ("-c", "user.name=t", "-c", "user.email=t@localhost")
+    subprocess.run(["git", *identity, *words], cwd=folder, check=True)
+
+
+def in_git(folder: Path) -> None:
     for words in (("init", "-q"), ("add", "train.py", "sub"), ("commit", "-qm", "first")):
-        subprocess.run(["git", *identity, *words], cwd=folder, check=True)
+        git(folder, *words)
 
 
 @pytest.mark.parametrize("has_git", [True, False])
@@ -44,21 +48,7 @@ def test_sources_alone_change_it(has_git: bool, name: str, is_same: bool, projec
 def test_a_commit_of_the_same_files_is_the_same_code(project: Path) -> None:
     in_git(project)
     before = code_of(project)
-    subprocess.run(
-        [
-            "git",
-            "-c",
-            "user.name=t",
-            "-c",
-            "user.email=t@localhost",
-            "commit",
-            "-qm",
-            "2",
-            "--allow-empty",
-        ],
-        cwd=project,
-        check=True,
-    )
+    git(project, "commit", "-qm", "2", "--allow-empty")
     after = code_of(project)
     assert (before != after, is_same_code(before, after)) == (True, True)
 

@@ -10,24 +10,21 @@ import contextlib
 import gc
 import warnings
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 from orchestrator.cli.main import main
 from orchestrator.cluster.actor import load_engine
 from orchestrator.core.fleet import (
-    DeathCause,
     Fleet,
     NodeFact,
-    Reservation,
     SliceEnded,
     SliceFailed,
     SliceFailure,
     SliceReported,
 )
-from orchestrator.errors import UsageError
 from orchestrator.run import environment
-from workers.host.machine import visible_cards
-from workers.messages import Activity, Directive, Report
+from workers.messages import Directive, Report
 from workers.settings import WorkerSpec
 
 #: The product's command with this fleet, as arguments of Python.
@@ -41,47 +38,34 @@ compute_share_mode: none
 
 
 class InProcessFleet:
-    """See `orchestrator.core.fleet.Fleet`."""
+    """See `orchestrator.core.fleet.Fleet`: what a run on one node asks of it."""
 
-    def __init__(self, node: str, *, cpus: float, gpus: float) -> None:
+    def __init__(self) -> None:
         # torch says this on the user's terminal where numpy is not installed; nothing here needs
         # it.
         warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
-        self._node = NodeFact(
-            name=node, node_id="this process", address="localhost", cpus=cpus, gpus=gpus
-        )
         self._specs: dict[str, WorkerSpec] = {}
         self._run_slice: dict[str, Callable[[Directive], Report]] = {}
         """Of each slot's engine, once its first slice has run."""
         self._queue: deque[tuple[str, Directive]] = deque()
 
     def nodes(self) -> tuple[NodeFact, ...]:
-        return (self._node,)
+        return (NodeFact(name="local", node_id="this", address="localhost", cpus=64, gpus=0),)
 
     def address(self) -> str:
-        return self._node.address
+        return "localhost"
 
     def count_cards(self, node: str) -> int:
-        """Asks the driver from this process."""
-        del node
-        return len(visible_cards())
+        return 0
 
     def place(self, spec: WorkerSpec, num_cpus: float, num_gpus: float) -> None:
-        del num_cpus, num_gpus  # this process has what it has
         self._specs[spec.slot] = spec
 
-    def keep_spares(self, wanted: Sequence[Reservation]) -> None:
-        """There is one process."""
-        del wanted
-
     def submit(self, slot: str, directive: Directive) -> None:
-        if slot not in self._specs:
-            raise KeyError(slot)
         self._queue.append((slot, directive))
 
     def wait(self, timeout_s: float) -> tuple[SliceEnded, ...]:
         """Runs the next slice, however long that takes."""
-        del timeout_s
         if not self._queue:
             return ()
         slot, directive = self._queue.popleft()
@@ -108,32 +92,23 @@ class InProcessFleet:
         self.restart(slot)
         self._specs.pop(slot, None)
 
-    def why_ended(self, slot: str) -> DeathCause | None:
+    def why_ended(self, slot: str) -> None:
         """No process ended."""
-        del slot
-        return None
 
-    def watch(self, silent: Collection[str]) -> Mapping[str, Activity | None]:
+    def watch(self, silent: object) -> dict[str, Any]:
         """No process but this one."""
-        del silent
         return {}
-
-    def end_node(self, node: str) -> None:
-        raise UsageError(f"{node} is this process; only a rehearsal can end its nodes")
-
-    def start_node(self, node: str) -> None:
-        raise UsageError(f"{node} is this process; only a rehearsal can start its nodes")
 
 
 @contextlib.contextmanager
-def in_process(node: str, *, cpus: float, gpus: float) -> Iterator[Fleet]:
+def in_process() -> Iterator[Fleet]:
     """Yield the fleet; there is nothing to connect to and nothing to end."""
-    yield InProcessFleet(node, cpus=cpus, gpus=gpus)
+    yield cast("Fleet", InProcessFleet())
 
 
 def in_place_of_a_cluster() -> None:
     """Have runs on a cluster use this fleet, in this process."""
-    environment.connected = lambda *_: in_process("local", cpus=64, gpus=0)
+    environment.connected = lambda *_: in_process()
 
 
 if __name__ == "__main__":

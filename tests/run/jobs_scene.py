@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import random
-import socket
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -34,18 +33,11 @@ from orchestrator.jobs.model import (
 )
 from orchestrator.jobs.queue import Queue
 from orchestrator.record.archive import read_run
-from orchestrator.record.events import EventLog
-from orchestrator.record.output import OutputFiles
-from orchestrator.record.store import STORE_NAME, RunStore
+from orchestrator.record.store import STORE_NAME
 from orchestrator.run.dispatcher import Dispatcher
-from orchestrator.run.learned_limits import LearnedLimits
 from orchestrator.run.resume import Past, past_of
-from orchestrator.run.run_dir import CheckpointKeeper
-from orchestrator.run.supervisor import Commands, Supervisor
-from orchestrator.view.live import Outlets
-from tests.factories import facts_of
 from tests.jobs.scene import training
-from tests.run.scene import Recorder, events_in
+from tests.run.scene import HeadScene
 from tests.run.scripted_fleet import STEPS_PER_S, ScriptedFleet, VirtualClock
 from workers.messages import (
     CheckpointPiece,
@@ -205,7 +197,7 @@ class _AtOnce:
         return done
 
 
-class JobsRun:
+class JobsRun(HeadScene):
     """One head of a run of jobs."""
 
     def __init__(
@@ -220,30 +212,15 @@ class JobsRun:
         **sections: object,
     ) -> None:
         """Begin, or go on where there is something to go on with."""
-        self.folder = folder
-        self.clock = clock or VirtualClock()
         self.queue_folder = folder / QUEUE_NAME
         config = config_from_data(
             {"nodes": NODES, "run": {"duration": "365d"}, **sections}, "scene"
         )
         past = past_of(read_run(folder)) if (folder / STORE_NAME).exists() else Past()
-        self.store = RunStore(folder / STORE_NAME, monotonic_s=self.clock.monotonic_s)
-        self.log = EventLog(
-            folder / "events.jsonl", unix_s=self.clock.unix_s, also=self.store.event
-        )
-        facts = facts_of(
-            config,
-            started_at_unix_s=self.clock.unix_s(),
-            elapsed_s=past.elapsed_s,
-            host=socket.gethostname(),
-            head_pid=2**22 + 1,
-        )
-        self.store.begin(facts)
-        self.store.commit()
+        super().__init__(folder, config, clock or VirtualClock(), past)
         self.journal = Journal(self.queue_folder / JOURNAL_NAME)
         known = queue_of(self.queue_folder).standings
-        now_s = self.clock.unix_s()
-        new = [Submitted(at_s=now_s, job=job) for job in jobs if job.name not in known]
+        new = [Submitted(at_s=self.began_unix_s, job=job) for job in jobs if job.name not in known]
         if new:
             self.journal.append(new)
         queue = queue_of(self.queue_folder)
@@ -263,32 +240,21 @@ class JobsRun:
         )
         self.dispatcher._files._threads = _AtOnce()  # type: ignore[assignment]
         self.dispatcher._threads = _AtOnce()  # type: ignore[assignment]
-        self.recorder = Recorder()
-        outlets = Outlets(watchers=(self.recorder,), events=self.log, store=self.store)
-        self.commands = Commands(folder, outlets, self.clock, past.answers)
-        self.supervisor = Supervisor(
-            facts=facts,
-            past=past,
-            config=config,
-            plans=tuple(self.dispatcher.resumed()),
-            fleet=self.fleet,
-            outlets=outlets,
+        self._begin(
+            self.fleet,
+            self.dispatcher.resumed(),
             interrupted=interrupted,
-            learned_limits=LearnedLimits(None, self.log),
-            checkpoints=CheckpointKeeper(folder / "states"),
-            output=OutputFiles(folder),
-            commands=self.commands,
-            clock=self.clock,
             dispatcher=self.dispatcher,
             strict=True,
         )
+        self.store.commit()
 
     # What happens
 
     def finish(self) -> dict[str, Standing]:
         """Run to the end of the queue."""
         self.supervisor.run()
-        self.close()
+        self.close("good", 0)
         return self.standings()
 
     def until(self, after_s: float) -> None:
@@ -309,12 +275,6 @@ class JobsRun:
         self.commands.close()
         self.log.close()
         self.store._disconnect()
-
-    def close(self) -> None:
-        """Close the files and the socket of a head that ends by itself."""
-        self.commands.close()
-        self.log.close()
-        self.store.end("good", 0, None, ())
 
     def may_die(self, chance: float, seed: int) -> None:
         """Let the head die, at random, before or after anything that outlives it."""
@@ -372,9 +332,6 @@ class JobsRun:
         """Return the records of a kind in the journal."""
         every = records(self.queue_folder / JOURNAL_NAME)
         return [record for record in every if isinstance(record, kind)]
-
-    def events(self, name: str, **fields: object) -> list[dict[str, Any]]:
-        return events_in(self.folder, name, **fields)
 
 
 class JobsMaker:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, cast
 
 from orchestrator.config.load import config_from_data
+from orchestrator.config.schema import Config
 from orchestrator.core.fleet import Fleet
-from orchestrator.core.placement import Target, plan_slots
+from orchestrator.core.placement import SlotPlan, Target, plan_slots
 from orchestrator.lab.chaos import Chaos
 from orchestrator.record.archive import StoredRun, read_run
 from orchestrator.record.events import EventLog
@@ -53,7 +54,64 @@ class Recorder:
         self.shown.append(snapshot)
 
 
-class Run:
+class HeadScene:
+    """The files, the watcher and the supervisor of one head in a folder."""
+
+    def __init__(self, folder: Path, config: Config, clock: VirtualClock, past: Past) -> None:
+        self.folder, self.config, self.clock, self.past = folder, config, clock, past
+        self.began_unix_s = clock.unix_s()
+        self.store = RunStore(folder / STORE_NAME, monotonic_s=clock.monotonic_s)
+        self.log = EventLog(folder / "events.jsonl", unix_s=clock.unix_s, also=self._on_event)
+        self.recorder = Recorder()
+        self._outlets = Outlets(watchers=(self.recorder,), events=self.log, store=self.store)
+        self.commands = Commands(folder, self._outlets, clock, past.answers)
+
+    def _begin(
+        self, fleet: Fleet, plans: Sequence[SlotPlan], *, chaos: str | None = None, **more: Any
+    ) -> None:
+        facts = facts_of(
+            self.config,
+            started_at_unix_s=self.began_unix_s,
+            elapsed_s=self.past.elapsed_s,
+            chaos=chaos,
+            host=socket.gethostname(),
+            # Another head has another.
+            head_pid=2**22 + (1 if self.past.elapsed_s == 0 else 2),
+        )
+        self.store.begin(facts)
+        self.supervisor = Supervisor(
+            facts=facts,
+            past=self.past,
+            config=self.config,
+            plans=tuple(plans),
+            fleet=fleet,
+            outlets=self._outlets,
+            learned_limits=LearnedLimits(None, self.log),
+            checkpoints=CheckpointKeeper(self.folder / "states"),
+            output=OutputFiles(self.folder),
+            commands=self.commands,
+            clock=self.clock,
+            **more,
+        )
+
+    def _on_event(self, entry: Mapping[str, Any]) -> None:
+        self.store.event(entry)
+
+    def close(self, outcome: str = "interrupted", code: int = 130) -> None:
+        """Close the files and the socket of a head that ends by itself."""
+        self.commands.close()
+        self.log.close()
+        self.store.end(outcome, code, None, ())
+
+    def events(self, name: str, **fields: object) -> list[dict[str, Any]]:
+        """The events of a name with these fields; each with `at_s`, seconds after the beginning."""
+        found = events_in(self.folder, name, **fields)
+        for event in found:
+            event["at_s"] = datetime.fromisoformat(event["at"]).timestamp() - self.began_unix_s
+        return found
+
+
+class Run(HeadScene):
     """One run; its script is written on `fleet` before `finish`."""
 
     def __init__(  # noqa: PLR0913 - each is a part of a run that a test varies
@@ -72,60 +130,31 @@ class Run:
         **settings: object,
     ) -> None:
         """Prepare a run of two or three nodes; `settings` are keys of `run:`."""
-        self.folder = folder
-        self.clock = VirtualClock()
-        self.fleet = ScriptedFleet(self.clock)
         nodes = {
             name: {"gpu": "rtx-3090", "workers": workers, "vram_per_worker_gib": 2.0}
             for name, workers in (("pc1", pc1), ("pc2", pc2), ("pc3", pc3))
             if workers
         }
-        self.config = config_from_data(
-            {"nodes": nodes, "run": {"duration": "20s", **settings}}, "scene"
-        )
+        config = config_from_data({"nodes": nodes, "run": {"duration": "20s", **settings}}, "scene")
+        self.chaos = None if chaos is None else Chaos(chaos, chaos_seed)
+        super().__init__(folder, config, VirtualClock(), past or Past())
+        self.fleet = ScriptedFleet(self.clock)
         for name in nodes:
             if name not in absent:
                 self.fleet.join(name)
-        self.chaos = None if chaos is None else Chaos(chaos, chaos_seed)
-        self.store = RunStore(folder / STORE_NAME, monotonic_s=self.clock.monotonic_s)
-        self.log = EventLog(folder / "events.jsonl", unix_s=self.clock.unix_s, also=self._on_event)
-        self.began_unix_s = self.clock.unix_s()
-        self.past = past or Past()
-        facts = facts_of(
-            self.config,
-            started_at_unix_s=self.began_unix_s,
-            elapsed_s=self.past.elapsed_s,
-            chaos=chaos,
-            host=socket.gethostname(),
-            # Another head has another.
-            head_pid=2**22 + (1 if self.past.elapsed_s == 0 else 2),
-        )
-        self.store.begin(facts)
-        plans = plan_slots(self.config, Target(device="cpu"))
         fleet = cast("Fleet", self.fleet)
         if self.chaos is not None:
             fleet = self.chaos.around(fleet, self.log, self.clock)
-        self.recorder = Recorder()
-        outlets = Outlets(watchers=(self.recorder,), events=self.log, store=self.store)
-        self.commands = Commands(folder, outlets, self.clock, self.past.answers)
-        self.supervisor = Supervisor(
-            facts=facts,
-            past=self.past,
-            config=self.config,
-            plans=plans,
-            fleet=fleet,
-            outlets=outlets,
+        self._begin(
+            fleet,
+            plan_slots(config, Target(device="cpu")),
+            chaos=chaos,
             interrupted=lambda: interrupts is not None and interrupts.asked,
-            learned_limits=LearnedLimits(None, self.log),
-            checkpoints=CheckpointKeeper(folder / "states"),
-            output=OutputFiles(folder),
-            commands=self.commands,
-            clock=self.clock,
             strict=strict,
         )
 
     def _on_event(self, entry: Mapping[str, Any]) -> None:
-        self.store.event(entry)
+        super()._on_event(entry)
         if self.chaos is not None:
             self.chaos.on_event(entry)
 
@@ -146,12 +175,6 @@ class Run:
         self.store.end("good", 0, None, faults)
         self.check_books()
         return {row.slot: row for row in snapshot.rows}
-
-    def close(self) -> None:
-        """Close the files and the socket."""
-        self.commands.close()
-        self.log.close()
-        self.store.end("interrupted", 130, None, ())
 
     def check_books(self) -> None:
         """What was really done is counted once, or within the bound of what was lost."""
@@ -177,13 +200,6 @@ class Run:
     def stored(self) -> StoredRun:
         """What the store knows."""
         return read_run(self.folder)
-
-    def events(self, name: str, **fields: object) -> list[dict[str, Any]]:
-        """The events of a name with these fields; each with `at_s`, seconds after the beginning."""
-        found = events_in(self.folder, name, **fields)
-        for event in found:
-            event["at_s"] = datetime.fromisoformat(event["at"]).timestamp() - self.began_unix_s
-        return found
 
     def states(self, slot: str) -> list[str]:
         """The states that a slot went through, after STARTING."""

@@ -10,7 +10,6 @@ from orchestrator.run.run_dir import CheckpointKeeper
 from tests.factories import report_of
 from workers.engine import slice_stats
 from workers.engine.slice_stats import CheckpointPieces
-from workers.messages import CheckpointPiece
 
 
 @pytest.fixture(autouse=True)
@@ -18,26 +17,17 @@ def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slice_stats, "_PIECE_BYTES", 10)
 
 
-def sent(
-    pieces: CheckpointPieces,
-    keeper: CheckpointKeeper,
-    newest: Path,
-    incarnation: int = 0,
-    most: int = 100,
-) -> int:
+def sent(pieces: CheckpointPieces, keeper: CheckpointKeeper, newest: Path, most: int = 100) -> int:
     count = 0
     while count < most and (piece := pieces.next(newest)) is not None:
-        keeper.take(report_of("pc1/0", incarnation, 0, checkpoint=piece))
+        keeper.take(report_of("pc1/0", 0, 0, checkpoint=piece))
         count += 1
     return count
 
 
 def test_a_file_arrives_whole_once_and_its_successor_after_it(tmp_path: Path) -> None:
-    newest, keeper, pieces = (
-        tmp_path / "newest",
-        CheckpointKeeper(tmp_path / "head"),
-        CheckpointPieces(),
-    )
+    newest, keeper = tmp_path / "newest", CheckpointKeeper(tmp_path / "head")
+    pieces = CheckpointPieces()
     newest.write_bytes(bytes(range(35)))
     assert pieces.pending(newest)
     assert sent(pieces, keeper, newest, most=2) == 2
@@ -52,28 +42,6 @@ def test_a_file_arrives_whole_once_and_its_successor_after_it(tmp_path: Path) ->
     assert keeper.copy_for("pc1/0", 3) is None, "a process is given it once"
     assert not pieces.pending(newest)
     assert [path.name for path in (tmp_path / "head" / "pc1").iterdir()] == ["0.pt"]
-
-
-def test_a_piece_that_continues_nothing_is_dropped(tmp_path: Path) -> None:
-    newest, keeper, pieces = (
-        tmp_path / "newest",
-        CheckpointKeeper(tmp_path / "head"),
-        CheckpointPieces(),
-    )
-    newest.write_bytes(b"x" * 25)
-    sent(pieces, keeper, newest, most=1)
-    lost = pieces.next(newest)
-    assert lost is not None
-    sent(pieces, keeper, newest, most=1)
-    assert keeper.copy_for("pc1/0", 1) is None
-    # Of another process: its file is another one, whatever its number is.
-    pieces.close()
-    other_process = CheckpointPieces()
-    sent(other_process, keeper, newest, most=1)
-    other_process.close()
-    other = CheckpointPiece(number=1, offset_bytes=10, total_bytes=20, data=b"y" * 10)
-    keeper.take(report_of("pc1/0", 1, 0, checkpoint=other))
-    assert keeper.copy_for("pc1/0", 2) is None
 
 
 def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:

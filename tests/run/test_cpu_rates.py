@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -31,15 +32,7 @@ class Measured(CpuRates):
 
 
 def settled(ratio: float | None) -> tuple[Environment, Environment]:
-    environment = in_rehearsal(REFERENCE, None)
-    with_rates = Environment(
-        mode=environment.mode,
-        config=environment.config,
-        target=environment.target,
-        lines=environment.lines,
-        settle=environment.settle,
-        rates=Measured(ratio),
-    )
+    with_rates = replace(in_rehearsal(REFERENCE, None), rates=Measured(ratio))
     return with_rates, with_rates.settle(with_rates, ScriptedFleet(VirtualClock()))
 
 

@@ -62,16 +62,6 @@ def test_a_job_whose_files_cannot_be_written_is_cancelled(new_jobs: JobsMaker) -
     assert run.finish()["one"].state is JobState.CANCELLED
 
 
-def test_half_a_state_is_no_finished_training(new_jobs: JobsMaker) -> None:
-    run = new_jobs(short("one"))
-    part = run.folder / "states" / "one.part"
-    part.mkdir(parents=True)  # so that no state can be written
-    run.until_state("one", JobState.PARKED)
-    part.rmdir()
-    run.finish()
-    check_ends(run)
-
-
 @pytest.mark.torch
 def test_a_model_that_cannot_be_exported_fails_with_weights(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "events.jsonl", unix_s=lambda: 0.0)

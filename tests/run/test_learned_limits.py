@@ -5,9 +5,8 @@ A broken one costs a sentence.
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from orchestrator.record.events import EventLog
 from orchestrator.run.learned_limits import LearnedLimits, terms
 from tests.factories import REFERENCE, report_of
 from tests.run.conftest import RunMaker
+from tests.run.scene import events_in
 from workers.learned_limits import EXPIRY_S, LimitStore
 from workers.settings import Learned, LimitKey, StoredLimit
 from workers.units import GIB
@@ -51,9 +51,10 @@ def limit(size: int = 2 * GIB, age_s: float = 0.0, **key: Any) -> StoredLimit:
 class Run:
     """What one run learns, with its event log."""
 
-    def __init__(self, folder: Path, store: LimitStore | None) -> None:
-        self._path = folder / "events.jsonl"
-        self.log = EventLog(self._path)
+    def __init__(self, folder: Path, store: LimitStore) -> None:
+        folder.mkdir()
+        self._folder = folder
+        self.log = EventLog(folder / "events.jsonl")
         self.limits = LearnedLimits(store, self.log)
 
     def sent(self, plans: tuple[SlotPlan, ...] = PLANS) -> tuple[SlotPlan, ...]:
@@ -67,12 +68,7 @@ class Run:
             self.limits.save()
 
     def told(self) -> list[str]:
-        lines = self._path.read_text(encoding="utf-8").splitlines() if self._path.exists() else []
-        return [
-            event["reason"]
-            for event in map(json.loads, lines)
-            if event["event"] == "limits_unavailable"
-        ]
+        return [event["reason"] for event in events_in(self._folder, "limits_unavailable")]
 
 
 @pytest.fixture
@@ -81,24 +77,10 @@ def store(tmp_path: Path) -> LimitStore:
 
 
 @pytest.fixture
-def new(tmp_path: Path) -> Iterator[Callable[[LimitStore | None], Run]]:
-    """Begin a run, the first or another one."""
-    begun: list[Run] = []
-
-    def make(store: LimitStore | None) -> Run:
-        folder = tmp_path / f"run{len(begun)}"
-        folder.mkdir()
-        begun.append(Run(folder, store))
-        return begun[-1]
-
-    yield make
-    for run in begun:
-        run.log.close()
-
-
-@pytest.fixture
-def run(new: Callable[[LimitStore | None], Run], store: LimitStore) -> Run:
-    return new(store)
+def run(tmp_path: Path, store: LimitStore) -> Iterator[Run]:
+    made = Run(tmp_path / "run", store)
+    yield made
+    made.log.close()
 
 
 def known(store: LimitStore) -> list[StoredLimit]:
@@ -114,97 +96,67 @@ def plans_of(workload: str) -> tuple[SlotPlan, ...]:
     )
 
 
-class TestSentAlong:
-    def test_every_worker_gets_what_is_known_of_its_workload(
-        self, run: Run, store: LimitStore
-    ) -> None:
-        matmul = [
-            limit(),
-            limit(dtype="bf16"),
-            limit(card="another card"),
-        ]
-        mine = limit(workload="mine.steps:Mlp@3f9a0c51d2e8 batch=128 size=512")
-        store.remember(*matmul, mine, limit(age_s=EXPIRY_S + 60.0, card="expired"))
-        sent = run.sent()
-        for plan in sent:
-            assert set(plan.spec.learned) == set(matmul), (
-                "which of them is its own, the worker alone can tell"
-            )
-        assert tuple(replace(plan, spec=replace(plan.spec, learned=())) for plan in sent) == PLANS
-        for plan in run.sent(plans_of("mine.steps:Mlp")):
-            assert plan.spec.learned == (mine,)
-        for plan in run.sent(plans_of("mine.steps")):
-            assert plan.spec.learned == (), "part of a name is another name"
+def test_every_worker_gets_what_is_known_of_its_workload(run: Run, store: LimitStore) -> None:
+    matmul = [limit(), limit(dtype="bf16"), limit(card="another card")]
+    mine = limit(workload="mine.steps:Mlp@3f9a0c51d2e8 batch=128 size=512")
+    store.remember(*matmul, mine, limit(age_s=EXPIRY_S + 60.0, card="expired"))
+    sent = run.sent()
+    # Which of them is its own, the worker alone can tell.
+    assert all(set(plan.spec.learned) == set(matmul) for plan in sent)
+    assert tuple(replace(plan, spec=replace(plan.spec, learned=())) for plan in sent) == PLANS
+    assert all(plan.spec.learned == (mine,) for plan in run.sent(plans_of("mine.steps:Mlp")))
+    # Part of a name is another name.
+    assert all(plan.spec.learned == () for plan in run.sent(plans_of("mine.steps")))
 
 
-class TestKept:
-    def test_what_was_learned_is_kept_for_the_next_run(
-        self, run: Run, store: LimitStore, new: Callable[[LimitStore | None], Run]
-    ) -> None:
-        learned = limit()
-        run.learn(learned, save=False)
-        assert known(store) == [], "not with every report"
-        run.limits.save()
-        assert known(store) == [learned]
-        written = store.path.stat().st_mtime_ns
-        run.learn(None)
-        assert store.path.stat().st_mtime_ns == written, "nothing is new"
-        assert all(plan.spec.learned == (learned,) for plan in new(LimitStore(store.path)).sent())
+def test_what_was_learned_is_kept_for_the_next_run(
+    run: Run, store: LimitStore, tmp_path: Path
+) -> None:
+    learned = limit()
+    run.learn(limit(GIB), save=False)
+    run.learn(learned, save=False)
+    assert known(store) == [], "not with every report"
+    run.limits.save()
+    assert known(store) == [learned], "the last report of a worker counts"
+    written = store.path.stat().st_mtime_ns
+    run.learn(None)
+    assert store.path.stat().st_mtime_ns == written, "nothing is new"
+    following = Run(tmp_path / "next", LimitStore(store.path))
+    assert all(plan.spec.learned == (learned,) for plan in following.sent())
+    following.log.close()
 
-    def test_the_last_report_of_a_worker_counts(self, run: Run, store: LimitStore) -> None:
-        for size in (GIB, 3 * GIB, 2 * GIB):
-            run.learn(limit(size), save=False)
-        run.learn(None)
-        assert [one.learned.size for one in known(store)] == [2 * GIB]
 
-    @pytest.mark.parametrize(
-        "sizes", [(GIB, 2 * GIB, 3 * GIB), (3 * GIB, 2 * GIB, GIB), (2 * GIB, GIB, 3 * GIB)]
-    )
-    def test_of_workers_alike_the_most_careful_counts(
-        self, run: Run, store: LimitStore, sizes: tuple[int, ...]
-    ) -> None:
-        # The measured context, and with it the cap, is not quite the same for each.
-        run.learn(
-            *(limit(size, cap_bytes=3 * GIB + index * 2**20) for index, size in enumerate(sizes))
-        )
-        assert [one.learned.size for one in known(store)] == [GIB]
+@pytest.mark.parametrize("sizes", [(GIB, 3 * GIB), (3 * GIB, GIB)])
+def test_of_workers_alike_the_most_careful_counts(
+    run: Run, store: LimitStore, sizes: tuple[int, ...]
+) -> None:
+    # The measured context, and with it the cap, is not quite the same for each.
+    caps = (3 * GIB + index * 2**20 for index in range(2))
+    run.learn(*(limit(size, cap_bytes=cap) for size, cap in zip(sizes, caps, strict=True)))
+    assert [one.learned.size for one in known(store)] == [GIB]
 
-    def test_circumstances_that_differ_are_kept_apart(self, run: Run, store: LimitStore) -> None:
-        learned = [limit(), limit(card="NVIDIA GeForce RTX 3070"), limit(dtype="bf16")]
-        other = limit(card="another card")
-        run.sent()
-        LimitStore(store.path).remember(other)
-        run.learn(*learned)
-        assert set(known(store)) == {*learned, other}
 
-    def test_a_run_that_knows_and_learns_nothing_makes_nothing(
-        self, run: Run, store: LimitStore
-    ) -> None:
-        assert run.sent() == PLANS
-        run.learn(None)
-        assert not store.path.parent.exists()
-        assert run.told() == []
-
-    def test_limits_are_written_every_minute(self, new_run: RunMaker, store: LimitStore) -> None:
-        run = new_run(duration="150s")
-        run.supervisor.learned_limits = LearnedLimits(store, run.log)
-        run.fleet.says["pc1/0"] = {"learned": limit()}
-        seen: list[int] = []
-        for at_s in (50, 70):
-            run.fleet.at(at_s, lambda: seen.append(len(known(store))))
-        run.finish()
-        assert seen == [0, 1]
+def test_limits_are_written_every_minute(new_run: RunMaker, store: LimitStore) -> None:
+    run = new_run(duration="150s")
+    run.supervisor.learned_limits = LearnedLimits(store, run.log)
+    run.fleet.says["pc1/0"] = {"learned": limit()}
+    seen: list[int] = []
+    for at_s in (50, 70):
+        run.fleet.at(at_s, lambda: seen.append(len(known(store))))
+    run.finish()
+    assert seen == [0, 1]
 
 
 def test_the_best_of_an_earlier_run_is_known_to_the_next(
-    run: Run, store: LimitStore, new: Callable[[LimitStore | None], Run]
+    run: Run, store: LimitStore, tmp_path: Path
 ) -> None:
     for index, best in enumerate((3.0, 7.5, None)):
         learned = limit(cap_bytes=3 * GIB + index * 2**20)
         run.limits.take(SPEC, report_of(f"pc1/{index}", 0, 0, learned=learned), best)
     run.limits.save()
-    following = new(LimitStore(store.path))
+    following = Run(tmp_path / "next", LimitStore(store.path))
     following.sent()
+    following.log.close()
     alone = replace(SPEC, card_budget_bytes=SPEC.budget_bytes)  # it had a seventh then
     for spec, learned, best in (
         (SPEC, limit(), 7.5),
@@ -214,18 +166,6 @@ def test_the_best_of_an_earlier_run_is_known_to_the_next(
         (replace(SPEC, duty=None), limit(), None),
     ):
         assert following.limits.best_tflops(spec, report_of("pc1/0", 0, 0, learned=learned)) == best
-
-
-def test_without_a_store_nothing_is_read_and_nothing_kept(
-    new: Callable[[LimitStore | None], Run], state_dir: Path
-) -> None:
-    LimitStore().remember(limit())
-    before = (state_dir / "limits.json").read_bytes()
-    run = new(None)
-    assert run.sent() == PLANS
-    run.learn(limit(GIB))
-    assert (state_dir / "limits.json").read_bytes() == before
-    assert run.told() == []
 
 
 def test_a_store_that_cannot_be_had_costs_a_sentence_each_try(run: Run, store: LimitStore) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -35,25 +34,9 @@ class Faulty(Fine):
     def step(self, size, batch):
         raise ValueError("no such column")
 
-class Leaving(Fine):
-    steps = 0
-
-    def step(self, size, batch):
-        Leaving.steps += 1
-        raise (SystemExit, KeyboardInterrupt, GeneratorExit)[Leaving.steps % 3](f"way {Leaving.steps % 3}")
-
 class Hungry(Fine):
     def step(self, size, batch):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-
-class Wavering(Fine):
-    steps = 0
-
-    def step(self, size, batch):
-        self.steps += 1
-        if self.steps % 5 == 0:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-        return super().step(size, batch)
 
 class Unbuildable(Fine):
     def __init__(self, context):
@@ -156,19 +139,6 @@ def test_a_failing_workload_is_quarantined_with_a_traceback(user: UserFolder) ->
     assert last[-1] == "  ValueError: no such column"
 
 
-def test_a_step_that_leaves_by_an_exit_is_an_error_like_others(user: UserFolder) -> None:
-    done = user.type("--duration", "1h", "--workload", "mine:Leaving")
-    assert done.returncode == 1, done.stdout + done.stderr
-    (row,) = user.summary()["workers"]
-    assert (row["state"], row["steps_error"]) == ("QUARANTINED", 5)
-    ends = {event["traceback"].strip().splitlines()[-1] for event in user.events("workload_error")}
-    assert {end.split(":")[0] for end in ends} >= {
-        "SystemExit",
-        "KeyboardInterrupt",
-        "GeneratorExit",
-    }
-
-
 @pytest.mark.parametrize(
     ("workload", "words"),
     [
@@ -202,33 +172,19 @@ def test_a_defect_of_the_head_is_recorded_with_what_was_lost(user: UserFolder) -
     assert left.remaining_s > 50
 
 
-@pytest.mark.parametrize(
-    ("workload", "code", "said"),
-    [
-        ("mine:Fine", 0, None),
-        ("mine:Hungry", 1, r"  \w+/0: ended in EMERGENCY: .*; no good step"),
-        ("mine:Wavering", 1, r"  success rate 0\.\d{3} < run.min_success_rate 0.95"),
-    ],
-)
-def test_the_last_lines_and_the_report_say_what_fell_short(
-    user: UserFolder, workload: str, code: int, said: str | None
-) -> None:
-    done = user.type("--duration", "2s", "--workload", workload)
-    assert done.returncode == code, done.stdout + done.stderr
+def test_the_last_lines_and_the_report_say_what_fell_short(user: UserFolder) -> None:
+    done = user.type("--duration", "1s", "--workload", "mine:Hungry")
+    assert done.returncode == 1, done.stdout + done.stderr
     last = done.stderr.splitlines()
-    report = report_text(user.run_dir, 100).splitlines()
-    if said is None:
-        assert "what fell short" not in {*last, *report}
-        return
-    for lines in (last, report):
+    for lines in (last, report_text(user.run_dir, 100).splitlines()):
         told = lines[lines.index("what fell short") + 1 :]
-        assert any(re.fullmatch(said, line) for line in told), told
+        assert any("ended in EMERGENCY" in line and "no good step" in line for line in told), told
     assert last[-2].startswith("Outcome: degraded.")
-    assert last[-1].startswith(
-        f"See what happened: python -m orchestrator report {user.run_dir.name}"
-    )
-    assert {line.strip() for line in last} >= set(user.summary()["notices"])
-    assert any(re.fullmatch(said, f"  {notice}") for notice in user.summary()["notices"])
+    how = f"See what happened: python -m orchestrator report {user.run_dir.name}"
+    assert last[-1].startswith(how)
+    notices = set(user.summary()["notices"])
+    assert {line.strip() for line in last} >= notices
+    assert any("ended in EMERGENCY" in notice for notice in notices)
 
 
 @pytest.mark.parametrize("remember", [True, False])
@@ -240,5 +196,6 @@ def test_a_damaged_file_of_limits_ends_no_run(
     setting = f"memory.remember={str(remember).lower()}"
     done = user.type("--duration", "1s", "--workload", "mine:Fine", "--set", setting)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "what fell short" not in done.stderr
     assert user.events("limits_unavailable") == []
     assert (damaged.read_text() == "{") is not remember

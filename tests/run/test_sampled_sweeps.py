@@ -16,7 +16,7 @@ from orchestrator.jobs.queue import Queue
 from orchestrator.jobs.spec import parse
 from orchestrator.run.sampled_sweeps import SampledSweeps, sampled_sweeps
 from tests.factories import REFERENCE
-from tests.jobs.scene import Scene, command
+from tests.jobs.scene import Scene
 
 pytest.importorskip("optuna", reason="optuna is not installed (extra sweep)")
 
@@ -87,10 +87,6 @@ def test_members_come_until_there_are_as_many_as_counted() -> None:
     assert len(scene.members()) == 8
 
 
-def test_a_sweep_that_was_never_asked_keeps_the_queue_going() -> None:
-    assert not SweepScene().queue.is_over
-
-
 def test_a_follower_comes_with_its_member_and_with_the_last() -> None:
     scene = SweepScene()
     scene.turn()
@@ -123,26 +119,9 @@ def test_a_killed_head_goes_on_with_the_same_members(tmp_path: Path) -> None:
     assert [job.id for job in killed.members()] == [job.id for job in plain.members()]
 
 
-def test_a_compacted_queue_still_knows_its_sweep() -> None:
-    scene, queue = SweepScene(), Queue()
-    scene.turn()
-    for entry in scene.queue.condensed():
-        queue.apply(entry)
-    assert queue.sweeps == scene.queue.sweeps
-    assert [one.job for one in queue.members("hp")] == scene.members()
-
-
 def test_a_sweep_that_cannot_be_read_does_not_keep_it_going() -> None:
     scene = SweepScene()
     scene.take(replace(scene.queue.sweeps["hp"], text="jobs: 3"))
     scene.turn()
     assert "the sweep hp has no more members: night.yaml" in scene.sweeps.problems["hp"]
     assert scene.queue.is_over_without(scene.sweeps.problems)
-
-
-def test_a_sweep_whose_names_are_taken_is_refused() -> None:
-    scene = SweepScene()
-    (sweep,) = scene.queue.sweeps.values()
-    assert scene.queue.why_refused(sweep) == "the sweep hp has been submitted already"
-    other = Scene(command("hp-3"))
-    assert other.queue.why_refused(sweep) == "there is another job called hp-3 ()"

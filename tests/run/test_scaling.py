@@ -9,7 +9,7 @@ from orchestrator.config.load import config_from_data, load_config
 from orchestrator.config.schema import Config
 from orchestrator.core.placement import node_budget
 from orchestrator.errors import UsageError
-from orchestrator.run.scaling import REHEARSAL_SCALE, in_fp32, scale_config, scaled_size
+from orchestrator.run.scaling import REHEARSAL_SCALE, in_fp32, scale_config
 from tests.scene import ROOT
 from workers.units import GIB, MIB
 
@@ -48,42 +48,6 @@ def test_the_reference_pair_at_the_rehearsal_scale() -> None:
     )
 
 
-def test_everything_else_stays() -> None:
-    before = load_config(SHIPPED)
-    after = scale_config(before, REHEARSAL_SCALE, None).config
-    assert after.cluster == before.cluster
-    assert after.run == before.run
-    assert after.workload == before.workload
-    memory_changes = {"floor_mib": 6.25, "leave_free_mib": 8.0, "size_floor": 128}
-    assert after.memory == before.memory.model_copy(update=memory_changes)
-    for name, node in before.nodes.items():
-        kept = {
-            "gpu",
-            "gpus",
-            "workers",
-            "cpus_per_worker",
-            "gpu_share",
-            "memory_fraction",
-            "dtype",
-            "host",
-        }
-        assert after.nodes[name].model_dump(include=kept) == node.model_dump(include=kept)
-
-
-@pytest.mark.parametrize(
-    ("override", "size", "line"),
-    [
-        ("workload.size=65536", 16384, "workload.size: 65536 -> 16384"),
-        # One that leaves its size out has the default's, scaled.
-        ("nodes.pc1.size=null", 1024, "nodes.pc1.size: 4096 -> 1024"),
-    ],
-)
-def test_sizes_given_and_left_out_are_scaled_alike(override: str, size: int, line: str) -> None:
-    scaled = scale_config(load_config(SHIPPED, [override]), REHEARSAL_SCALE, None)
-    assert line in scaled.lines
-    assert (scaled.config.workload.size or scaled.config.nodes["pc1"].size) == size
-
-
 def test_short_memory_lowers_the_scale_and_says_so() -> None:
     scaled = scale_config(load_config(SHIPPED), REHEARSAL_SCALE, GIB)
     assert scaled.scale == pytest.approx(1 / (7 * 3.3 + 3 * 1.5))
@@ -92,12 +56,6 @@ def test_short_memory_lowers_the_scale_and_says_so() -> None:
     enough = scale_config(load_config(SHIPPED), REHEARSAL_SCALE, 2 * GIB)
     assert enough.scale == REHEARSAL_SCALE
     assert not enough.lines[0].startswith("scale")
-
-
-def test_scale_one_changes_nothing() -> None:
-    config = load_config(SHIPPED, ["workload.size=100"])
-    scaled = scale_config(config, 1, None)
-    assert (scaled.config, scaled.lines, scaled.scale) == (config, (), 1)
 
 
 @pytest.mark.parametrize(
@@ -118,34 +76,6 @@ def test_a_scale_or_limit_that_leaves_workers_nothing_is_refused(
 ) -> None:
     with pytest.raises(UsageError, match=words):
         scale_config(load_config(SHIPPED), scale, limit_bytes)
-
-
-def test_a_node_without_cards_has_no_total_to_scale() -> None:
-    node = {"gpu": "cpu", "gpus": 0, "workers": 2, "vram_per_worker_gib": 1}
-    scaled = scale_config(config_from_data({"nodes": {"a": node}}), 0.25, None)
-    assert scaled.config.nodes["a"].vram_gib is None
-    assert scaled.config.nodes["a"].vram_per_worker_gib == 0.25
-
-
-@pytest.mark.parametrize(
-    ("size", "scale", "at_least", "expected"),
-    [
-        (8192, 1 / 16, 1, 2048),
-        (1000, 0.25, 1, 512),
-        (100, 0.25, 1, 64),
-        (32, 0.25, 1, 32),
-        (256, 1 / 16, 128, 128),
-    ],
-)
-def test_sizes_are_multiples_of_64_and_never_grow(
-    size: int, scale: float, at_least: int, expected: int
-) -> None:
-    assert scaled_size(size, scale, at_least) == expected
-
-
-def test_the_size_floor_stays_above_the_emergency_size() -> None:
-    small = load_config(SHIPPED, ["memory.size_floor=100", "memory.emergency_size=512"])
-    assert scale_config(small, REHEARSAL_SCALE, None).config.memory.size_floor == 100
 
 
 @settings(max_examples=100, deadline=None)

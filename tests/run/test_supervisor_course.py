@@ -5,7 +5,6 @@ It starts, counts, works and ends when it should; no step is counted twice, and 
 
 from __future__ import annotations
 
-import io
 import random
 import re
 import signal
@@ -14,22 +13,17 @@ from pathlib import Path
 from typing import TypeAlias
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from orchestrator.core.lifecycle import IllegalEventError
 from orchestrator.core.run_outcome import outcome_of
 from orchestrator.core.slot import HeadState, NodeLeft, Phase
 from orchestrator.errors import UsageError
 from orchestrator.record.model import Row
 from orchestrator.run.resume import environment_of, past_of
-from orchestrator.run.supervisor import Timers
 from orchestrator.run.terminal import Interrupts
-from orchestrator.view.live import PlainLines
 from tests.run.conftest import RunMaker
 from tests.run.scene import Run
 from tests.run.scripted_fleet import START_S, STEPS_PER_S
-from workers.messages import Directive, WorkerEvent, WorkerState
+from workers.messages import Directive, WorkerState
 
 
 def test_every_slot_is_placed_once_and_works_to_the_planned_end(new_run: RunMaker) -> None:
@@ -64,16 +58,6 @@ def test_the_planned_time_begins_with_the_slowest_worker(new_run: RunMaker) -> N
     assert all(shown.elapsed_s == 0.0 for shown in awaited)
     reasons = [row.reason for row in run.shown("pc2/0") if row.state is HeadState.STARTING]
     assert any(reason.endswith(", 29 s so far") for reason in reasons)
-
-
-def test_a_worker_that_is_late_delays_the_run_by_its_timeout(new_run: RunMaker) -> None:
-    run = new_run(start_timeout_s=15)
-    run.fleet.start_s["pc2/0"] = 1000.0
-    rows = run.finish()
-    (counting,) = run.events("counting")
-    assert counting["startup_s"] == pytest.approx(START_S + 15, abs=0.3)
-    assert (rows["pc2/0"].counts.steps_ok, rows["pc1/0"].state) == (0, WorkerState.RUNNING)
-    assert run.fleet.restarts.count("pc2/0") >= 2, "it is started again meanwhile"
 
 
 def test_the_store_knows_of_every_slice_before_it_is_sent(new_run: RunMaker) -> None:
@@ -162,35 +146,11 @@ def test_a_worker_that_hangs_at_the_end_is_lost_in_time(new_run: RunMaker) -> No
     assert rows["pc1/0"].counts.steps_ok == run.fleet.really_done["pc1/0"]
 
 
-def test_what_was_under_way_when_the_head_failed_is_lost(new_run: RunMaker) -> None:
-    run = new_run()
-
-    def fail() -> None:
-        raise RuntimeError("a bug of ours")
-
-    run.fleet.at(10, fail)
-    with pytest.raises(RuntimeError, match="a bug of ours"):
-        run.supervisor.run()
-    stored = run.stored()
-    assert [slot.steps_at_risk for slot in stored.slots] == [0, 0]
-    lost = [slot.counters["steps_lost_upper_bound"] for slot in stored.slots]
-    assert all(steps > 0 for steps in lost)
-    assert run.supervisor.snapshot().steps_lost_upper_bound == sum(lost)
-    run.check_books()
-
-
-@pytest.mark.parametrize("strict", [True, False])
-def test_an_illegal_event_is_raised_or_logged(new_run: RunMaker, strict: bool) -> None:
-    run = new_run(strict=strict)
-    absent = NodeLeft()
-    if strict:
-        with pytest.raises(IllegalEventError, match="pc1/0: NodeLeft cannot happen while absent"):
-            run.supervisor._feed("pc1/0", absent)
-        return
-    run.supervisor._feed("pc1/0", absent)
-    assert [
-        (event["phase"], event["refused"]) for event in run.events("illegal_event", slot="pc1/0")
-    ] == [("absent", "NodeLeft")]
+def test_an_illegal_event_is_logged_and_ends_no_run(new_run: RunMaker) -> None:
+    run = new_run(strict=False)
+    run.supervisor._feed("pc1/0", NodeLeft())
+    (told,) = run.events("illegal_event", slot="pc1/0")
+    assert (told["phase"], told["refused"]) == ("absent", "NodeLeft")
     assert run.finish()["pc1/0"].counts.steps_ok > 0
 
 
@@ -218,7 +178,7 @@ def happening(run: Run, drawn: random.Random) -> Callable[[], object]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(10))
 def test_a_run_ends_and_its_books_hold_whatever_happens_and_when(
     new_run: RunMaker, seed: int
 ) -> None:
@@ -243,22 +203,6 @@ def test_a_run_ends_and_its_books_hold_whatever_happens_and_when(
             values = [row.to_dict()[name] for row in run.shown(slot)]
             assert values == sorted(values), "no counter goes back"
     assert run.events("counting")[0]["at_s"] >= START_S
-
-
-def test_a_hazard_of_many_slots_is_told_once(new_run: RunMaker) -> None:
-    """In the head of table and page, in the summary, and as one plain line."""
-    run = new_run(pc1=2, pc2=2)
-    told = WorkerEvent(name="hazard", at_unix_s=0.0, detail={"reason": "it draws numbers"})
-    for slot in ("pc1/0", "pc1/1", "pc2/0"):
-        run.fleet.says[slot] = {"events": (told, told)}
-    run.finish()
-    (notice,) = run.recorder.shown[-1].notices
-    assert notice == "training hazard: it draws numbers"
-    stream = io.StringIO()
-    plain = PlainLines(stream)
-    for snapshot in run.recorder.shown:
-        plain.update(snapshot)
-    assert stream.getvalue().count("it draws numbers") == 1
 
 
 def head_is_killed() -> None:
@@ -299,14 +243,6 @@ def test_one_that_is_done_rests_while_the_others_go_on(new_run: RunMaker) -> Non
     assert (rows["pc1/0"].tflops, rows["pc1/0"].duty_measured) == (None, None)
 
 
-def test_a_wrong_result_degrades_what_is_done_too(new_run: RunMaker) -> None:
-    scene = new_run(pc2=0)
-    scene.fleet.finished_after = {"pc1/0": 10}
-    scene.fleet.says["pc1/0"] = {"verify_checks": 2, "verify_errors": 1}
-    scene.finish()
-    assert any("wrong of" in missed for missed in scene.supervisor.shortfalls())
-
-
 def test_a_head_that_goes_on_leaves_alone_what_is_done(new_run: RunMaker, tmp_path: Path) -> None:
     first = new_run(folder=tmp_path / "run")
     first.fleet.finished_after = {"pc1/0": 10}
@@ -325,38 +261,6 @@ def test_a_head_that_goes_on_leaves_alone_what_is_done(new_run: RunMaker, tmp_pa
     assert second.supervisor.shortfalls() == ()
     with pytest.raises(UsageError, match="finished all that there was to do"):
         environment_of(second.stored())
-
-
-def test_a_node_that_was_ended_does_not_wait_for_what_is_done(new_run: RunMaker) -> None:
-    scene = new_run(duration="60s", pc1=1, pc2=2, chaos="node:pc2@10s+5s")
-    scene.fleet.finished_after = {"pc2/0": 10}
-    scene.finish()
-    ((fault,), _) = scene.chaos.told()
-    assert fault["fate"] == "recovered", fault
-
-
-MOMENTS = st.integers(0, 50).map(float)
-CALLS = st.lists(st.tuples(st.sampled_from("abc"), MOMENTS | st.none()) | MOMENTS, max_size=60)
-
-
-@given(CALLS)
-def test_a_slot_comes_up_once_when_its_earliest_moment_has_come(
-    calls: list[tuple[str, float | None] | float],
-) -> None:
-    timers = Timers()
-    earliest: dict[str, float] = {}
-    for call in calls:
-        if isinstance(call, tuple):
-            slot, at_s = call
-            timers.set(slot, at_s)
-            if at_s is not None:
-                earliest[slot] = min(at_s, earliest.get(slot, at_s))
-        else:
-            due = {slot for slot, at_s in earliest.items() if at_s <= call}
-            found = timers.due(call)
-            assert sorted(found) == sorted(due)
-            for slot in due:
-                del earliest[slot]
 
 
 Script: TypeAlias = Callable[[Run], object]
@@ -400,43 +304,38 @@ def joins_late(run: Run) -> None:
     run.fleet.at(15.0, lambda: run.fleet.join("pc2"))
 
 
-@pytest.mark.parametrize(
-    ("script", "missed"),
-    [
-        (says("pc2/0", WorkerState.EMERGENCY, from_s=19.0), r"pc2/0: ended in EMERGENCY: as told"),
-        (says("pc2/0", WorkerState.PARKED, from_s=19.0), r"pc2/0: ended in PARKED: as told"),
-        (
-            hangs_in_every_process,
-            r"pc2/0: ended STALE: its slice is \d+ s overdue; worked .* \(restarts 2, .*",
-        ),
-        (once(29.5, "hang"), r"pc2/0: ended STALE: its slice is \d+ s overdue"),
-        (once(31.0, "kill"), r"pc2/0: ended in RESTARTING: its process ended: killed, or crashed"),
-        (once(25.0, "leave"), r"pc2/0: ended in LOST: .*"),
-        (works_while_the_other_starts, r"pc2/0: worked 1\d\.\d of 30\.\d s, .* \(restarts 0, .*"),
-        (
-            says("pc2/0", WorkerState.RUNNING, verify_checks=2, verify_errors=1),
-            r"pc2/0: \d+ wrong of \d+ .*",
-        ),
-        (
-            says("pc2/0", WorkerState.RUNNING, steps_oom=3),
-            r"success rate 0\.\d{3} < run.min_success_rate 0.95",
-        ),
-    ],
-    ids=[
-        "emergency",
-        "parked",
-        "hangs in every process",
-        "hangs",
-        "restarting",
-        "lost",
-        "idle",
-        "wrong",
-        "rate",
-    ],
-)
-def test_what_fell_short_degrades_the_run_and_is_named(
-    new_run: RunMaker, script: Script, missed: str
-) -> None:
+FELL_SHORT = {
+    "emergency": (
+        says("pc2/0", WorkerState.EMERGENCY, from_s=19.0),
+        r"pc2/0: ended in EMERGENCY: as told",
+    ),
+    "hangs in every process": (
+        hangs_in_every_process,
+        r"pc2/0: ended STALE: its slice is \d+ s overdue; worked .* \(restarts 2, .*",
+    ),
+    "restarting": (
+        once(31.0, "kill"),
+        r"pc2/0: ended in RESTARTING: its process ended: killed, or crashed",
+    ),
+    "lost": (once(25.0, "leave"), r"pc2/0: ended in LOST: .*"),
+    "idle": (
+        works_while_the_other_starts,
+        r"pc2/0: worked 1\d\.\d of 30\.\d s, .* \(restarts 0, .*",
+    ),
+    "wrong": (
+        says("pc2/0", WorkerState.RUNNING, verify_checks=2, verify_errors=1),
+        r"pc2/0: \d+ wrong of \d+ .*",
+    ),
+    "rate": (
+        says("pc2/0", WorkerState.RUNNING, steps_oom=3),
+        r"success rate 0\.\d{3} < run.min_success_rate 0.95",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", FELL_SHORT)
+def test_what_fell_short_degrades_the_run_and_is_named(new_run: RunMaker, what: str) -> None:
+    script, missed = FELL_SHORT[what]
     run = new_run(hang_timeout_s=5, stale_after_s=4, max_deaths=9, duration="30s", stop_grace_s=60)
     script(run)
     run.finish()
@@ -446,37 +345,21 @@ def test_what_fell_short_degrades_the_run_and_is_named(
     assert outcome_of([told], interrupted=True) == ("interrupted", 130)
 
 
-@pytest.mark.parametrize(
-    "script",
-    [
-        says("pc2/0", WorkerState.PAUSED),
-        says("pc2/0", WorkerState.THROTTLED),
-        says("pc2/0", WorkerState.RUNNING, steps_oom=3, steps_oom_probe=3),
-        says("pc2/0", WorkerState.EMERGENCY, until_s=14.0),
-        lambda run: run.fleet.start_s.update({"pc2/0": 60.0}),
-        joins_late,
-        once(10.0, "kill"),
-    ],
-    ids=[
-        "paused for heat",
-        "throttled",
-        "the search for the size",
-        "a short emergency",
-        "a long start",
-        "joins late",
-        "killed once",
-    ],
-)
-def test_what_is_no_fault_of_a_slot_leaves_the_run_good(new_run: RunMaker, script: Script) -> None:
+NO_FAULT: dict[str, Script] = {
+    "paused for heat": says("pc2/0", WorkerState.PAUSED),
+    "throttled": says("pc2/0", WorkerState.THROTTLED),
+    "the search for the size": says("pc2/0", WorkerState.RUNNING, steps_oom=3, steps_oom_probe=3),
+    "a short emergency": says("pc2/0", WorkerState.EMERGENCY, until_s=14.0),
+    "a long start": lambda run: run.fleet.start_s.update({"pc2/0": 60.0}),
+    "joins late": joins_late,
+    "killed once": once(10.0, "kill"),
+}
+
+
+@pytest.mark.parametrize("what", NO_FAULT)
+def test_what_is_no_fault_of_a_slot_leaves_the_run_good(new_run: RunMaker, what: str) -> None:
     run = new_run(duration="30s")
-    script(run)
+    NO_FAULT[what](run)
     run.finish()
     assert run.supervisor.shortfalls() == ()
     assert outcome_of((), interrupted=False) == ("good", 0)
-
-
-def test_a_step_that_outlasts_the_run_is_no_fault_by_itself(new_run: RunMaker) -> None:
-    run = new_run(duration="30s", stop_grace_s=10, stale_after_s=120, hang_timeout_s=300)
-    once(29.5, "hang")(run)
-    run.finish()
-    assert run.supervisor.shortfalls() == ()

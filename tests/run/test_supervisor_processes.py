@@ -45,32 +45,22 @@ def test_a_broken_process_is_replaced_and_goes_on(
     assert run.states("pc1/0") == ["RUNNING"]
 
 
-@pytest.mark.parametrize(
-    ("known_at_s", "times"), [(11.5, 1), (15.0, 0)], ids=["in time", "too late"]
-)
-def test_a_death_by_full_ram_is_explained_when_known(
-    new_run: RunMaker, known_at_s: float, times: int
-) -> None:
+def test_a_death_by_full_ram_is_explained_when_known(new_run: RunMaker) -> None:
     run = new_run()
     run.fleet.start_s["pc2/0"] = 5.0
     run.fleet.at(10, lambda: run.fleet.kill("pc2/0"))
-    cause = DeathCause(
-        host_memory=True, text="Task was killed due to the node running low on memory."
-    )
-    run.fleet.at(known_at_s, lambda: setattr(run.fleet, "cause", cause))
+    text = "Task was killed due to the node running low on memory."
+    cause = DeathCause(host_memory=True, text=text)
+    run.fleet.at(11.5, lambda: setattr(run.fleet, "cause", cause))
     run.finish()
-    assert [each["text"] for each in run.events("death_explained", slot="pc2/0")] == [
-        cause.text
-    ] * times
-    assert any(
-        row.reason.endswith("the PC's RAM was nearly full") for row in run.shown("pc2/0")
-    ) == bool(times)
+    assert [each["text"] for each in run.events("death_explained", slot="pc2/0")] == [text]
+    reasons = [row.reason for row in run.shown("pc2/0")]
+    assert any(reason.endswith("the PC's RAM was nearly full") for reason in reasons)
 
 
-@pytest.mark.parametrize("after_s", [0, 10], ids=["from the beginning", "after good work"])
-def test_a_card_whose_workers_all_die_is_given_up(new_run: RunMaker, after_s: float) -> None:
+def test_a_card_whose_workers_all_die_is_given_up(new_run: RunMaker) -> None:
     run = new_run(pc2=2, duration="60s", max_deaths=6)
-    run.fleet.at(after_s, lambda: run.fleet.dies_at_once.update(("pc2/0", "pc2/1")))
+    run.fleet.at(10, lambda: run.fleet.dies_at_once.update(("pc2/0", "pc2/1")))
     rows = run.finish()
     (given_up,) = run.events("card_quarantined")
     assert given_up["card"].startswith("pc2's ")

@@ -13,19 +13,10 @@ import psutil
 import pytest
 
 from orchestrator.core.node_commands import NODE_MARK
-from tests.cluster.conftest import ByHand, descendants
-from tests.scene import COMMAND, PATIENCE_S, ROOT, wait_for
+from tests.cluster.conftest import ByHand, descendants, ray_process
+from tests.scene import COMMAND, ROOT, ended, wait_for
 
 pytestmark = pytest.mark.ray
-
-
-def ray_process(node: str, name: str) -> psutil.Process | None:
-    """A process of Ray that `up` started for a node."""
-    for process in descendants():
-        with contextlib.suppress(psutil.NoSuchProcess):  # since it was listed
-            if process.name() == name and process.environ().get(NODE_MARK) == node:
-                return process
-    return None
 
 
 def agent_of(node: str) -> psutil.Process | None:
@@ -52,17 +43,23 @@ class Kept:
         self.node, self._said = node, said
         command = [*COMMAND, "up", node, "--exec", "--stay", *by_hand.arguments]
         with said.open("w") as stream:
-            self.process = subprocess.Popen(
+            self.process: subprocess.Popen[str] = subprocess.Popen(
                 command,
                 cwd=ROOT,
                 env={**os.environ, **by_hand.environment},
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=subprocess.STDOUT,
+                text=True,
             )
 
     def said(self) -> str:
         return self._said.read_text()
+
+    def wait(self) -> int:
+        """Wait for its end; return its exit code."""
+        ended(self.process, progress=self.said)
+        return self.process.returncode
 
     def wait_until_up(self, times: int) -> None:
         """Wait until the node has come up so many times."""
@@ -77,7 +74,7 @@ class Kept:
             return len(ups) >= times
 
         try:
-            wait_for(is_up, f"node that is up for the {times}. time")
+            wait_for(is_up, f"node that is up for the {times}. time", self.said)
         except AssertionError as error:
             raise AssertionError(f"{error}: {self.said()}") from None
 
@@ -94,7 +91,7 @@ def keep(by_hand: ByHand, short_tmp: Path) -> Iterator[Callable[[str], Kept]]:
     yield started
     for each in kept:
         each.process.terminate()
-        each.process.wait(PATIENCE_S)
+        each.wait()
 
 
 def killed(kept: Kept, name: str) -> None:
@@ -109,44 +106,35 @@ def killed(kept: Kept, name: str) -> None:
     assert "Ray has ended on this PC" in kept.said()
 
 
-def test_a_kept_head_is_started_again_until_stopped(
-    by_hand: ByHand, keep: Callable[[str], Kept]
-) -> None:
-    kept = keep("pc1")
-    kept.wait_until_up(1)
-    killed(kept, "gcs_server")
-    by_hand.stop_node("pc1")
-    assert kept.process.wait(PATIENCE_S) == 130, kept.said()
-    assert ray_process("pc1", "gcs_server") is None
-
-
 def test_a_kept_node_joins_whatever_cluster_its_head_has(
-    by_hand: ByHand, keep: Callable[[str], Kept]
+    nothing_left: None, by_hand: ByHand, keep: Callable[[str], Kept]
 ) -> None:
-    """With slow agents, after its raylet was killed, and after another head; Ctrl-C ends it."""
-    by_hand.type_what_up_prints("pc1")
-    kept = keep("pc2")
+    """Both are kept: with slow agents, after a raylet was killed, and after the head was; then they end."""
+    head = keep("pc1")
+    head.wait_until_up(1)
+    node = keep("pc2")
     agent = wait_for(lambda: agent_of("pc2"), "agent of pc2")
     agent.suspend()  # on a loaded machine it needs longer than Ray's raylet would wait for it
     try:
-        kept.wait_until_up(1)
-        assert "has ended" not in kept.said()
+        node.wait_until_up(1)
+        assert "has ended" not in node.said()
     finally:
         agent.resume()
-    killed(kept, "raylet")
+    killed(node, "raylet")
     before = session_of("pc1")
     assert session_of("pc2") == before
 
-    by_hand.stop_node("pc1")
-    wait_for(lambda: "cannot be reached" in kept.said(), "node that waits for the head")
     # On one machine Ray takes pc2's raylet for a head that still runs, if it has this note of the
     # old one.
     (Path(by_hand.environment["RAY_TMPDIR"]) / "ray" / "ray_current_cluster").unlink()
-    by_hand.type_what_up_prints("pc1")
-    kept.wait_until_up(3)
+    killed(head, "gcs_server")
+    node.wait_until_up(3)
     assert session_of("pc2") == session_of("pc1") != before
 
-    kept.process.send_signal(signal.SIGINT)
-    assert kept.process.wait(PATIENCE_S) == 130, kept.said()
+    node.process.send_signal(signal.SIGINT)
+    assert node.wait() == 130, node.said()
     assert ray_process("pc2", "raylet") is None
     assert ray_process("pc1", "raylet") is not None
+    by_hand.stop_node("pc1")
+    assert head.wait() == 130, head.said()
+    assert ray_process("pc1", "gcs_server") is None
