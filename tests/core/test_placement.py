@@ -22,7 +22,6 @@ from orchestrator.core.placement import (
     node_budget,
     plan_slots,
     refusals,
-    unnamed,
 )
 from tests.factories import REFERENCE, config_of
 from tests.scene import GUIDES
@@ -73,11 +72,6 @@ def test_a_reference_worker_gets_the_numbers_of_its_guide(
     assert spec.workload.size == size
     assert spec.workload.batch == 128
     assert spec.workload.dtype == "fp16"
-
-
-def test_the_seed_of_the_configuration_moves_all_seeds() -> None:
-    plans = plan_slots(config_of({"pc1": {"workers": 2}}, workload={"seed": 40}), Target())
-    assert [plan.spec.workload.seed for plan in plans] == [40, 41]
 
 
 def test_the_train_section_reaches_every_worker_flat() -> None:
@@ -135,21 +129,6 @@ def test_the_device_is_the_grounds_or_follows_from_the_cards(
     assert plan.spec.device == device
 
 
-def test_a_rehearsal_changes_only_where_workers_stand() -> None:
-    real, rehearsed = (
-        plan_slots(REFERENCE, Target()),
-        plan_slots(REFERENCE, Target(device="cpu", one_machine=True)),
-    )
-    for one, other in zip(real, rehearsed, strict=True):
-        assert one.spec.slot == other.spec.slot
-        assert one.num_cpus == other.num_cpus
-        assert one.num_gpus == other.num_gpus
-    assert [plan.spec.workload for plan in real] == [plan.spec.workload for plan in rehearsed]
-    assert [plan.spec.budget_bytes for plan in real] == [
-        plan.spec.budget_bytes for plan in rehearsed
-    ]
-
-
 def test_a_cluster_that_is_all_there_is_not_refused() -> None:
     bystander = fact(name="pc9", node_id="c", cpus=0.0, gpus=0.0)
     assert refusals(REFERENCE, iter([PC2, bystander, PC1, fact(name=None)])) == ()
@@ -194,16 +173,6 @@ def test_what_is_missing_is_refused_with_the_sum(
     assert [
         (refusal.node, refusal.missing, refusal.text) for refusal in refusals(REFERENCE, live)
     ] == expected
-
-
-def test_nodes_without_a_label_are_named_by_their_address() -> None:
-    live = [
-        PC1,
-        fact(name=None, address="10.0.0.9"),
-        fact(name=None, address="10.0.0.3"),
-        fact(name="other"),
-    ]
-    assert unnamed(live) == ("10.0.0.3", "10.0.0.9")
 
 
 @st.composite

@@ -392,16 +392,3 @@ class TestKept:
     def test_what_is_kept_counts_as_neither_held_nor_needed(self, kept: Found) -> None:
         assert max(kept["held"]) < MIB
         assert kept["peaks"] == [pytest.approx(12 * MIB, abs=2 * MIB)] * len(kept["peaks"])
-
-
-def large_steps(spec: WorkerSpec) -> list[int]:
-    device, reserved = CpuDevice(spec), []
-    for _ in range(2 * cpu._STEPS_BEFORE):
-        device.timed(lambda: torch.ones(64 * MIB, dtype=torch.uint8).nbytes, "largest")
-        device.step_peak_bytes()
-        reserved.append(device.memory().reserved_bytes)
-    return reserved
-
-
-def test_steps_that_need_much_of_the_cap_keep_nothing(in_child: InChild) -> None:
-    assert max(in_child(large_steps, spec_of(budget_bytes=BUDGET_BYTES))) < MIB

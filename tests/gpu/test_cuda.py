@@ -94,16 +94,6 @@ class TestWall:
         info = wall["info"]
         assert info.cap_bytes + info.context_bytes == pytest.approx(BUDGET_BYTES, rel=0.01)
 
-    def test_the_cap_is_read_back_from_the_allocator(self, wall: Found) -> None:
-        assert wall["info"].cap_bytes == pytest.approx(
-            wall["fraction"] * wall["info"].total_bytes, rel=0.01
-        )
-
-    def test_the_context_was_measured_and_says_how(self, wall: Found) -> None:
-        info = wall["info"]
-        assert info.context_source.startswith(("measured: ", "assumed: "))
-        assert 32 * MIB < info.context_bytes < 2048 * MIB
-
     def test_blocks_are_granted_up_to_the_cap_and_no_further(self, wall: Found) -> None:
         reserved_bytes, _, _ = wall["before"]
         assert (
@@ -179,13 +169,6 @@ class TestTooLarge:
         assert {event.detail["kind"] for event in ooms} == {"definite"}
         assert all("out of memory" in str(event.detail["text"]) for event in ooms)
         assert first.counts.emergency_count >= first.counts.steps_oom
-
-    def test_it_goes_on_without_another_failure(self, shrunk: Found) -> None:
-        second = shrunk["reports"][1]
-        assert second.counts.oom_count == 0
-        assert second.counts.steps_ok > 1
-        assert second.counts.work_flop > 0
-        assert 0 < second.counts.busy_s <= second.wall_s
 
     def test_the_ring_holds_what_it_was_given(self, shrunk: Found) -> None:
         report = shrunk["reports"][1]

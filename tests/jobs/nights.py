@@ -25,7 +25,7 @@ from orchestrator.jobs import model
 from orchestrator.jobs.journal import JOURNAL_NAME, Journal, decoded, encoded, queue_of
 from orchestrator.jobs.model import ENDED, ON_CARD, Assigned, Cause, JobState, Kind, Record, Word
 from orchestrator.jobs.packing import WINDOWS
-from orchestrator.jobs.queue import NODE_LOST_S, Entry, Queue
+from orchestrator.jobs.queue import NODE_LOST_S, Queue
 from workers.settings import CommandSpec
 from workers.units import GIB
 
@@ -521,45 +521,3 @@ class DyingNight(Night):
             with (self.folder / JOURNAL_NAME).open("ab") as file:
                 file.write(part)
         raise DeadHeadError
-
-
-def cut_between_any_bytes(seed: int, count: int, folder: Path) -> int:
-    """Cut the journal of a short night after each of its bytes; return how many.
-
-    A head that finds it so must decide what the torn line had decided.
-    """
-    night = Night(seed, count, folder).play()
-    content = (folder / JOURNAL_NAME).read_bytes()
-    first = content.index(b"\n") + 1
-    asked = {encoded(records): world for records, world in _decisions(night)}
-    path = folder / "cut" / JOURNAL_NAME
-    path.parent.mkdir()
-    start, number = first, 0
-    while start < len(content):
-        end = content.index(b"\n", start) + 1
-        expected = content[start : end - 1].decode()
-        for cut in range(start, end):
-            path.write_bytes(content[:cut])
-            journal = Journal(path)
-            journal.close()
-            _require(path.stat().st_size == start, f"byte {cut}: kept more or less than that line")
-            queue = queue_of(path.parent)
-            if expected in asked:
-                found = encoded(queue.next_records(asked[expected]))
-                _require(found == expected, f"byte {cut}: decided {found}, was {expected}")
-            number += 1
-        start = end
-    return number
-
-
-def _decisions(night: Night) -> Iterator[tuple[Sequence[Entry], model.World]]:
-    """Yield what the queue decided itself, and the world that it saw."""
-    worlds = iter(night.worlds)
-    for line in night.lines:
-        records = decoded(line)
-        first = records[0]
-        is_users = isinstance(first, model.Submitted | model.Said) or (
-            isinstance(first, model.QueueHeld) and first.reason in {None, "wait"}
-        )
-        if not is_users:
-            yield records, next(worlds)

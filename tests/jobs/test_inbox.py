@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.jobs.inbox import InboxError, put, remove, waiting
+from orchestrator.jobs.inbox import InboxError, put, waiting
 from orchestrator.jobs.model import QueueHeld, Rested, Said, Submitted, Word
 from tests.jobs.scene import command, training
 
@@ -29,15 +29,6 @@ def test_messages_come_in_the_order_of_their_putting(tmp_path: Path) -> None:
     assert list(waiting(tmp_path)) == list(zip(paths, messages, strict=True))
 
 
-def test_a_removed_message_is_gone(tmp_path: Path) -> None:
-    path = put(tmp_path, [submitted("a")])
-
-    remove(path)
-    remove(path)
-
-    assert list(waiting(tmp_path)) == []
-
-
 def test_a_hundred_at_once_are_all_there(tmp_path: Path) -> None:
     names = {f"j{i}" for i in range(100)}
     with ThreadPoolExecutor(20) as threads:
@@ -47,17 +38,6 @@ def test_a_hundred_at_once_are_all_there(tmp_path: Path) -> None:
         each for _, message in waiting(tmp_path) if isinstance(message, list) for each in message
     ]
     assert {each.job.name for each in taken} == names
-
-
-def test_without_an_inbox_nothing_waits(tmp_path: Path) -> None:
-    assert list(waiting(tmp_path)) == []
-
-
-def test_what_is_being_written_is_not_read(tmp_path: Path) -> None:
-    path = put(tmp_path, [submitted("a")])
-    path.rename(path.with_name(f".{path.name}"))
-
-    assert list(waiting(tmp_path)) == []
 
 
 def test_a_failed_put_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

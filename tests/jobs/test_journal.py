@@ -77,10 +77,6 @@ def test_a_replayed_queue_is_the_same(tmp_path: Path) -> None:
     assert again.next_records(scene.world()) == scene.queue.next_records(scene.world())
 
 
-def test_without_a_journal_the_queue_is_empty(tmp_path: Path) -> None:
-    assert queue_of(tmp_path).is_over
-
-
 texts = st.text(max_size=12)
 floats = st.floats(allow_nan=False)
 states = st.sampled_from(JobState)
@@ -144,29 +140,6 @@ def test_a_torn_batch_is_cut_off_as_a_whole(tmp_path: Path) -> None:
         assert journal.cut_bytes == end - before
         journal.close()
         assert path.read_bytes() == content[:before]
-
-
-def test_a_first_line_that_was_torn_is_written_anew(tmp_path: Path) -> None:
-    path = tmp_path / "journal.jsonl"
-    Journal(path).close()
-    first = path.read_bytes()
-
-    for end in range(len(first)):
-        path.write_bytes(first[:end])
-        assert queue_of(tmp_path).is_over
-        Journal(path).close()
-        assert path.read_bytes() == first
-
-
-def test_a_last_line_of_zeros_is_cut_off(tmp_path: Path) -> None:
-    path = tmp_path / "journal.jsonl"
-    course(path)
-    content = path.read_bytes()
-    path.write_bytes(content + b"[" + bytes(60) + b"\n")
-
-    Journal(path).close()
-
-    assert path.read_bytes() == content
 
 
 def test_a_damaged_line_in_the_middle_is_told(tmp_path: Path) -> None:
@@ -264,14 +237,6 @@ def test_a_compacted_journal_is_the_same_queue(tmp_path: Path) -> None:
     assert list(records(path)) == scene.records[-1:]
 
 
-def test_a_small_journal_is_not_compacted(tmp_path: Path) -> None:
-    scene = course(tmp_path / "journal.jsonl")
-    content = (tmp_path / "journal.jsonl").read_bytes()
-
-    assert not Journal(tmp_path / "journal.jsonl").compact(scene.queue)
-    assert (tmp_path / "journal.jsonl").read_bytes() == content
-
-
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("at", ["write", "fsync", "rename"])
 def test_a_crash_while_compacting_leaves_the_old_one(
@@ -294,12 +259,3 @@ def test_a_crash_while_compacting_leaves_the_old_one(
     assert path.read_bytes() == content
     journal.append([QueueHeld(at_s=0.0, reason="still writes")])
     assert queue_of(tmp_path).held == "still writes"
-
-
-def test_what_a_killed_compaction_left_is_removed(tmp_path: Path) -> None:
-    course(tmp_path / "journal.jsonl")
-    (tmp_path / "journal.jsonl.new").write_bytes(b'{"journal":1}\n[{"ki')
-
-    Journal(tmp_path / "journal.jsonl").close()
-
-    assert [path.name for path in tmp_path.iterdir()] == ["journal.jsonl"]

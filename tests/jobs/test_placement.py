@@ -12,7 +12,6 @@ from orchestrator.jobs.model import Card, Job, Kind
 from orchestrator.jobs.placement import (
     LOOKAHEAD,
     Candidate,
-    Placement,
     Plan,
     Resident,
     estimate,
@@ -53,15 +52,6 @@ def test_what_has_run_for_long_is_not_waited_for_beside_a_free_card() -> None:
 
     assert starting(60.0) == {}
     assert starting(600.0) == {"long": "pc2"}
-
-
-def test_a_single_job_takes_the_faster_card() -> None:
-    found = plan([job_of("a")], CARDS, {}, 0.0)
-
-    assert found.starts == (
-        Placement(job="a", card="pc1", budget_bytes=FAST.room_bytes, alone=True),
-    )
-    assert found.reasons == {}
 
 
 def test_a_job_waits_for_the_better_card_if_it_ends_earlier() -> None:
@@ -112,14 +102,6 @@ def test_higher_priority_starts_first() -> None:
     found = plan(jobs, (FAST,), {}, 0.0)
 
     assert places(found) == {"high": "pc1"}
-
-
-def test_an_hour_of_waiting_is_a_level_of_priority() -> None:
-    old = job_of("old", priority=0, queued_at_s=0.0)
-    new = job_of("new", 9 * HOUR, priority=2, queued_at_s=3 * HOUR)
-
-    assert places(plan([new, old], (FAST,), {}, 3 * HOUR - 1)) == {"new": "pc1"}
-    assert places(plan([new, old], (FAST,), {}, 3 * HOUR)) == {"old": "pc1"}
 
 
 def test_a_job_behind_uses_the_card_that_the_front_one_leaves() -> None:
@@ -186,19 +168,6 @@ def test_a_card_that_is_too_small_is_said_to_be() -> None:
     )
 
 
-def test_a_card_below_the_least_room_is_not_tried() -> None:
-    found = plan([job_of("a", least_room_bytes=7 * GIB)], (SLOW,), {}, 0.0)
-
-    assert found.starts == ()
-    assert "a" not in found.expected_start_s
-
-
-def test_nodes_and_a_part_of_the_title_are_respected() -> None:
-    jobs = [job_of("a", nodes=("pc2",)), job_of("b", card="3090")]
-
-    assert places(plan(jobs, CARDS, {}, 0.0)) == {"a": "pc2", "b": "pc1"}
-
-
 def test_a_closed_card_takes_nothing() -> None:
     closed = replace(FAST, closed="a game has it")
 
@@ -248,32 +217,12 @@ def test_a_pair_of_which_one_may_not_share_stays_apart() -> None:
     assert [start.alone for start in found.starts] == [True]
 
 
-def test_a_pair_that_has_nothing_in_common_stays_apart() -> None:
-    other = job_of("b", memory_bytes=4 * GIB, shares={FAST.name: "of another kind"})
-
-    assert [start.alone for start in plan([packable("a"), other], (FAST,), {}, 0.0).starts] == [
-        True
-    ]
-
-
-def test_a_job_does_not_share_where_its_smallest_step_had_no_room() -> None:
-    jobs = [packable("a"), packable("b", least_room_bytes=5 * GIB)]
-
-    assert [start.alone for start in plan(jobs, (FAST,), {}, 0.0).starts] == [True]
-
-
 def test_the_measured_bytes_are_what_a_packed_job_gets() -> None:
     jobs = [packable("a", measured_bytes=2 * GIB), packable("b", measured_bytes=12 * GIB)]
 
     found = plan(jobs, (FAST,), {}, 0.0)
 
     assert [start.budget_bytes // GIB for start in found.starts] == [2, 13]
-
-
-def test_a_pair_beyond_the_room_stays_apart() -> None:
-    found = plan([packable("a"), packable("b")], (SLOW,), {}, 0.0)
-
-    assert [start.alone for start in found.starts] == [True]
 
 
 def test_a_job_joins_one_that_is_packed() -> None:
@@ -288,14 +237,6 @@ def test_no_job_joins_one_that_is_alone() -> None:
     there = running(600.0, alone=True, shares="", budget_bytes=5 * GIB)
 
     assert plan([packable("b")], (FAST,), {"pc1": there}, 0.0).starts == ()
-
-
-def test_a_job_below_does_not_join_before_one_above() -> None:
-    there = running(600.0, alone=False, shares="", budget_bytes=5 * GIB)
-
-    found = plan([job_of("a", priority=1), packable("b")], (FAST,), {"pc1": there}, 0.0)
-
-    assert found.starts == ()
 
 
 # --- the estimate, and how good it is

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.jobs.journal import JOURNAL_NAME, queue_of
+from orchestrator.jobs.journal import JOURNAL_NAME
 from orchestrator.jobs.model import ENDED, JobState
-from tests.jobs.nights import DyingNight, Night, cut_between_any_bytes, in_memory
+from tests.jobs.nights import DyingNight, Night, in_memory
 
 
 @pytest.fixture
@@ -67,13 +67,3 @@ def test_a_head_that_dies_now_and_then_decides_the_same(
     assert (folder / "dying" / JOURNAL_NAME).read_bytes() == (
         folder / "calm" / JOURNAL_NAME
     ).read_bytes()
-
-
-def test_a_journal_cut_at_any_byte_leads_to_the_same(folder: Path) -> None:
-    assert cut_between_any_bytes(1, 3, folder) > 1000
-
-
-def test_the_journal_of_a_night_is_its_queue(night: Night) -> None:
-    again = queue_of(night.folder)
-
-    assert list(again.condensed()) == list(night.queue.condensed())

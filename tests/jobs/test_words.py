@@ -72,16 +72,6 @@ def test_retry_begins_again_with_all_its_retries() -> None:
     assert starts(scene.end("a", Cause.EXCEPTION, "KeyError")) == {"a": "pc1"}
 
 
-def test_a_held_job_that_waited_goes_on_waiting() -> None:
-    scene = Scene(training("a"), training("b", after=("a",)))
-    scene.turn()
-    scene.say(Word.HOLD, "b")
-    scene.end("a")
-    assert scene.state("b") == "HELD"
-
-    assert starts(scene.say(Word.RELEASE, "b")) == {"b": "pc1"}
-
-
 def test_a_word_that_comes_twice_is_obeyed_once() -> None:
     scene = Scene(training("a"))
     scene.say(Word.HOLD, "a", "m1")

@@ -17,7 +17,7 @@ from itertools import pairwise
 from random import Random
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -618,50 +618,3 @@ SizerMachine.TestCase.settings = settings(
     max_examples=60 * EXAMPLES, stateful_step_count=30, deadline=None, derandomize=STEADY
 )
 TestSizerMachine = SizerMachine.TestCase
-
-
-@st.composite
-def reports(draw: st.DrawFn) -> list[Event]:
-    """Questions and reports in any order, of sizes that nobody asked for, at times that only go forward."""
-    sizes = st.integers(0, 100) | st.integers(0, 10**7)
-    amounts = st.none() | st.sampled_from([0, 1, MOST_BYTES]) | st.integers(0, MOST_BYTES)
-    at_s, events = 0.0, list[Event]()
-    for kind in draw(
-        st.lists(
-            st.sampled_from([Sizer.next_size, Sizer.next_size, Sizer.succeeded, Sizer.failed]),
-            max_size=40,
-        )
-    ):
-        at_s += draw(st.sampled_from([0.0, 1e-6, 1.0, 60.0]) | pauses_s)
-        told = {
-            Sizer.next_size: [amounts],
-            Sizer.succeeded: [sizes, amounts],
-            Sizer.failed: [sizes],
-        }[kind]
-        events.append((kind, (at_s, *map(draw, told))))
-    return events
-
-
-learned_bytes = st.floats(0.0, 1e15)
-all_learned = st.one_of(
-    st.none(),
-    st.builds(Learned, size=st.integers(0, 10**7)),
-    st.builds(
-        Learned, size=st.integers(0, 10**7), fixed_bytes=learned_bytes, unit_bytes=learned_bytes
-    ),
-)
-
-
-@settings(max_examples=100 * EXAMPLES, deadline=None, derandomize=STEADY)
-@given(bounds=all_bounds(), learned=all_learned, events=reports())
-def test_whatever_is_reported_a_size_is_one_there_is(
-    bounds: Bounds, learned: Learned | None, events: list[Event]
-) -> None:
-    """Of sizes never asked for, too: no exception, finite numbers, and a size that there is or a reason."""
-    for state, size, question in replayed(bounds, learned, events):
-        assert all(math.isfinite(number) for number in numbers(state))
-        if size is not None:
-            assert bounds.smallest <= size <= bounds.largest
-            assert bounds.down(size) == size
-        elif question:
-            assert state.reason

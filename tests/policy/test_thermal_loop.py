@@ -20,7 +20,6 @@ from tests.policy.thermal_cards import (
     best_constant,
     draw,
     governor,
-    guides,
     judge,
     play,
 )
@@ -125,20 +124,3 @@ def test_a_game_that_comes_and_goes_is_given_way_and_forgotten(seed: int) -> Non
     ) > 0.9 * card.used([card.slot_duty * statistics.fmean(before)] * len(card.offsets_s)), (
         "what the game took comes back"
     )
-
-
-def test_a_game_that_is_too_hot_alone_leaves_workers_paused() -> None:
-    card = replace(EXTREMES["slow, alone"], game=0.95)
-    course = play(card, "game", governor)
-    during = [look.duty for look in course.looks if 1000.0 < look.at_s < 1800.0]
-    assert statistics.fmean(during) < 0.06
-    assert [look.duty for look in course.looks][-1] > 0.5
-
-
-def test_the_guides_rule_fails_what_the_governor_must_pass() -> None:
-    """Otherwise the cards would be too easy to prove anything."""
-    card = EXTREMES["slow, seven"]
-    course = play(card, "steady", guides)
-    figures = judge(card, course, course)
-    assert figures["share"] == 1.0
-    assert figures["outside_settled_pct"] > 20.0

@@ -49,24 +49,6 @@ def governor() -> Rule:
     return duty
 
 
-def guides() -> Rule:
-    """Return the guides' rule: less by a fifth each second above 78 C, more below 70, a pause at 83
-    until below 75.
-    """
-    value, paused = 1.0, False
-
-    def duty(temperature_c: float, _at_s: float) -> float:
-        nonlocal value, paused
-        paused = temperature_c >= _CRITICAL_C or (paused and temperature_c >= _RESUME_C)
-        if temperature_c > _HOT_C:
-            value = max(0.05, 0.8 * value)
-        elif temperature_c < _BOOST_C:
-            value = min(1.0, value / 0.8)
-        return 0.0 if paused else value
-
-    return duty
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
     """A card with its cooling, its sensor, and the workers on it.

@@ -171,20 +171,6 @@ def test_other_errors_pass_at_once_and_unchanged(error: BaseException) -> None:
     assert calls == [128]
 
 
-def test_an_error_leaves_what_was_learned() -> None:
-    @resilient(starting_batch_size=64)
-    def work(batch_size: int, *, broken: bool) -> int:
-        if broken:
-            raise BugError
-        return items(batch_size)
-
-    size = work(broken=False)
-    with pytest.raises(BugError):
-        work(broken=True)
-    assert work.batch_size == size
-    assert work(broken=False) == size
-
-
 @pytest.mark.parametrize(("kinds", "believed"), [("pp", True), ("ppp", False), ("ppdp", True)])
 def test_a_probable_out_of_memory_is_believed_twice(kinds: str, believed: bool) -> None:
     errors = [
@@ -517,17 +503,6 @@ def fits(batch_size: int, most: int, tried: list[int]) -> str:
             "CUDA out of memory. Tried to allocate 2.00 GiB"
         )  # as torch says it; no card is needed
     return f"trained with {batch_size}"
-
-
-def test_a_function_may_come_first_later_or_by_name() -> None:
-    tried: list[int] = []
-    assert find_executable_batch_size(fits)(128, tried) == "trained with 128"
-    assert find_executable_batch_size(fits, 64)(most=64, tried=tried) == "trained with 64"
-    decorate = find_executable_batch_size(starting_batch_size=32)
-    assert isinstance(decorate, functools.partial)
-    assert decorate(fits)(32, tried) == decorate(function=fits)(32, tried) == "trained with 32"
-    assert decorate(fits, starting_batch_size=16)(32, tried) == "trained with 16"
-    assert tried == [128, 64, 32, 32, 16]
 
 
 @pytest.mark.parametrize("decorated", [False, True])

@@ -74,11 +74,6 @@ class TestClaim:
         }
         assert claim_bytes - each_bytes < (2 + len(ring)) * each_bytes <= claim_bytes
 
-    def test_without_one_it_takes_the_least(self) -> None:
-        workload = matmul(torch.float32)
-        workload.step(256, 1)
-        assert len(matrices(workload)[2]) == 1
-
     def test_a_new_ring_is_filled_and_the_same_keeps_its_tensors(self) -> None:
         workload = matmul(torch.float32)
         found = []
@@ -89,13 +84,6 @@ class TestClaim:
         (first, _, before), (again, *_), (_, _, after) = found
         assert again is first
         assert len(after) > len(before)
-
-    def test_release_drops_everything(self) -> None:
-        workload = matmul(torch.float32, claim_bytes=2 * MIB)
-        workload.step(256, 1)
-        workload.release()
-        assert workload._tensors is None
-        assert workload.step(256, 1).flop == 2.0 * 256**3
 
 
 class TestStep:
@@ -110,15 +98,6 @@ class TestStep:
         assert max(products) == 3, (
             "a step that was interrupted may queue fewer, and none queues more"
         )
-
-    def test_a_new_size_starts_afresh(self) -> None:
-        workload = matmul(torch.float32, claim_bytes=MIB)
-        for _ in range(4):
-            workload.step(64, 128)
-        assert workload.step(256, 128).flop == 2.0 * 256**3, (
-            "how long one product takes is not known yet"
-        )
-        assert matrices(workload)[0].shape == (256, 256)
 
 
 @given(size=st.integers(1, 100_000))
