@@ -233,22 +233,6 @@ def test_where_all_caps_fit_every_lease_is_its_cap(
                 assert world.leases[other.slot] == (other.cap_bytes if other.reports else 0)
 
 
-@given(caps=caps, outside=st.floats(0.1, 0.7), more=st.floats(0.05, 1.0), draw=draws)
-def test_more_memory_takes_nothing_from_those_who_all_want_more(
-    caps: list[int], outside: float, more: float, draw: Random
-) -> None:
-    world = crowd(caps, outside=outside)
-    world.rounds(3, draw)
-    before = dict(world.leases)
-    world.outside_bytes = int((1.0 - more) * world.outside_bytes)
-    for _ in range(ROUNDS):
-        world.rounds(1, draw)
-        assert all(
-            world.lease_of(slot) >= lease for slot, lease in before.items() if lease is not None
-        )
-    assert world.broken == 0
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_noise_of_some_percent_moves_next_to_nobody(seed: int) -> None:
     world, draw, moves = four(), seeded(seed), 0
@@ -271,20 +255,6 @@ def test_a_newcomer_has_its_share_soon(draw: Random, outside: float, at: float) 
     assert newcomer.held_bytes >= world.least_fair_bytes(newcomer)
 
 
-@pytest.mark.parametrize("more", [0.02, 0.15])
-def test_leases_are_cut_to_what_somebody_else_has_left(more: float) -> None:
-    world, draw = four(0.1), seeded(1)
-    for person in world.people:
-        person.wants_bytes = int(
-            0.84 * person.cap_bytes
-        )  # so that his bytes come out of nobody's hands
-    world.rounds(ROUNDS, draw)
-    world.outside_bytes += int(more * CARD_BYTES)
-    assert sum(world.lease_of(person.slot) for person in world.people) > world.there_bytes
-    world.rounds(4, draw)
-    assert sum(world.lease_of(person.slot) for person in world.people) <= world.there_bytes
-
-
 def test_what_a_directive_allows_is_promised() -> None:
     first = Claimant(
         slot="pc1/0", card="GPU-1", report=(0, 1), cap_bytes=16 * GIB, memory=seen(0, 16 * GIB)
@@ -297,19 +267,6 @@ def test_what_a_directive_allows_is_promised() -> None:
         books, [replace(first, report=(0, 2), granted_bytes=leases["pc1/0"]), other], 2.0
     )
     assert leases["pc1/1"] == pytest.approx(leases["pc1/0"], abs=1)
-
-
-def test_an_outsider_gets_what_is_free_and_workers_share() -> None:
-    world, draw = four(0.1), seeded(1)
-    world.rounds(ROUNDS, draw)
-    for _ in range(60):
-        for person in draw.sample(world.people, 4):
-            world.outside_bytes = min(int(0.5 * CARD_BYTES), world.outside_bytes + world.free_bytes)
-            world.report(person)
-    assert world.outside_bytes == int(0.5 * CARD_BYTES)
-    world.rounds(ROUNDS, draw)
-    for person in world.people:
-        assert person.held_bytes >= world.least_fair_bytes(person)
 
 
 def test_what_a_modest_worker_leaves_is_lent_and_given_back() -> None:

@@ -16,7 +16,6 @@ from orchestrator.core.fleet import SliceFailure
 from orchestrator.core.lifecycle import advance
 from orchestrator.core.slice_results import without_progress
 from orchestrator.core.slot import (
-    Assigned,
     CardQuarantined,
     Close,
     Drain,
@@ -242,20 +241,6 @@ class LifecycleMachine(Books):
         self.feed(Reinstated(node_is_there=self.node_is_there))
         assert self.slot.phase is (Phase.WORKING if self.node_is_there else Phase.ABSENT)
         assert (self.slot.deaths_at_s, self.slot.errors_in_a_row) == ((), 0)
-        self.history = [self.slot]
-
-    @precondition(
-        lambda self: (
-            self.slot.phase in {Phase.ABSENT, Phase.HELD, Phase.QUARANTINED} and not self.drained
-        )
-    )
-    @rule()
-    def queue_assigns_its_job_again(self) -> None:
-        before, self.save_waits = self.slot, False
-        self.feed(Assigned(node_is_there=self.node_is_there))
-        assert self.slot.phase is (Phase.WORKING if self.node_is_there else Phase.ABSENT)
-        assert self.slot.incarnation > before.incarnation
-        assert self.slot.orders.hold is None
         self.history = [self.slot]
 
     @precondition(lambda self: self.slot.phase is Phase.WORKING)

@@ -167,19 +167,6 @@ def test_a_worker_alone_on_its_card_has_no_lease() -> None:
     assert house.sent == {"pc1/0": [None] * 3, "pc1/1": [None]}
 
 
-def test_with_two_cards_nobody_is_expected_before_opening() -> None:
-    pc1 = REFERENCE.nodes["pc1"].model_copy(update={"workers": 4, "gpus": 2})
-    house = House(plan_slots(REFERENCE.model_copy(update={"nodes": {"pc1": pc1}}), Target()))
-    house.join()
-    house.scenes["pc1/0"].slot = replace(
-        house.scenes["pc1/0"].slot, device=card(house.plans["pc1/0"], "GPU-2")
-    )
-    house.report("pc1/1", 0)
-    house.report("pc1/2", 0)
-    assert house.sent["pc1/2"][-1] == house.caps()["pc1/2"]
-    assert house.sent["pc1/3"] == [0]
-
-
 def test_a_slot_that_begins_costs_the_others_no_lease() -> None:
     house, same = (seven(outside_bytes=TOTAL_BYTES // 2) for _ in range(2))
     for each in (house, same):

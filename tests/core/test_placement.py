@@ -211,25 +211,6 @@ def by_node(plans: Iterable[SlotPlan]) -> dict[str, list[SlotPlan]]:
 
 @settings(deadline=None)
 @given(drawn=configs(), target=grounds)
-def test_slots_stand_in_the_order_of_the_configuration(drawn: Config, target: Target) -> None:
-    plans = plan_slots(drawn, target)
-    expected = [
-        f"{name}/{index}" for name, node in drawn.nodes.items() for index in range(node.workers)
-    ]
-    assert [plan.spec.slot for plan in plans] == expected
-    assert len(set(expected)) == len(expected)
-    assert plan_slots(drawn, target) == plans
-    # One worker more on the last node moves nobody else.
-    *_, last = drawn.nodes
-    data = drawn.model_dump()
-    data["nodes"][last]["workers"] += 1
-    assert [plan.spec.slot for plan in plan_slots(Config.model_validate(data), target)][
-        : len(plans)
-    ] == expected
-
-
-@settings(deadline=None)
-@given(drawn=configs(), target=grounds)
 def test_the_sums_of_a_node_agree_with_its_workers(drawn: Config, target: Target) -> None:
     plans = plan_slots(drawn, target)
     everything = sum(plan.spec.budget_bytes for plan in plans)

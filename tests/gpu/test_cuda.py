@@ -288,32 +288,23 @@ def products(spec: WorkerSpec) -> float:
 
 @pytest.fixture(scope="module")
 def errors(in_child: Callable[..., Any]) -> dict[str, float]:
-    return {
-        dtype: in_child(products, spec_of(dtype=dtype))
-        for dtype in ("fp32", "tf32", "fp16", "bf16")
-    }
+    return {dtype: in_child(products, spec_of(dtype=dtype)) for dtype in ("fp32", "tf32")}
 
 
-class TestTypes:
-    @pytest.mark.parametrize(
-        ("dtype", "most"), [("fp32", 1e-5), ("tf32", 2e-3), ("fp16", 4e-3), ("bf16", 1e-2)]
+def test_tf32_is_really_used_where_there_is_one(errors: dict[str, float]) -> None:
+    """That products are right is for the checks of `test_card.py`."""
+    assert errors["fp32"] < 1e-5
+    name, *_ = subprocess.run(
+        [sys.executable, "-c", "import torch; print(torch.cuda.get_device_capability()[0])"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    if int(name) < 8:
+        pytest.skip("tf32 begins with Ampere")
+    assert 10 * errors["fp32"] < errors["tf32"] <= 2e-3, (
+        "as precise as fp32: it was not switched on"
     )
-    def test_products_are_right(self, errors: dict[str, float], dtype: str, most: float) -> None:
-        assert errors[dtype] <= most
-
-    def test_tf32_is_really_used_where_there_is_one(self, errors: dict[str, float]) -> None:
-        assert errors["fp32"] < 1e-5
-        name, *_ = subprocess.run(
-            [sys.executable, "-c", "import torch; print(torch.cuda.get_device_capability()[0])"],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.split()
-        if int(name) < 8:
-            pytest.skip("tf32 begins with Ampere")
-        assert errors["tf32"] > 10 * errors["fp32"], (
-            "the precision of fp32: tf32 was not switched on"
-        )
 
 
 # --- what cannot work

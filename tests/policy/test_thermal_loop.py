@@ -63,7 +63,7 @@ EXTREMES = {
 def governed(seed: int, scene: str) -> tuple[Course, dict[str, Any]]:
     """Play a drawn card once for all tests."""
     course = play(draw(seed), scene, governor)
-    return course, judge(draw(seed), course, course)
+    return course, judge(draw(seed), course)
 
 
 def calm(card: Card, figures: dict[str, Any]) -> None:
@@ -90,7 +90,7 @@ def test_a_drawn_card_settles_in_the_band_and_stays(seed: int, scene: str) -> No
 def test_an_extreme_card_settles_in_the_band_and_stays(name: str) -> None:
     card = EXTREMES[name]
     course = play(card, "steady", governor)
-    figures = judge(card, course, course)
+    figures = judge(card, course)
     calm(card, figures)
     assert figures["least_c"] >= 78.0
     assert figures["critical_unsettled_s"] <= 15.0
