@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from random import Random
 
 import pytest
 
 from orchestrator.core.fleet import SliceReported
 from orchestrator.core.memory_broker import MemoryBroker
 from orchestrator.core.placement import SlotPlan, Target, plan_slots
-from orchestrator.core.slot import Command, NodeJoined, NodeLeft, Slot
+from orchestrator.core.slot import Command, NodeJoined, NodeLeft
 from tests.core.scene import Scene, submits
 from tests.factories import CPU, MEMORY, REFERENCE
 from tests.scene import MIB
@@ -175,32 +174,3 @@ def test_a_slot_that_begins_costs_the_others_no_lease() -> None:
     for each in (house, same):
         each.settle("pc1/0", "pc1/1", rounds=3, share=0.9)
     assert house.sent == same.sent
-
-
-class Dividing(MemoryBroker):
-    """Divides every card at every look, however much is there."""
-
-    def look(
-        self, slots: Mapping[str, Slot], now_s: float, changed: Iterable[str] | None = None
-    ) -> dict[str, int | None]:
-        self._ample.clear()
-        return super().look(slots, now_s, changed)
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_an_ample_card_gives_the_leases_of_dividing_it(seed: int) -> None:
-    drawn = Random(seed)  # noqa: S311 - repeatable is what is wanted
-    quick, thorough = House(PC1), House(PC1)
-    thorough.broker = Dividing(thorough.plans)
-    for house in (quick, thorough):
-        house.join()
-        house.settle()
-    assert quick.broker._ample, "else nothing is compared"
-    for _ in range(8):
-        outside_bytes = drawn.choice([0, 0, TOTAL_BYTES // 8, TOTAL_BYTES // 2])
-        names = drawn.sample(list(quick.plans), drawn.randint(2, 7))
-        rounds, share = drawn.randint(1, 12), drawn.choice([1.0, 1.0, 0.9, 0.3])
-        for house in (quick, thorough):
-            house.outside_bytes = outside_bytes
-            house.settle(*names, rounds=rounds, share=share)
-        assert quick.sent == thorough.sent

@@ -38,7 +38,6 @@ SEGMENT_BYTES = 2 * MIB
 
 
 # --- the wall
-# ----------------------------------------------------------------------------------------------------
 
 
 def up_to_the_wall(spec: WorkerSpec) -> Found:
@@ -122,7 +121,6 @@ class TestWall:
 
 
 # --- the engine
-# --------------------------------------------------------------------------------------------------
 
 
 def too_large(spec: WorkerSpec, resume: ResumeState | None) -> Found:
@@ -228,7 +226,6 @@ def test_memory_comes_back_after_every_failure(in_child: Callable[..., Any]) -> 
 
 
 # --- a broken context
-# --------------------------------------------------------------------------------------------
 
 
 class Asserting(Workload):
@@ -264,7 +261,6 @@ def test_a_device_assert_poisons_the_process_for_good(in_child: Callable[..., An
 
 
 # --- element types
-# -----------------------------------------------------------------------------------------------
 
 
 def products(spec: WorkerSpec) -> float:
@@ -308,7 +304,6 @@ def test_tf32_is_really_used_where_there_is_one(errors: dict[str, float]) -> Non
 
 
 # --- what cannot work
-# --------------------------------------------------------------------------------------------
 
 
 def first_slice(spec: WorkerSpec) -> Report:

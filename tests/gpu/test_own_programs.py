@@ -66,7 +66,6 @@ while True:
 
 
 # --- a script under a cap
-# --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -90,7 +89,6 @@ def test_a_script_fails_inside_itself_at_the_cap(own: str, environment: dict[str
 
 
 # --- a command
-# --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(autouse=True)
@@ -125,7 +123,6 @@ def test_a_command_that_fills_its_cap_has_the_right_cause() -> None:
 
 
 # --- a folder of Hugging Face
-# --------------------------------------------------------------------------------------------
 
 
 def trained(folder: str, data: str, keys: Found) -> Found:
@@ -212,7 +209,6 @@ def test_a_folder_trains_as_planned(
 
 
 # --- a queue of jobs
-# --------------------------------------------------------------------------------------------
 
 TRAIN: Found = {"preset": "gpt-nano", "steps": 30}
 HELD = "import torch; torch.ones(64 << 20, device='cuda'); print(torch.cuda.get_device_name())"

@@ -41,7 +41,6 @@ def block(size_bytes: int) -> torch.Tensor:
 
 
 # --- shrinking
-# ---------------------------------------------------------------------------------------------------
 
 
 def two_calls() -> Found:
@@ -99,7 +98,6 @@ def test_the_card_has_everything_back_before_the_next_attempt(in_child: Callable
 
 
 # --- what is measured
-# --------------------------------------------------------------------------------------------
 
 
 def room_and_peaks() -> Found:
@@ -163,7 +161,3 @@ def test_it_makes_room_before_it_fails_and_comes_back(in_child: Callable[..., An
     assert found["alone"] == [100] * 10
     assert all(0.25 * fits <= size <= 0.4 * fits for size in found["crowded"])
     assert found["again"][-1] == 100
-
-
-# --- errors that are not ours
-# ------------------------------------------------------------------------------------

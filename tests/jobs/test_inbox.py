@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -27,17 +26,6 @@ def test_messages_come_in_the_order_of_their_putting(tmp_path: Path) -> None:
     paths = [put(tmp_path, message) for message in messages]
 
     assert list(waiting(tmp_path)) == list(zip(paths, messages, strict=True))
-
-
-def test_a_hundred_at_once_are_all_there(tmp_path: Path) -> None:
-    names = {f"j{i}" for i in range(100)}
-    with ThreadPoolExecutor(20) as threads:
-        list(threads.map(lambda name: put(tmp_path, [submitted(name)]), names))
-
-    taken = [
-        each for _, message in waiting(tmp_path) if isinstance(message, list) for each in message
-    ]
-    assert {each.job.name for each in taken} == names
 
 
 def test_a_failed_put_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from orchestrator.jobs.model import Card, Job, Kind
 from orchestrator.jobs.placement import (
-    LOOKAHEAD,
     Candidate,
     Plan,
     Resident,
@@ -112,30 +111,6 @@ def test_a_job_behind_uses_the_card_that_the_front_one_leaves() -> None:
 
     assert places(found) == {"behind": "pc2"}
     assert found.expected_start_s["front"] == 600.0
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    st.lists(
-        st.tuples(st.integers(0, 3), st.floats(1, 9000), st.integers(1, 23)), min_size=1, max_size=9
-    ),
-    st.floats(0, 5000),
-)
-def test_nothing_below_moves_the_start_of_a_job_above(
-    drawn: list[tuple[int, float, int]], end_s: float
-) -> None:
-    jobs = [
-        job_of(f"job-{place}", work_s, priority=priority, memory_bytes=gib * GIB)
-        for place, (priority, work_s, gib) in enumerate(drawn)
-    ]
-    above = [each for each in jobs if each.priority >= 2]
-
-    everything = plan(jobs, CARDS, {"pc1": running(end_s)}, 0.0)
-    without = plan(above, CARDS, {"pc1": running(end_s)}, 0.0)
-
-    for each in above:
-        assert places(everything).get(each.name) == places(without).get(each.name)
-        assert everything.expected_start_s.get(each.name) == without.expected_start_s.get(each.name)
 
 
 @settings(max_examples=60, deadline=None)
@@ -250,23 +225,3 @@ def test_the_estimate_starts_a_follower_after_its_job() -> None:
         ("eval", 200.0, 300.0),
     ]
     assert found.makespan_s == 300.0
-
-
-def test_the_estimate_says_what_never_starts() -> None:
-    jobs = [job_of("big", memory_bytes=30 * GIB), job_of("eval")]
-
-    found = estimate(jobs, CARDS, {"eval": ["big"]})
-
-    assert found.left == {
-        "big": "needs at least 30.0 GiB; the largest card here gives 23.0 GiB (pc1)",
-        "eval": "comes after big, which never ends",
-    }
-
-
-def test_a_card_that_no_front_job_fits_gets_one_from_behind() -> None:
-    jobs = [job_of(f"big-{place}", memory_bytes=9 * GIB) for place in range(LOOKAHEAD)]
-
-    found = plan([*jobs, job_of("a"), job_of("b")], CARDS, {}, 0.0)
-
-    assert places(found)["a"] == "pc2"
-    assert found.reasons["b"] == f"{LOOKAHEAD - 1} jobs go first"

@@ -420,15 +420,6 @@ def test_a_job_moves_to_a_free_card_where_that_pays() -> None:
     assert scene.see(small, step=20, eta_s=2000.0) == [], "it stays"
 
 
-def test_a_job_that_is_nearly_done_does_not_move() -> None:
-    scene = Scene(training("a"), training("b"))
-    scene.turn()
-    small = "a" if scene.standing("a").card == "pc2" else "b"
-    scene.see(small, step=990, eta_s=100.0)
-
-    assert scene.end("b" if small == "a" else "a")[1:] == []
-
-
 @pytest.mark.parametrize(("cause", "ends"), [(Cause.KILLED, "FAILED"), (Cause.PARKED, "RUNNING")])
 def test_a_program_that_always_ends_soon_is_not_tried_for_ever(cause: Cause, ends: str) -> None:
     scene = Scene(command("a"), cards=(BIG,))

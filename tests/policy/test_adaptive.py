@@ -434,29 +434,6 @@ class TestResume:
             with pytest.raises(ValueError, match=f"{key} must be"):
                 card.policy.load({**card.policy.dump(card.state), key: value})
 
-    @given(
-        units=st.none() | st.integers() | st.floats() | st.booleans() | st.text(),
-        fixed=st.none() | st.integers() | st.floats() | st.text(),
-        unit=st.none() | st.integers() | st.floats() | st.text(),
-    )
-    @example(units=600, fixed=10**400, unit=1.0)
-    @example(units=600, fixed=1e308, unit=1e308)
-    @example(units=600, fixed=0.0, unit=5e-324)
-    @example(units=10**400, fixed=None, unit=None)
-    def test_any_damage_is_refused_or_survived(
-        self, units: Scalar, fixed: Scalar, unit: Scalar
-    ) -> None:
-        card = mlp(allowed_bytes=700 * MIB)
-        try:
-            card.state = card.policy.load(
-                {"policy": "adaptive", "units": units, "fixed_bytes": fixed, "unit_bytes": unit}
-            )
-        except ValueError:
-            return
-        for _ in range(60):
-            card.slice()
-        assert card.good, "it never runs again"
-
 
 growths = st.sampled_from([BATCH_ONLY, BOTH, MATMUL, replace(BATCH_ONLY, needed_bytes=by_batch)])
 

@@ -143,29 +143,6 @@ def test_after_three_equal_gaps_heavy_steps_are_expected(*, repeats: bool, every
     assert all(is_heavy == expected for is_heavy, expected in seen[-4 * every :])
 
 
-def test_another_failure_costs_a_small_step_not_the_period() -> None:
-    """Whether the workload counted it is not known: the next one may come a step earlier."""
-    for counted in (False, True):
-        heavy, at_s = HeavySteps(), 0.0
-        for _ in range(4):
-            for _ in range(9):
-                heavy = heavy.passed()
-            heavy = heavy.met(at_s, 4.0, failed=False)
-        heavy = heavy.passed(failed=True)
-        for _ in range(8):
-            assert not heavy.is_due
-            heavy = heavy.passed()
-        assert heavy.is_due
-        if not counted:
-            heavy = heavy.passed()
-            assert heavy.is_due
-        heavy = heavy.met(at_s, 4.0, failed=False)
-        for _ in range(9):
-            assert not heavy.is_due
-            heavy = heavy.passed()
-        assert heavy.is_due
-
-
 def test_a_period_is_found_and_given_up_after_two_misses() -> None:
     heavy = HeavySteps()
     places = {10, 14, 20, 30}
@@ -174,17 +151,3 @@ def test_a_period_is_found_and_given_up_after_two_misses() -> None:
         heavy = heavy.met(float(step), 3.0, failed=False) if step in places else heavy
         heavy = heavy.passed()
     assert heavy.period is None
-
-
-def test_an_expected_step_that_fails_was_heavier_than_known() -> None:
-    heavy = HeavySteps()
-    for _ in range(3):
-        for _ in range(5):
-            heavy = heavy.passed()
-        heavy = heavy.met(0.0, 1.5, failed=True)
-    for _ in range(5):
-        heavy = heavy.passed()
-    assert heavy.factor(0.0) == 1.5
-    heavy = heavy.met(0.0, 1.0, failed=True)
-    assert (heavy.factor(0.0), heavy.confirmed) == (3.0, True), "and it may come again at once"
-    assert heavy.met(0.0, 5.0, failed=False).passed().factor(0.0) == 1.0

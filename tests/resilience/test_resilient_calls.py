@@ -348,12 +348,6 @@ class TestMethods:
         small.step.reset()
         assert small.step() == 64
 
-    def test_a_batch_size_by_hand_is_refused_here_too(self) -> None:
-        with pytest.raises(
-            TypeError, match=r"^Trainer.step was given 2 arguments and has room for 1.*step\(add\)$"
-        ):
-            Trainer(fits=100).step(64, 1)  # type: ignore[call-arg]
-
     def test_class_methods_and_static_methods_go_above(self) -> None:
         assert Trainer.of_the_class() == (Trainer, 32)
         assert Trainer(fits=1).on_its_own(1) == 33
@@ -553,11 +547,3 @@ def test_where_no_size_is_left_the_error_is_accelerates(
     assert caught.value.tried == tuple(tried)
     # It is not final: memory may be free later.
     assert train(last, tried) == f"trained with {last}"
-
-
-def test_an_error_of_the_callers_own_function_passes() -> None:
-    def broken() -> int:
-        raise KeyError("size")
-
-    with pytest.raises(KeyError, match="size"):
-        find_executable_batch_size(fits, 16, broken)(8, [])

@@ -110,7 +110,6 @@ def test_rounding_is_down_to_a_whole_tile(size: int) -> None:
 
 
 # --- against a real wall
-# -----------------------------------------------------------------------------------------
 
 
 def room_for(spec: WorkerSpec, sizes: list[int], spare_bytes: int) -> list[FailureKind | None]:
