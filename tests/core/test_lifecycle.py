@@ -42,7 +42,6 @@ from orchestrator.core.slot import (
     Tick,
     Unheld,
 )
-from tests.core.lifecycle_books import ILLEGAL
 from tests.core.scene import Scene
 from tests.factories import RULES, counters, counters_of, report_of
 from workers.messages import Directive, Verdict, WorkerState
@@ -168,6 +167,32 @@ def test_a_process_no_longer_needed_is_not_replaced(end: str) -> None:
     assert (scene.slot.phase, scene.slot.restarts, scene.slot.in_flight) == (Phase.DONE, 0, ())
     assert scene.slot.state is WorkerState.DONE
 
+
+#: What the membership, the circuit breaker and the judge of commands never tell a slot of a phase.
+#: Everything else may happen at any time.
+ILLEGAL: set[tuple[Phase, type[Event]]] = {
+    (Phase.ABSENT, NodeLeft),
+    (Phase.ABSENT, CardQuarantined),
+    (Phase.WORKING, NodeJoined),
+    (Phase.WORKING, NodeRefused),
+    (Phase.PAUSING, NodeJoined),
+    (Phase.PAUSING, NodeRefused),
+    (Phase.STOPPED, CardQuarantined),
+    *(
+        (Phase.HELD, event)
+        for event in (NodeJoined, NodeRefused, CardQuarantined, Reinstated, SaveAsked)
+    ),
+    *(
+        (phase, event)
+        for phase in (Phase.STOPPED, Phase.DONE)
+        for event in (Held, Unheld, Reinstated, Capped, SaveAsked)
+    ),
+    *((Phase.QUARANTINED, event) for event in (Held, Unheld, SaveAsked)),
+    *((phase, Reinstated) for phase in (Phase.ABSENT, Phase.WORKING, Phase.PAUSING)),
+    *((phase, Assigned) for phase in (Phase.WORKING, Phase.PAUSING, Phase.STOPPED)),
+    *((phase, SaveAsked) for phase in (Phase.ABSENT, Phase.PAUSING)),
+    (Phase.PAUSING, Unheld),
+}
 
 MOMENT = Moment(now_s=2000.0, rules=RULES, ends_at_s=None)
 

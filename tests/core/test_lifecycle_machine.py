@@ -1,39 +1,214 @@
 """The lifecycle under any order of events: what a cluster, a clock and a user may do to a slot, and what must hold.
 
-Reports come late, twice, in the wrong order, from another process and for another slot.
-`lifecycle_books.py` keeps books of it all; the slot's own must agree with them.
+Reports come late, twice, in the wrong order, from another process and for another slot. `Books` says
+of each slice whether it is under way, was counted or was lost, and how many steps it really did, those
+included whose report never came or came too late; the slot's own must agree with them. Trainings that
+save before they rest are for `test_user_commands.py`.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, replace
+from enum import Enum
+from typing import Any, TypeAlias
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from orchestrator.core.fleet import SliceFailure
+from orchestrator.core.fleet import SliceFailed, SliceFailure, SliceReported
 from orchestrator.core.lifecycle import advance
 from orchestrator.core.slice_results import without_progress
 from orchestrator.core.slot import (
+    Abandon,
     CardQuarantined,
     Close,
+    Command,
     Drain,
+    EndRun,
     Event,
+    Forget,
     Held,
     Hold,
+    Moment,
     NodeJoined,
     NodeLeft,
+    Note,
     Phase,
+    Place,
     Reinstated,
+    Restart,
     Rules,
-    SaveAsked,
     Slot,
     Tick,
     Unheld,
 )
-from tests.core.lifecycle_books import FINAL, SUMMED, Books, FaultOutcome, failed, reported
-from workers.messages import Directive, Verdict, WorkerState
+from tests.factories import report_of
+from workers.messages import NO_COUNTS, Directive, Verdict, WorkerState
+
+FINAL = {Phase.QUARANTINED, Phase.STOPPED, Phase.DONE}
+
+#: What a report adds to; the other counters are the head's own.
+SUMMED = tuple(asdict(NO_COUNTS))
+
+#: A slice: its incarnation and its sequence.
+Name: TypeAlias = tuple[int, int]
+
+
+class FaultOutcome(Enum):
+    """What became of a slice. It is in one of these at any time, and leaves only the first."""
+
+    UNDER_WAY = "under way"
+    COUNTED = "counted"
+    LOST = "lost"
+    UNSENT = "unsent"
+
+
+class Books(RuleBasedStateMachine):
+    """Feeds events to a slot, performs what it commands, and writes both down."""
+
+    def moment(self, now_s: float | None = None) -> Moment:
+        """Return now, or another time of this run."""
+        at_s = self.now_s if now_s is None else now_s
+        return Moment(now_s=at_s, rules=self.run_rules, ends_at_s=self.ends_at_s)
+
+    def open(self, run_rules: Rules, earlier_incarnations: int) -> None:
+        """Begin a run, perhaps one that another head began."""
+        self.run_rules = run_rules
+        self.now_s = 1000.0
+        self.ends_at_s: float | None = None
+        # A run that another head began: its last incarnation is gone.
+        self.slot = Slot(
+            slot="pc1/0", incarnation=earlier_incarnations, next_sequence=10 * earlier_incarnations
+        )
+        self.first_sequence = self.slot.next_sequence
+        self.node_is_there = self.placed = self.abandoned = self.drained = False
+        self.submitted: dict[Name, Directive] = {}
+        self.fates: dict[Name, FaultOutcome] = {}
+        self.really_done: Counter[Name] = Counter()
+        """Good steps of each slice, told of or not."""
+        self.reported: set[Name] = set()
+        """Slices that are over: their process has made its report, whether it arrived or not."""
+        self.expected: dict[str, int | float] = dict.fromkeys(SUMMED, 0)
+        self.expected_lost = 0
+        self.last_resume: object = None
+        self.history: list[Slot] = [self.slot]
+
+    @property
+    def under_way(self) -> list[Name]:
+        return [name for name, fate in self.fates.items() if fate is FaultOutcome.UNDER_WAY]
+
+    def do_steps(self, name: Name, share: float) -> None:
+        """Let a process do this share of the good steps that the slice may still do."""
+        if self.fates[name] is FaultOutcome.UNSENT:
+            return
+        left = self.submitted[name].step_limit - self.really_done[name]
+        self.really_done[name] += round(share * left)
+
+    def accepted(self, name: Name, counts: dict[str, int | float], **changes: Any) -> None:
+        # No more time than may have passed since the slice was sent: the head believes no more.
+        seconds = {key: min(counts[key], 0.5) for key in ("busy_s", "wall_s")}
+        event = reported(
+            "pc1/0", name, counts | seconds | {"steps_ok": self.really_done[name]}, **changes
+        )
+        self.fates[name] = FaultOutcome.COUNTED
+        self.reported.add(name)
+        for counter in SUMMED:
+            self.expected[counter] += getattr(event.report.counts, counter)
+        self.last_resume = event.report.resume or self.last_resume
+        self.feed(event)
+        assert self.slot.report is event.report
+        assert self.slot.heard_at_s == self.now_s
+
+    def feed(self, event: Event) -> tuple[Command, ...]:
+        before = self.slot
+        self.slot, commands = advance(before, event, self.moment())
+        for command in commands:
+            self.perform(command)
+        self.history.append(self.slot)
+        same = advance(before, event, self.moment())
+        assert same == (self.slot, commands), (
+            "the same event at the same time gives the same result"
+        )
+        return commands
+
+    def refused(self, event: SliceReported) -> None:
+        before = self.slot
+        (command,) = self.feed(event)
+        assert isinstance(command, Note)
+        assert command.name == "report_refused"
+        assert self.slot == before
+
+    def perform(self, command: Command) -> None:
+        """Do what a fleet would, and refuse what it could not do."""
+        match command:
+            case Place():
+                assert not self.placed, "an actor is created once, and again after it was ended"
+                assert self.node_is_there
+                self.placed = True
+                self.abandoned = False
+            case Directive():
+                self.check_submit(command)
+                name = (command.incarnation, command.sequence)
+                self.submitted[name] = command
+                self.fates[name] = FaultOutcome.UNDER_WAY
+            case Forget():
+                self.lose()
+            case Restart():
+                assert self.placed
+                assert not self.under_way, "no slice is sent to a process that is to be ended"
+            case Abandon():
+                assert not self.abandoned, "an actor is ended once"
+                self.abandoned = True
+                self.placed = False
+                self.lose()
+            case EndRun():
+                raise AssertionError("nothing here makes a run impossible")
+            case Note(name=name_of_note):
+                assert name_of_note in {"state", "report_refused"}
+
+    def lose(self) -> None:
+        for name in self.under_way:
+            self.fates[name] = FaultOutcome.LOST
+            self.expected_lost += self.submitted[name].step_limit or 0
+
+    def check_submit(self, submit: Directive) -> None:
+        assert self.placed
+        assert not self.abandoned
+        assert self.node_is_there
+        assert not self.drained, "after Drain nothing is begun"
+        assert self.slot.orders.hold is None, "what is held gets no work"
+        assert submit.sequence == self.first_sequence + len(self.submitted), (
+            "sequences are counted without a gap"
+        )
+        assert submit.incarnation == self.slot.incarnation
+        assert submit.resume == self.last_resume
+        assert submit.step_limit is not None
+        assert submit.step_limit >= 1
+        mine = [name for name in self.submitted if name[0] == submit.incarnation]
+        if not any(self.fates[name] is FaultOutcome.COUNTED for name in mine):
+            assert submit.duration_s == 0.0
+            assert submit.step_limit == 1, "the first slice of a process is one step"
+            assert not self.under_way, "nothing more is sent before its report"
+            return
+        assert self.run_rules.slice_s / 10 <= submit.duration_s <= self.run_rules.slice_s
+        if self.ends_at_s is not None:
+            busy_s = sum(self.submitted[name].duration_s for name in self.under_way)
+            assert self.now_s + busy_s + submit.duration_s <= self.ends_at_s + 1e-6
+
+
+def reported(
+    slot: str, name: Name, counts: dict[str, int | float], **changes: Any
+) -> SliceReported:
+    return SliceReported(report=report_of(slot, *name, **{**counts, **changes}))
+
+
+def failed(name: Name, failure: SliceFailure) -> SliceFailed:
+    return SliceFailed(
+        slot="pc1/0", incarnation=name[0], sequence=name[1], failure=failure, text="gone"
+    )
+
 
 rules_of_run = st.builds(
     Rules,
@@ -56,8 +231,6 @@ sums = st.fixed_dictionaries(
     | {"wall_s": st.sampled_from([0.0, 0.01, 1.0, 7.0])}
 )
 durations_s = st.sampled_from([0.0, 0.1, 0.5, 1.0, 3.0, 11.0, 61.0, 125.0, 1000.0, 100_000.0])
-resumes = st.none() | st.fixed_dictionaries({"failures": st.integers(0, 9)})
-working_states = st.sampled_from([WorkerState.RUNNING, WorkerState.BACKOFF, WorkerState.EMERGENCY])
 #: Nothing here makes the run impossible, as a process that cannot be built would.
 failures = st.sampled_from([each for each in SliceFailure if each is not SliceFailure.UNBUILDABLE])
 #: For what ends a slot, or makes it wait: once in a while, or the machine would do little else.
@@ -67,15 +240,9 @@ seldom = st.sampled_from([False] * 7 + [True])
 class LifecycleMachine(Books):
     """Plays cluster, clock and user."""
 
-    @initialize(
-        run_rules=rules_of_run,
-        earlier_incarnations=st.integers(0, 3),
-        waits=seldom,
-        trains=st.booleans(),
-    )
-    def start(self, run_rules: Rules, earlier_incarnations: int, waits: bool, trains: bool) -> None:
+    @initialize(run_rules=rules_of_run, earlier_incarnations=st.integers(0, 3), waits=seldom)
+    def start(self, run_rules: Rules, earlier_incarnations: int, waits: bool) -> None:
         self.open(run_rules, earlier_incarnations)
-        self.trains = trains
         if not waits:
             self.node_joins()
 
@@ -123,45 +290,19 @@ class LifecycleMachine(Books):
     @rule(
         data=st.data(),
         counts=sums,
-        resume=resumes,
-        state=working_states,
+        share=st.floats(0, 1),
+        resume=st.none() | st.fixed_dictionaries({"failures": st.integers(1, 9)}),
+        state=st.sampled_from([WorkerState.RUNNING, WorkerState.BACKOFF, WorkerState.EMERGENCY]),
         verdict=st.sampled_from([Verdict.OK] * 5 + [Verdict.CONTEXT_CORRUPTED]),
         error=st.sampled_from([None] * 5 + ["Traceback …"]),
-        share=st.floats(0, 1),
-        save_due=st.booleans(),
     )
     def slice_is_reported(
-        self,
-        data: st.DataObject,
-        counts: dict[str, int | float],
-        resume: dict[str, int] | None,
-        state: WorkerState,
-        verdict: Verdict,
-        error: str | None,
-        share: float,
-        save_due: bool,
+        self, data: st.DataObject, counts: dict[str, int | float], share: float, **told: Any
     ) -> None:
         """Report any slice under way, the queued one before the running one too; it must count."""
         name = data.draw(st.sampled_from(self.under_way))
         self.do_steps(name, share)
-        is_due = save_due and self.trains
-        self.accepted(
-            name, counts, resume=resume, state=state, verdict=verdict, error=error, save_due=is_due
-        )
-
-    @precondition(lambda self: self.under_way)
-    @rule(data=st.data(), counts=sums, is_finished=seldom, share=st.floats(0, 1))
-    def work_may_be_finished(
-        self, data: st.DataObject, counts: dict[str, int | float], is_finished: bool, share: float
-    ) -> None:
-        """Report that all is done, by any slice under way: the report of the one before may come in later."""
-        if is_finished:
-            name = data.draw(st.sampled_from(self.under_way))
-            self.do_steps(name, share)
-            self.accepted(
-                name, counts, state=WorkerState.DONE, verdict=Verdict.DONE, reason="all is done"
-            )
-            assert self.slot.phase is Phase.DONE
+        self.accepted(name, counts, **told)
 
     @rule(data=st.data(), counts=sums, share=st.floats(0, 1))
     def report_is_late_twice_or_foreign(
@@ -214,11 +355,6 @@ class LifecycleMachine(Books):
     def user_may_hold(self, hold: Hold, now: bool) -> None:
         if now:
             before = self.slot
-            self.save_waits |= (
-                before.phase is Phase.WORKING
-                and bool(before.in_flight)
-                and self.saves_first(before)
-            )
             self.feed(Held(hold=hold))
             assert self.slot.in_flight == before.in_flight, "what was sent runs to its end"
             if before.phase is not Phase.ABSENT and not before.in_flight:
@@ -243,12 +379,6 @@ class LifecycleMachine(Books):
         assert (self.slot.deaths_at_s, self.slot.errors_in_a_row) == ((), 0)
         self.history = [self.slot]
 
-    @precondition(lambda self: self.slot.phase is Phase.WORKING)
-    @rule()
-    def user_wants_the_state_saved(self) -> None:
-        self.feed(SaveAsked())
-        self.save_waits = True
-
     @precondition(lambda self: self.ends_at_s is None)
     @rule(duration_s=st.sampled_from([0.0, 1.05, 30.0, 3600.0]))
     def run_begins_to_count(self, duration_s: float) -> None:
@@ -260,9 +390,6 @@ class LifecycleMachine(Books):
         if now:
             before = self.slot
             self.drained = True
-            self.save_waits |= (
-                before.phase not in FINAL and before.ready and self.saves_first(before)
-            )
             self.feed(Drain())
             # Only a process that has reported is known to run what was sent to it.
             is_awaited = before.ready and (before.in_flight or self.slot.in_flight)
@@ -339,31 +466,18 @@ class LifecycleMachine(Books):
                 assert slot.wake_at_s is None
                 assert slot.ready or slot.heard_at_s is None, "this process has not reported"
                 assert slot.in_flight or self.at_its_end(slot)
-            case Phase.DONE:
-                assert slot.wake_at_s is None
-                assert self.abandoned == (not slot.in_flight), (
-                    "its process is ended once nothing is awaited from it"
-                )
             case Phase.QUARANTINED | Phase.STOPPED:
                 assert (slot.in_flight, slot.wake_at_s) == ((), None)
 
     @invariant()
-    def quarantined_stopped_and_done_are_final(self) -> None:
+    def quarantined_and_stopped_are_final(self) -> None:
         before, after = self.history[-2:] if len(self.history) > 1 else self.history * 2
-        if before.phase is Phase.DONE:
-            assert after.phase == before.phase
-            assert after.incarnation == before.incarnation
-            assert after.restarts == before.restarts
-            assert after.next_sequence == before.next_sequence
-            assert after.reason == before.reason, "only what was under way is still counted"
-        elif before.phase in FINAL:
-            # Why the last process ended may be known only later.
-            assert replace(after, reason=before.reason, orders=before.orders) == before
-            assert after.reason.startswith(before.reason)
+        if before.phase in FINAL:
+            assert replace(after, orders=before.orders) == before
 
     @invariant()
     def deaths_and_errors_are_below_their_limits(self) -> None:
-        if self.slot.phase not in {Phase.QUARANTINED, Phase.DONE}:
+        if self.slot.phase is not Phase.QUARANTINED:
             assert len(without_progress(self.slot)) < self.run_rules.max_deaths
             assert self.slot.errors_in_a_row < self.run_rules.max_workload_errors
         assert list(self.slot.deaths_at_s) == sorted(self.slot.deaths_at_s)
