@@ -186,45 +186,6 @@ class TestTooLarge:
         assert (resumed.counts.oom_count, resumed.counts.steps_ok) == (0, 1)
 
 
-class Alternating(Workload):
-    """Fails for real at every second step, with a large tensor in a local variable when it does."""
-
-    steps: ClassVar[int] = 0
-    block_bytes: ClassVar[int] = 0
-    held: Any = None
-
-    def step(self, size: int, batch: int) -> StepResult:
-        Alternating.steps += 1
-        self.held = None
-        local = torch.empty(Alternating.block_bytes, dtype=torch.uint8, device=self.context.device)
-        if Alternating.steps % 2:
-            torch.empty(Alternating.block_bytes, dtype=torch.uint8, device=self.context.device)
-        self.held = local
-        return StepResult(flop=1.0)
-
-    def release(self) -> None:
-        self.held = None
-
-    def needed_bytes(self, size: int, batch: int) -> int | None:
-        return Alternating.block_bytes
-
-
-def alternating(spec: WorkerSpec) -> list[Report]:
-    Alternating.block_bytes = int(0.6 * spec.budget_bytes)
-    return slices(spec, [{}] * 12)
-
-
-def test_memory_comes_back_after_every_failure(in_child: Callable[..., Any]) -> None:
-    reports = in_child(alternating, spec_of(name=own(Alternating)))
-    assert [report.counts.steps_ok for report in reports] == [1] * 12
-    assert [report.counts.steps_oom for report in reports] == [1] * 12
-    for report in reports:
-        assert report.state is WorkerState.RUNNING
-        assert report.claim_bytes >= 0.95 * report.device.cap_bytes, (
-            "a failed step's tensors were still there"
-        )
-
-
 # --- a broken context
 
 

@@ -43,15 +43,8 @@ PLAIN = replace(
 )
 EXTREMES = {
     "fast, alone": replace(PLAIN, heatsink_s=10.0, lag_s=3.0, full_c=105.0, offsets_s=(0.5,)),
-    "slow, alone": replace(PLAIN, heatsink_s=200.0, full_c=105.0, offsets_s=(0.5,)),
-    "fast, seven": replace(
-        PLAIN, heatsink_s=10.0, fills_gaps=True, offsets_s=tuple(n / 7 for n in range(7))
-    ),
     "slow, seven": replace(
         PLAIN, heatsink_s=200.0, fills_gaps=True, offsets_s=tuple(n / 7 for n in range(7))
-    ),
-    "fast, seven that add up": replace(
-        PLAIN, heatsink_s=10.0, fills_gaps=False, offsets_s=tuple(n / 7 for n in range(7))
     ),
     "light die": replace(
         PLAIN, heatsink_s=100.0, die_share=0.4, die_s=2.0, lag_s=3.0, offsets_s=(0.1, 0.6)

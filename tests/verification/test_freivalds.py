@@ -61,7 +61,7 @@ class Product:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("n", [8, 17, 64, 96])
+@pytest.mark.parametrize("n", [17, 96])
 @pytest.mark.parametrize("how", DRAWS)
 def test_a_right_product_passes_whatever_the_operands(dtype: torch.dtype, n: int, how: str) -> None:
     for seed in range(3):

@@ -38,9 +38,7 @@ def checked(workload: Matmul, seed: int) -> Check:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    ("size", "places"), [(64, 4.0), (64, 9.3), (128, 2.0), (192, 2.5), (192, 3.0)]
-)
+@pytest.mark.parametrize(("size", "places"), [(64, 9.3), (128, 2.0), (192, 2.5)])
 def test_every_result_of_the_ring_passes_both_kinds(
     dtype: torch.dtype, size: int, places: float
 ) -> None:

@@ -41,8 +41,8 @@ def test_a_check_that_was_not_done_stays_due() -> None:
     assert schedule.after_step(512, 1, 0.1) == 1
 
 
-@pytest.mark.parametrize("share", [0.0, 0.001, 0.01, 0.1, 0.5])
-@pytest.mark.parametrize("check_s", [0.001, 0.05, 2.0])
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.5])
+@pytest.mark.parametrize("check_s", [0.001, 2.0])
 def test_checks_take_their_share(share: float, check_s: float) -> None:
     step_s = 0.1
     # Long enough for what the first two took to be earned many times over.
