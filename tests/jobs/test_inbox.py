@@ -28,6 +28,13 @@ def test_messages_come_in_the_order_of_their_putting(tmp_path: Path) -> None:
     assert list(waiting(tmp_path)) == list(zip(paths, messages, strict=True))
 
 
+def test_what_is_being_written_is_not_read(tmp_path: Path) -> None:
+    path = put(tmp_path, [submitted("a")])
+    path.rename(path.with_name(f".{path.name}"))
+
+    assert list(waiting(tmp_path)) == []
+
+
 def test_a_failed_put_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_: int) -> None:
         raise OSError("No space left on device")

@@ -80,6 +80,29 @@ def test_a_torn_batch_is_cut_off_as_a_whole(tmp_path: Path) -> None:
         assert path.read_bytes() == content[:before]
 
 
+def test_a_first_line_that_was_torn_is_written_anew(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    Journal(path).close()
+    first = path.read_bytes()
+
+    for end in range(len(first)):
+        path.write_bytes(first[:end])
+        assert queue_of(tmp_path).is_over
+        Journal(path).close()
+        assert path.read_bytes() == first
+
+
+def test_a_last_line_of_zeros_is_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    course(path)
+    content = path.read_bytes()
+    path.write_bytes(content + b"[" + bytes(60) + b"\n")
+
+    Journal(path).close()
+
+    assert path.read_bytes() == content
+
+
 def test_a_damaged_line_in_the_middle_is_told(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     course(path)
@@ -197,3 +220,12 @@ def test_a_crash_while_compacting_leaves_the_old_one(
     assert path.read_bytes() == content
     journal.append([QueueHeld(at_s=0.0, reason="still writes")])
     assert queue_of(tmp_path).held == "still writes"
+
+
+def test_what_a_killed_compaction_left_is_removed(tmp_path: Path) -> None:
+    course(tmp_path / "journal.jsonl")
+    (tmp_path / "journal.jsonl.new").write_bytes(b'{"journal":1}\n[{"ki')
+
+    Journal(tmp_path / "journal.jsonl").close()
+
+    assert [path.name for path in tmp_path.iterdir()] == ["journal.jsonl"]

@@ -143,6 +143,12 @@ def test_a_card_that_is_too_small_is_said_to_be() -> None:
     )
 
 
+def test_nodes_and_a_part_of_the_title_are_respected() -> None:
+    jobs = [job_of("a", nodes=("pc2",)), job_of("b", card="3090")]
+
+    assert places(plan(jobs, CARDS, {}, 0.0)) == {"a": "pc2", "b": "pc1"}
+
+
 def test_a_closed_card_takes_nothing() -> None:
     closed = replace(FAST, closed="a game has it")
 

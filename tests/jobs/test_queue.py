@@ -201,6 +201,30 @@ def test_what_is_not_alike_does_not_hold_the_queue(text: str, after_s: float, ca
     assert scene.queue.held is None
 
 
+def test_one_job_that_fails_three_times_does_not_hold() -> None:
+    scene = Scene(command("a", retries=9))
+    scene.turn()
+
+    for _ in range(4):
+        scene.end("a", Cause.EXCEPTION, "same")
+
+    assert scene.queue.held is None
+
+
+def test_a_full_disk_holds_the_queue_and_ends_nothing() -> None:
+    scene = Scene(training("a"), training("b"), training("c"))
+    scene.turn()
+    scene.disk_full = "/data is full"
+
+    scene.end("a")
+
+    assert (scene.queue.held, scene.state("b"), scene.state("c")) == (
+        "/data is full",
+        "RUNNING",
+        "QUEUED",
+    )
+
+
 def test_a_job_that_met_a_full_disk_holds_the_queue() -> None:
     scene = Scene(training("a"), training("b"), training("c"))
     scene.turn(3600.0)
@@ -418,6 +442,15 @@ def test_a_job_moves_to_a_free_card_where_that_pays() -> None:
     assert scene.state(small) == "MOVING"
     assert starts(scene.see(small, is_at_rest=True, step=10)) == {small: "pc1"}
     assert scene.see(small, step=20, eta_s=2000.0) == [], "it stays"
+
+
+def test_a_job_that_is_nearly_done_does_not_move() -> None:
+    scene = Scene(training("a"), training("b"))
+    scene.turn()
+    small = "a" if scene.standing("a").card == "pc2" else "b"
+    scene.see(small, step=990, eta_s=100.0)
+
+    assert scene.end("b" if small == "a" else "a")[1:] == []
 
 
 @pytest.mark.parametrize(("cause", "ends"), [(Cause.KILLED, "FAILED"), (Cause.PARKED, "RUNNING")])
