@@ -1,4 +1,4 @@
-"""Job files and one-liners: what they mean, and how they are refused. All hundred ways are in `bad_inputs`."""
+"""Job files and one-liners: what they mean, and how they are refused. The bad ones are in `bad_inputs`."""
 
 from __future__ import annotations
 

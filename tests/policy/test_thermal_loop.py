@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow
 FIRST = random.SystemRandom().randrange(10**6) if os.environ.get("HYPOTHESIS_FRESH") else 1
 SEEDS = tuple(range(FIRST, FIRST + 5))
 
-#: One worker on a card of one mass; fast and slow; and the other extreme of both kinds of sharing.
+#: A fast card with one worker, a slow one with seven, and one whose die is much lighter than its heatsink.
 PLAIN = replace(
     draw(1),
     full_c=100.0,
