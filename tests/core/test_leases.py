@@ -244,6 +244,7 @@ def test_noise_of_some_percent_moves_next_to_nobody(seed: int) -> None:
     assert moves <= 5, "five minutes; without the window it would be hundreds"
 
 
+@settings(max_examples=30)
 @given(draw=draws, outside=st.floats(0.1, 0.6), at=st.floats(0.0, 1.0))
 def test_a_newcomer_has_its_share_soon(draw: Random, outside: float, at: float) -> None:
     world = four(outside)

@@ -10,7 +10,7 @@ from itertools import product
 from typing import Any, get_args
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.core import lifecycle
@@ -129,6 +129,7 @@ def test_workers_that_die_together_do_not_come_back_together() -> None:
     assert len({round(pause, 3) for pause in second_pauses_s}) == 50
 
 
+@settings(max_examples=30)
 @given(
     seed=st.integers(0, 2**32 - 1),
     slot=st.text(min_size=1, max_size=12),

@@ -46,7 +46,7 @@ def test_a_check_that_was_not_done_stays_due() -> None:
 def test_checks_take_their_share(share: float, check_s: float) -> None:
     step_s = 0.1
     # Long enough for what the first two took to be earned many times over.
-    steps = round(100 * check_s / step_s / max(share, 1e-3)) + 100
+    steps = round(100 * check_s / step_s / max(share, 0.01)) + 100
     numbers, took_s = checks_of(CheckSchedule(share), [(512, step_s)] * steps, check_s)
     if share == 0.0:
         assert numbers == []
