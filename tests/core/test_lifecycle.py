@@ -25,6 +25,7 @@ from orchestrator.core.slot import (
     Command,
     DeathExplained,
     Drain,
+    EndRun,
     Event,
     HeadState,
     Held,
@@ -155,6 +156,26 @@ def done(scene: Scene, **changes: object) -> list[Command]:
     return scene.deeds(
         scene.report(verdict=Verdict.DONE, state=WorkerState.DONE, reason="all is done", **changes)
     )
+
+
+def test_what_was_sent_before_all_was_done_is_still_counted() -> None:
+    scene = Scene.working()
+    done(scene, steps_ok=5)
+    assert scene.deeds(scene.report(steps_ok=2)) == [Abandon()]
+    assert (scene.slot.counts.steps_ok, scene.slot.reason) == (7, "all is done")
+    assert scene.slot.state is WorkerState.DONE
+
+
+@pytest.mark.parametrize("how", ["incompatible", "unbuildable"])
+def test_what_can_never_work_ends_the_run_or_its_slot_alone(how: str) -> None:
+    for counts in (False, True):
+        scene = Scene.joined(ends_at_s=5000.0 if counts else None)
+        event: Event = scene.failure(SliceFailure.UNBUILDABLE)
+        if how == "incompatible":
+            event = scene.report(verdict=Verdict.INCOMPATIBLE, reason="pc1/0: worker died")
+        deeds = scene.deeds(event)
+        assert [type(each) for each in deeds] == [Abandon if counts else EndRun]
+        assert (scene.slot.phase is Phase.QUARANTINED) == counts
 
 
 @pytest.mark.parametrize("end", ["dies", "unsent", "left", "closed"])

@@ -22,6 +22,7 @@ from orchestrator.core.placement import (
     node_budget,
     plan_slots,
     refusals,
+    unnamed,
 )
 from tests.factories import REFERENCE, config_of
 from tests.scene import GUIDES
@@ -173,6 +174,16 @@ def test_what_is_missing_is_refused_with_the_sum(
     assert [
         (refusal.node, refusal.missing, refusal.text) for refusal in refusals(REFERENCE, live)
     ] == expected
+
+
+def test_nodes_without_a_label_are_named_by_their_address() -> None:
+    live = [
+        PC1,
+        fact(name=None, address="10.0.0.9"),
+        fact(name=None, address="10.0.0.3"),
+        fact(name="other"),
+    ]
+    assert unnamed(live) == ("10.0.0.3", "10.0.0.9")
 
 
 @st.composite

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from orchestrator.jobs.model import Card, Job, Kind
 from orchestrator.jobs.placement import (
+    LOOKAHEAD,
     Candidate,
     Plan,
     Resident,
@@ -231,3 +232,23 @@ def test_the_estimate_starts_a_follower_after_its_job() -> None:
         ("eval", 200.0, 300.0),
     ]
     assert found.makespan_s == 300.0
+
+
+def test_the_estimate_says_what_never_starts() -> None:
+    jobs = [job_of("big", memory_bytes=30 * GIB), job_of("eval")]
+
+    found = estimate(jobs, CARDS, {"eval": ["big"]})
+
+    assert found.left == {
+        "big": "needs at least 30.0 GiB; the largest card here gives 23.0 GiB (pc1)",
+        "eval": "comes after big, which never ends",
+    }
+
+
+def test_a_card_that_no_front_job_fits_gets_one_from_behind() -> None:
+    jobs = [job_of(f"big-{place}", memory_bytes=9 * GIB) for place in range(LOOKAHEAD)]
+
+    found = plan([*jobs, job_of("a"), job_of("b")], CARDS, {}, 0.0)
+
+    assert places(found)["a"] == "pc2"
+    assert found.reasons["b"] == f"{LOOKAHEAD - 1} jobs go first"

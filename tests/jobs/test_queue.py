@@ -402,6 +402,14 @@ def test_a_speed_is_recorded_when_it_is_new_or_changes() -> None:
     assert scene.standing("a").speeds == {"RTX 3090": 7.0}
 
 
+def test_jobs_beyond_the_first_know_their_place() -> None:
+    scene = Scene(*(training(f"j{i}") for i in range(100)))
+
+    scene.turn()
+
+    assert scene.standing("j90").reason == "88 jobs are before it"
+
+
 def test_asking_changes_nothing() -> None:
     scene = Scene(training("a"), training("b", after=("a",)))
 

@@ -84,6 +84,11 @@ def test_a_word_that_comes_twice_is_obeyed_once() -> None:
     assert scene.state("a") != "HELD"
 
 
+def test_a_word_about_a_job_that_there_is_not_is_refused() -> None:
+    said = Said(at_s=0.0, id="m1", word=Word.HOLD, job="x", by="ann")
+    assert Scene(training("a")).queue.why_refused(said) == "there is no job called x"
+
+
 def test_a_job_that_comes_twice_is_one() -> None:
     scene = Scene(training("a"))
     again = Submitted(at_s=0.0, job=training("a"))

@@ -343,6 +343,11 @@ class TestLearned:
         assert least <= card.last.batch <= most
         assert card.failed == []
 
+    def test_nothing_is_learned_before_a_step_has_ended_well(self) -> None:
+        card = mlp(allowed_bytes=50 * MIB)
+        card.slice()
+        assert card.policy.learned(card.state) is None
+
     @settings(max_examples=20)
     @given(size=st.integers(1, 1024), fixed_mib=st.floats(0, 10_000), row_mib=st.floats(0.01, 100))
     @example(size=30, fixed_mib=0.0, row_mib=0.5)

@@ -143,6 +143,34 @@ def test_the_size_is_back_within_60_steps_of_the_memory() -> None:
     assert sum(played.released_failures for played in courses) <= len(courses) / 2
 
 
+def test_a_wrong_signal_is_heard_when_it_tells_of_far_more() -> None:
+    """The smallest step fits although the signal denies it; then it fails.
+
+    Then nearly everything is there.
+    """
+    now_s, good = 0.0, []
+    size_of = AdaptiveSize(1000, clock=lambda: now_s)
+    for until_s, told_mib, there_mib in (
+        (20.0, 5000, 5000),
+        (30.0, 90, 600),
+        (70.0, 170, 100),
+        (90.0, 4000, 4000),
+    ):
+        good.clear()
+        while now_s < until_s:
+            size = size_of.next(told_mib * _MIB)
+            needed_mib = 480 + 4 * (size or 0)
+            now_s += 0.1
+            if size is None:
+                continue
+            if needed_mib <= there_mib:
+                good.append(size)
+                size_of.succeeded(size, needed_mib * _MIB)
+            else:
+                size_of.failed(size)
+    assert max(good[:10], default=0) > 800, "of 880 that fit"
+
+
 def test_the_wait_for_the_smallest_size_doubles_until_it_fits() -> None:
     clock = [0]
     sizes = AdaptiveSize(4, smallest=4, clock=lambda: clock[0])

@@ -96,6 +96,11 @@ def test_a_failed_probe_leaves_the_good_size() -> None:
     assert sizes == [800, 480, 216, 64], "each failure in a row cuts deeper"
 
 
+def test_a_good_size_that_is_also_bad_is_not_allowed() -> None:
+    bracket = Bracket(good=500, bad=500, bad_until_s=100.0)
+    assert bracket.allowed(500, BOUNDS, 0.0, promised=False) == BOUNDS.down(499)
+
+
 STEPS = st.lists(st.tuples(st.integers(1, 10_000), st.integers(0, 1000)), min_size=1, max_size=60)
 
 

@@ -272,6 +272,25 @@ def test_falling_bandwidth_alarms_and_clears() -> None:
     assert played.edges() == [(SLOW_MEMORY, True), (SLOW_MEMORY, False)]
 
 
+@pytest.mark.parametrize(
+    "measured",
+    [
+        pytest.param(
+            [(900.0, 9500), (60.0, 810), (1.0, 0), (0.0, 9500)] + [(450.0, 9500)] * 3,
+            id="beside another",
+        ),
+        pytest.param(
+            [(900.0, 9500)] * 10 + [(900.0 * 9100 / 9500, 9100)] * 20, id="a slower clock"
+        ),
+    ],
+)
+def test_bandwidth_under_other_conditions_is_no_alarm(measured: list[tuple[float, int]]) -> None:
+    played = Played()
+    for gb_per_s, clock_mhz in measured * 20:
+        played.measure(gb_per_s, clock_mhz)
+    assert played.edges() == []
+
+
 @given(settings=thresholds, course=courses)
 def test_the_duty_is_a_share_and_critical_is_a_pause(
     settings: ThermalSettings, course: Readings
