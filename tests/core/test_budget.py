@@ -119,15 +119,6 @@ def test_a_sum_a_hair_too_large_has_enough_digits() -> None:
     assert "x 4.0000001 GiB = 4.0000001 GiB, but 1 of the 4 GiB of a rtx-3090 is 4 GiB" in tiny.text
 
 
-def test_an_exact_fit_is_not_refused() -> None:
-    assert (
-        overbooked(node(workers=4, vram_per_worker_gib=1, vram_gib=8, memory_fraction=0.5)) is None
-    )
-    assert (
-        overbooked(node(workers=3, vram_per_worker_gib=1, vram_gib=10, memory_fraction=0.3)) is None
-    )
-
-
 @settings(max_examples=200, deadline=None)
 @given(
     workers=st.integers(1, 100),

@@ -81,13 +81,6 @@ def test_what_a_worker_needs_at_first_is_no_leak() -> None:
     assert after([*growing_up, *[report(200 * MIB)] * 20]).growth_bytes == 0
 
 
-def test_the_base_is_the_most_that_was_held_while_it_was_taken() -> None:
-    base = [report(mib * MIB) for mib in (100, 150, 100, 100, 100)]
-    assert (
-        after([*[report(100 * MIB)] * 4, *base, *[report(140 * MIB)] * 5]).growth_bytes == -10 * MIB
-    )
-
-
 @pytest.mark.parametrize(
     "change",
     [{"size": 4096}, {"batch": 64}, {"claim_bytes": 2}, {"claim_bytes": None}, {"incarnation": 1}],

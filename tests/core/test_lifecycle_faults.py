@@ -11,7 +11,6 @@ from orchestrator.core.fleet import DeathCause, SliceFailure
 from orchestrator.core.slot import (
     Abandon,
     DeathExplained,
-    Drain,
     Forget,
     HeadState,
     NodeJoined,
@@ -102,18 +101,6 @@ def test_a_process_that_dies_in_its_first_step_has_died() -> None:
     assert scene.deeds(scene.failure(SliceFailure.DIED), later_s=1.0) == [Abandon()]
 
 
-def test_an_ended_process_may_take_one_slice_down() -> None:
-    scene = Scene.working()
-    scene.feed(Tick(), later_s=RULES.hang_timeout_s + 2)  # hung: its process is ended
-    assert scene.slot.restarts == 1
-    scene.feed(Tick())
-    scene.feed(scene.failure(SliceFailure.DIED), later_s=1.0)
-    assert scene.slot.restarts == 1
-    scene.feed(Tick(), later_s=0.3)
-    scene.feed(scene.failure(SliceFailure.DIED), later_s=1.0)
-    assert scene.slot.restarts == 2
-
-
 def test_an_unreachable_actor_is_quarantined_after_its_time() -> None:
     scene = Scene.joined()
     for _ in range(240):
@@ -131,17 +118,6 @@ def test_the_back_off_is_no_part_of_the_start_timeout() -> None:
     scene.die()
     scene.feed(scene.failure())
     scene.feed(Tick(), later_s=600)
-    scene.feed(scene.failure(SliceFailure.UNAVAILABLE))
-    assert scene.slot.phase is Phase.PAUSING
-
-
-def test_the_start_timeout_begins_anew_with_a_report() -> None:
-    scene = Scene.joined()
-    scene.feed(scene.failure(SliceFailure.UNAVAILABLE))
-    scene.feed(Tick(), later_s=100)
-    scene.feed(scene.report())
-    scene.feed(scene.failure())
-    scene.feed(Tick(), later_s=100)
     scene.feed(scene.failure(SliceFailure.UNAVAILABLE))
     assert scene.slot.phase is Phase.PAUSING
 
@@ -181,14 +157,6 @@ def test_a_step_that_may_be_slow_is_waited_for(ready: bool, slow_step_s: float) 
     assert scene.slot.restarts == 0
     assert Restart() in scene.deeds(Tick(), later_s=1.0)
     assert scene.slot.restarts == 1
-
-
-def test_a_queued_slice_is_not_overdue_while_another_runs() -> None:
-    scene = Scene.working()
-    for _ in range(8):
-        scene.feed(scene.report(), later_s=10)
-        scene.feed(Tick())
-        assert scene.slot.reason == "steady"
 
 
 @pytest.mark.parametrize(
@@ -255,13 +223,6 @@ def test_errors_in_a_row_end_in_quarantine_also_over_a_death(deaths: int) -> Non
     )
 
 
-def test_workload_errors_count_whatever_else_is_reported() -> None:
-    scene = Scene.working(max_workload_errors=1)
-    report = scene.report(error="Traceback …", reason="boom", verdict=Verdict.CONTEXT_CORRUPTED)
-    assert scene.deeds(report) == [Abandon()]
-    assert scene.slot.phase is Phase.QUARANTINED
-
-
 def test_a_good_slice_forgives_workload_errors() -> None:
     scene = Scene.working()
     for _ in range(5):
@@ -317,14 +278,6 @@ def test_a_leak_is_told_once_for_each_process() -> None:
         scene.feed(scene.failure())
         scene.feed(Tick(), later_s=10)
     assert scene.slot.restarts == 2
-
-
-def test_a_leak_does_not_hide_why_a_worker_is_not_running() -> None:
-    scene = Leaking.joined(leak_flag_bytes=30 * MIB)
-    scene.settle()
-    scene.grow(30)
-    scene.hold(130, state=WorkerState.BACKOFF, reason="size 4096")
-    assert scene.slot.reason == "size 4096"
 
 
 def test_a_leak_up_to_the_limit_is_a_fresh_process_and_no_death() -> None:
@@ -399,15 +352,3 @@ def test_a_process_that_keeps_too_much_at_once_counts_as_a_death() -> None:
     assert scene.hold(100, **keeping(150)) == [{"growth_bytes": 150 * MIB}]
     assert (scene.slot.state, len(scene.slot.deaths_at_s)) == (HeadState.RESTARTING, 1)
     assert "drop every tensor in the workload's `release`" in scene.slot.reason
-
-
-def test_a_draining_worker_is_not_replaced_for_its_leak() -> None:
-    scene = Leaking.joined(leak_limit_bytes=60 * MIB)
-    scene.settle()
-    for _ in range(4):
-        scene.hold(160)
-    scene.feed(Drain())
-    scene.hold(160)
-    assert scene.slot.phase is Phase.WORKING
-    scene.hold(160)
-    assert (scene.slot.phase, scene.slot.restarts) == (Phase.STOPPED, 0)

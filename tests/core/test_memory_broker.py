@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from random import Random
-from typing import Any
 
 import pytest
 
-from orchestrator.core import memory_broker
 from orchestrator.core.fleet import SliceReported
-from orchestrator.core.leases import divide
 from orchestrator.core.memory_broker import MemoryBroker
 from orchestrator.core.placement import SlotPlan, Target, plan_slots
-from orchestrator.core.slot import Command, NodeJoined, NodeLeft, Slot
+from orchestrator.core.slot import Command, NodeJoined, NodeLeft
 from tests.core.scene import Scene, submits
 from tests.factories import CPU, MEMORY, REFERENCE
 from tests.scene import MIB
-from workers.messages import DeviceInfo, WorkerState
+from workers.messages import DeviceInfo
 
 TOTAL_BYTES = 24 * 2**30
 CONTEXT_BYTES = 400 * MIB
@@ -113,15 +109,6 @@ def test_a_worker_not_yet_open_is_expected_on_its_neighbours() -> None:
     assert house.sent["pc1/0"][-1] == pytest.approx(share_bytes, rel=0.05)
 
 
-def test_a_process_that_does_not_come_is_not_waited_for() -> None:
-    house = seven(outside_bytes=TOTAL_BYTES // 2)
-    house.settle("pc1/0", "pc1/1", rounds=40)
-    share_bytes = (TOTAL_BYTES // 2 - 2 * CONTEXT_BYTES - 128 * MIB) / 2
-    assert house.sent["pc1/0"][-1] == pytest.approx(
-        min(share_bytes, house.caps()["pc1/0"]), rel=0.05
-    )
-
-
 def test_what_is_under_way_is_not_promised_to_others() -> None:
     house = seven(outside_bytes=int(0.7 * TOTAL_BYTES))
     house.settle("pc1/0", "pc1/1", rounds=40)
@@ -164,26 +151,6 @@ def test_a_process_that_comes_back_begins_with_nothing_again() -> None:
     assert house.sent["pc1/3"][-1] == house.caps()["pc1/3"]
 
 
-def test_only_what_is_new_is_told() -> None:
-    house = seven(outside_bytes=TOTAL_BYTES // 2)
-    house.settle()
-    told = len(house.news)
-    house.settle()
-    assert len(house.news) == told
-    assert all(lease is not None for lease in house.news[-1].values())
-
-
-def test_a_worker_in_an_emergency_lends_its_share_out() -> None:
-    house = seven(outside_bytes=TOTAL_BYTES // 2)
-    house.settle()
-    before = house.sent["pc1/1"][-1]
-    for _ in range(20):
-        house.report("pc1/0", 0, state=WorkerState.EMERGENCY)
-        house.settle(*[name for name in house.plans if name != "pc1/0"], rounds=1)
-    assert house.sent["pc1/0"][-1] < 0.1 * before
-    assert house.sent["pc1/1"][-1] > 1.05 * before
-
-
 @pytest.mark.parametrize("ground", [Target(device="cpu"), Target(device="cpu", one_machine=True)])
 def test_workers_of_a_cpu_have_no_leases(ground: Target) -> None:
     house = House(plan_slots(REFERENCE, ground))
@@ -199,19 +166,6 @@ def test_a_worker_alone_on_its_card_has_no_lease() -> None:
     assert house.sent == {"pc1/0": [None] * 3, "pc1/1": [None]}
 
 
-def test_with_two_cards_nobody_is_expected_before_opening() -> None:
-    pc1 = REFERENCE.nodes["pc1"].model_copy(update={"workers": 4, "gpus": 2})
-    house = House(plan_slots(REFERENCE.model_copy(update={"nodes": {"pc1": pc1}}), Target()))
-    house.join()
-    house.scenes["pc1/0"].slot = replace(
-        house.scenes["pc1/0"].slot, device=card(house.plans["pc1/0"], "GPU-2")
-    )
-    house.report("pc1/1", 0)
-    house.report("pc1/2", 0)
-    assert house.sent["pc1/2"][-1] == house.caps()["pc1/2"]
-    assert house.sent["pc1/3"] == [0]
-
-
 def test_a_slot_that_begins_costs_the_others_no_lease() -> None:
     house, same = (seven(outside_bytes=TOTAL_BYTES // 2) for _ in range(2))
     for each in (house, same):
@@ -220,56 +174,3 @@ def test_a_slot_that_begins_costs_the_others_no_lease() -> None:
     for each in (house, same):
         each.settle("pc1/0", "pc1/1", rounds=3, share=0.9)
     assert house.sent == same.sent
-
-
-def test_a_slot_with_a_new_plan_begins_without_a_lease() -> None:
-    house = seven(outside_bytes=TOTAL_BYTES // 2)
-    house.settle()
-    plan = house.plans["pc1/0"]
-    plans = {**house.plans, "pc1/0": replace(plan, spec=replace(plan.spec))}
-    broker = MemoryBroker(plans, house.broker)
-    assert broker._granted["pc1/0"] == {}
-    assert broker._granted["pc1/1"] == house.broker._granted["pc1/1"] != {}
-
-
-class Dividing(MemoryBroker):
-    """Divides every card at every look, however much is there."""
-
-    def look(
-        self, slots: Mapping[str, Slot], now_s: float, changed: Iterable[str] | None = None
-    ) -> dict[str, int | None]:
-        self._ample.clear()
-        return super().look(slots, now_s, changed)
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_an_ample_card_gives_the_leases_of_dividing_it(seed: int) -> None:
-    drawn = Random(seed)  # noqa: S311 - repeatable is what is wanted
-    quick, thorough = House(PC1), House(PC1)
-    thorough.broker = Dividing(thorough.plans)
-    for house in (quick, thorough):
-        house.join()
-        house.settle()
-    assert quick.broker._ample, "else nothing is compared"
-    for _ in range(8):
-        outside_bytes = drawn.choice([0, 0, TOTAL_BYTES // 8, TOTAL_BYTES // 2])
-        names = drawn.sample(list(quick.plans), drawn.randint(2, 7))
-        rounds, share = drawn.randint(1, 12), drawn.choice([1.0, 1.0, 0.9, 0.3])
-        for house in (quick, thorough):
-            house.outside_bytes = outside_bytes
-            house.settle(*names, rounds=rounds, share=share)
-        assert quick.sent == thorough.sent
-
-
-def test_an_ample_card_is_not_divided_at_each_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    house, times = seven(), 0
-
-    def counted(*arguments: Any) -> Any:
-        nonlocal times
-        times += 1
-        return divide(*arguments)
-
-    house.settle()
-    monkeypatch.setattr(memory_broker, "divide", counted)
-    house.settle()
-    assert times == 0

@@ -85,11 +85,6 @@ def test_the_script_says_where_makes_the_token_and_starts_last() -> None:
         ) is command.is_head  # and not what Ray prints
 
 
-def test_the_head_is_told_what_of_rays_own_advice_to_ignore() -> None:
-    assert 'ignore Ray\'s "Next steps"' in node_command(REFERENCE, "pc1", "h:6379").script("pc1")
-    assert node_command(REFERENCE, "pc2", "h:6379").remarks == ()
-
-
 @settings(deadline=None, max_examples=50)
 @given(
     host=st.text(

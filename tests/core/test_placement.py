@@ -75,11 +75,6 @@ def test_a_reference_worker_gets_the_numbers_of_its_guide(
     assert spec.workload.dtype == "fp16"
 
 
-def test_the_seed_of_the_configuration_moves_all_seeds() -> None:
-    plans = plan_slots(config_of({"pc1": {"workers": 2}}, workload={"seed": 40}), Target())
-    assert [plan.spec.workload.seed for plan in plans] == [40, 41]
-
-
 def test_the_train_section_reaches_every_worker_flat() -> None:
     plans = plan_slots(
         config_of({"pc1": {"workers": 2}}, train={"steps": 7, "micro": 3, "ema_decay": 0.9}),
@@ -133,21 +128,6 @@ def test_the_device_is_the_grounds_or_follows_from_the_cards(
 ) -> None:
     (plan,) = plan_slots(config_of({"pc1": {"gpus": gpus}}), target)
     assert plan.spec.device == device
-
-
-def test_a_rehearsal_changes_only_where_workers_stand() -> None:
-    real, rehearsed = (
-        plan_slots(REFERENCE, Target()),
-        plan_slots(REFERENCE, Target(device="cpu", one_machine=True)),
-    )
-    for one, other in zip(real, rehearsed, strict=True):
-        assert one.spec.slot == other.spec.slot
-        assert one.num_cpus == other.num_cpus
-        assert one.num_gpus == other.num_gpus
-    assert [plan.spec.workload for plan in real] == [plan.spec.workload for plan in rehearsed]
-    assert [plan.spec.budget_bytes for plan in real] == [
-        plan.spec.budget_bytes for plan in rehearsed
-    ]
 
 
 def test_a_cluster_that_is_all_there_is_not_refused() -> None:
@@ -238,25 +218,6 @@ def by_node(plans: Iterable[SlotPlan]) -> dict[str, list[SlotPlan]]:
     for plan in plans:
         found.setdefault(plan.spec.node, []).append(plan)
     return found
-
-
-@settings(deadline=None)
-@given(drawn=configs(), target=grounds)
-def test_slots_stand_in_the_order_of_the_configuration(drawn: Config, target: Target) -> None:
-    plans = plan_slots(drawn, target)
-    expected = [
-        f"{name}/{index}" for name, node in drawn.nodes.items() for index in range(node.workers)
-    ]
-    assert [plan.spec.slot for plan in plans] == expected
-    assert len(set(expected)) == len(expected)
-    assert plan_slots(drawn, target) == plans
-    # One worker more on the last node moves nobody else.
-    *_, last = drawn.nodes
-    data = drawn.model_dump()
-    data["nodes"][last]["workers"] += 1
-    assert [plan.spec.slot for plan in plan_slots(Config.model_validate(data), target)][
-        : len(plans)
-    ] == expected
 
 
 @settings(deadline=None)

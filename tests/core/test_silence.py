@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from orchestrator.core.slot import Close, Phase, ProcessSeen, Restart, Tick
 from tests.core.scene import Scene
@@ -98,14 +96,6 @@ def test_a_run_that_ends_in_a_long_step_is_not_stale(activity: Activity, is_stal
     scene.feed(Close())
     assert scene.slot.phase is Phase.STOPPED
     assert scene.slot.ended_stale is is_stale
-
-
-@given(step_s=st.floats(0.01, 90.0), got=st.floats(0.005, 1.0))
-def test_no_step_like_those_before_is_ended(step_s: float, got: float) -> None:
-    """Whatever share of a CPU the process gets while the step runs."""
-    scene = with_steps_of(step_s)
-    share = Activity(interval_s=1.0, wanted_s=1.0, cpu_s=got)
-    assert watched(scene, share, min(int(step_s / got) + 1, 400)) is None
 
 
 def test_deaths_with_newer_checkpoints_between_are_no_reason() -> None:

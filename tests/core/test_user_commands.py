@@ -149,14 +149,6 @@ def test_one_wrong_slot_keeps_the_others_as_they_are() -> None:
             events_of(command, slots, PLANS, ["pc1"])
 
 
-def test_a_slot_resumed_at_once_has_a_full_pipeline() -> None:
-    scene = slot_in("running")
-    scene.feed(Held(hold=Hold.PAUSE))
-    assert submits(scene.feed(scene.report())) == []
-    assert len(submits(scene.feed(Unheld()))) == 1
-    assert len(scene.slot.in_flight) == 2
-
-
 @pytest.mark.parametrize(
     ("how", "commands"),
     [(Hold.PAUSE, [Forget(), Restart()]), (Hold.DRAIN, [Forget(), Restart(), Abandon()])],
@@ -182,16 +174,6 @@ def test_a_held_slot_stays_held_while_its_node_comes_and_goes() -> None:
     scene.feed(Unheld())
     assert (scene.slot.phase, scene.slot.state) == (Phase.ABSENT, HeadState.LOST)
     assert [sent.incarnation for sent in submits(scene.deeds(NodeJoined()))] == [1]
-
-
-def test_held_time_counts_as_worked_once_the_run_counts() -> None:
-    scene = slot_in("held")
-    assert scene.slot.held_since_s is not None
-    worked_s, scene.ends_at_s = scene.slot.worked_s, 1e6
-    scene.now_s = scene.slot.held_since_s + 400
-    scene.feed(Unheld())
-    assert scene.slot.worked_s == worked_s + 400
-    assert scene.slot.held_since_s is None
 
 
 def test_a_quarantine_ends_a_hold_and_is_lifted_clean() -> None:

@@ -46,7 +46,6 @@ def limit_bytes() -> int:
 
 
 # --- the wall
-# ----------------------------------------------------------------------------------------------------
 
 
 def up_to_the_wall(spec: WorkerSpec) -> Found:
@@ -150,7 +149,6 @@ def test_what_others_take_and_give_back_changes_nothing(in_child: InChild) -> No
 
 
 # --- giving back
-# -------------------------------------------------------------------------------------------------
 
 
 def give_and_take(spec: WorkerSpec, block_bytes: int) -> Found:
@@ -180,7 +178,7 @@ def give_and_take(spec: WorkerSpec, block_bytes: int) -> Found:
     return {"seen": seen}
 
 
-@pytest.mark.parametrize("block_bytes", [64 * 1024, 256 * 1024, MIB, 64 * MIB // 3])
+@pytest.mark.parametrize("block_bytes", [64 * 1024, 64 * MIB // 3])
 def test_released_memory_goes_back_to_the_kernel(in_child: InChild, block_bytes: int) -> None:
     whole_bytes = 64 * MIB // block_bytes * block_bytes
     # A mapping of its own costs a block at most two pages: the header's, and the rest of the last.
@@ -192,7 +190,6 @@ def test_released_memory_goes_back_to_the_kernel(in_child: InChild, block_bytes:
 
 
 # --- the emergency product
-# ---------------------------------------------------------------------------------------
 
 
 def emergency_at_the_wall(spec: WorkerSpec) -> Found:
@@ -216,26 +213,6 @@ def emergency_at_the_wall(spec: WorkerSpec) -> Found:
     return {"before": before_bytes, "after": after_bytes, "room": allowed_bytes}
 
 
-def failed_work(spec: WorkerSpec) -> tuple[int, int]:
-    device = CpuDevice(spec)
-    blocks: list[
-        torch.Tensor
-    ] = []  # as those of a step that is cut off: they live until its handler is left
-    with contextlib.suppress(RuntimeError), device.enforced():
-        while True:
-            blocks.append(block(MIB))
-    full_bytes = device.held_bytes()
-    blocks.clear()
-    device.release()
-    return full_bytes, device.held_bytes()
-
-
-def test_what_failed_work_held_goes_with_its_frames(in_child: InChild) -> None:
-    full_bytes, held_bytes = in_child(failed_work, spec_of(budget_bytes=BUDGET_BYTES))
-    assert full_bytes > 100 * MIB
-    assert held_bytes < 4 * MIB, "freed between two calls, it was still under the cap"
-
-
 def test_the_emergency_product_runs_at_the_wall(in_child: InChild) -> None:
     found = in_child(emergency_at_the_wall, spec_of(budget_bytes=BUDGET_BYTES))
     assert found["room"] < 128 * 1024, "this was not the wall"
@@ -256,7 +233,6 @@ def test_a_wrong_product_is_noticed_and_so_is_the_one_before(
 
 
 # --- element types
-# -----------------------------------------------------------------------------------------------
 
 
 def opened_with(spec: WorkerSpec) -> tuple[str, str, float]:
@@ -277,33 +253,6 @@ def test_says_which_type_it_really_uses(in_child: InChild, asked: str, given: se
 
 
 # --- a process that grows
-# ----------------------------------------------------------------------------------------
-
-
-def leaking(spec: WorkerSpec) -> Found:
-    device = CpuDevice(spec)
-    with device.enforced():
-        kept = [block(8 * MIB)]  # other threads' stacks, say, that came up during a step
-    device.rebase()
-    free_after_drift_bytes = device.free_bytes()
-    for _ in range(6):  # what a workload that never lets go does to every recovery
-        with device.enforced():
-            more, _ = fill(8 * MIB)
-            kept += more
-        device.rebase()
-    return {
-        "free_after_drift": free_after_drift_bytes,
-        "cap": device.info.cap_bytes,
-        "kept": sum(each.nbytes for each in kept),
-        "free": device.free_bytes(),
-    }
-
-
-def test_a_little_growth_is_not_charged_and_lifts_no_cap(in_child: InChild) -> None:
-    found = in_child(leaking, spec_of(budget_bytes=BUDGET_BYTES))
-    assert found["free_after_drift"] >= 0.95 * found["cap"]
-    assert found["kept"] <= found["cap"] + 64 * MIB
-    assert found["free"] < 16 * MIB
 
 
 def peaks(spec: WorkerSpec, clear: str) -> Found:
@@ -341,7 +290,6 @@ def test_threads_never_exceed_the_cores_unless_workers_do(
 
 
 # --- what is kept while there is memory to spare
-# ----------------------------------------------------------------------------------------------------
 
 
 def equal_steps(spec: WorkerSpec) -> Found:
@@ -392,16 +340,3 @@ class TestKept:
     def test_what_is_kept_counts_as_neither_held_nor_needed(self, kept: Found) -> None:
         assert max(kept["held"]) < MIB
         assert kept["peaks"] == [pytest.approx(12 * MIB, abs=2 * MIB)] * len(kept["peaks"])
-
-
-def large_steps(spec: WorkerSpec) -> list[int]:
-    device, reserved = CpuDevice(spec), []
-    for _ in range(2 * cpu._STEPS_BEFORE):
-        device.timed(lambda: torch.ones(64 * MIB, dtype=torch.uint8).nbytes, "largest")
-        device.step_peak_bytes()
-        reserved.append(device.memory().reserved_bytes)
-    return reserved
-
-
-def test_steps_that_need_much_of_the_cap_keep_nothing(in_child: InChild) -> None:
-    assert max(in_child(large_steps, spec_of(budget_bytes=BUDGET_BYTES))) < MIB

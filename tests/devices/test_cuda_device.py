@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -212,26 +211,6 @@ def with_gaps(card: Card, rows: int) -> None:
     card.take(4 * block_bytes)
 
 
-class Trains(OnCard):
-    """Keeps a state; activations of several sizes come, and go while gradients come."""
-
-    state: Sequence[Block] = ()
-    steps = 0
-
-    def step(self, size: int, batch: int) -> StepResult:
-        Trains.steps += 1
-        self.state = self.state or [self.card.take(8 * MIB) for _ in range(25)]
-        held: list[Block | None] = [
-            self.card.take((batch * (3 + i % 5) // 40 + 1) * MIB) for i in range(12)
-        ]
-        held[::2] = [None] * 6
-        held.append(self.card.take((batch // 3 + 1) * MIB))
-        for i in range(1, 12, 2):
-            held[i] = None
-            held.append(self.card.take((batch // 20 + 1) * MIB))
-        return StepResult(flop=1.0)
-
-
 class LoadsLate(OnCard):
     """A training whose kernels are loaded with its first update, in the third step."""
 
@@ -265,20 +244,6 @@ def test_what_is_reserved_and_unused_is_not_needed(card: Card) -> None:
         device.timed(lambda rows=rows: card.take(rows * MIB))
         assert device.step_peak_bytes() == rows * MIB
     assert card.stats()["reserved_bytes"] == 750 * MIB
-
-
-def test_steps_with_gaps_are_sized_by_what_they_reserve(
-    card: Card, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ten minutes of a training, a step a second.
-
-    The cap of 1000 MiB holds a batch of about 430.
-    """
-    real_s = time.monotonic
-    monkeypatch.setattr(time, "monotonic", lambda: real_s() + Trains.steps)
-    reports = slices(spec(Trains), [{}] * 400)
-    assert sum(report.counts.steps_oom for report in reports) <= 10
-    assert sorted(report.batch or 0 for report in reports)[len(reports) // 2] >= 300
 
 
 def test_kernels_that_are_loaded_late_lower_the_cap(card: Card) -> None:

@@ -10,7 +10,6 @@ A value that a card does not tell may be missing; what it tells has to be plausi
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 from functools import cache
@@ -19,17 +18,13 @@ from typing import Any, TypeAlias
 import pytest
 import torch
 
-from tests.engine.scene import slices
 from tests.flips import flip_bit, flip_latest
-from tests.gpu.scene import ON_A_CARD, spec_of
+from tests.gpu.scene import ON_A_CARD
 from tests.scene import MIB
 from workers.host.machine import look_at_cards
-from workers.messages import Verdict, WorkerState
 from workers.nvml import queries
 from workers.nvml.sensors import SAMPLE_EVERY_S, open_sampler
-from workers.policy.thermal import ThermalGovernor
 from workers.readings import SensorReading
-from workers.settings import ThermalSettings
 from workers.workloads.base import WorkloadContext
 from workers.workloads.matmul import Matmul
 
@@ -65,7 +60,6 @@ PRODUCTS, OF_A_KIND = 200, 10
 
 
 # --- sensors
-# -----------------------------------------------------------------------------------------------------
 
 
 def idle_and_busy() -> Found:
@@ -156,22 +150,7 @@ class TestSensors:
             assert card.index == int(seen["card"])
 
 
-# --- the governor
-# ------------------------------------------------------------------------------------------------
-
-
-def test_the_shipped_thresholds_accept_whatever_the_card_says(seen: Found) -> None:
-    governor = ThermalGovernor(ThermalSettings())
-    state = governor.initial()
-    for number, reading in enumerate((*seen["idle"], *seen["busy"])):
-        state, decision = governor.after_reading(state, reading, float(number))
-        assert 0.0 <= decision.duty <= 1.0
-        assert decision.band is not None
-        assert decision.reason
-
-
 # --- the check of results
-# ----------------------------------------------------------------------------------------
 
 
 def checks(name: str) -> Found:
@@ -261,49 +240,3 @@ class TestChecks:
 
     def test_a_check_takes_no_memory(self, checked: Callable[[str], Found], name: str) -> None:
         assert set(checked(name)["grown"]) == {(0, 0)}
-
-
-# --- the engine
-# --------------------------------------------------------------------------------------------------
-
-
-SLICES = [{}, {"duration_s": 1.0}, {"duration_s": 1.0}]
-
-
-class TestAdaptive:
-    def test_it_fills_its_cap_without_a_failure(self, in_child: Callable[..., Any]) -> None:
-        reports = in_child(slices, spec_of(size=8192, policy="adaptive"), SLICES)
-        for report in reports:
-            assert report.verdict == Verdict.OK
-            assert report.state == WorkerState.RUNNING, report.reason
-            assert (report.size, report.counts.oom_count, report.counts.steps_error) == (8192, 0, 0)
-        last = reports[-1]
-        assert 0.95 * last.device.cap_bytes <= last.memory.reserved_bytes <= last.device.cap_bytes
-        assert last.counts.busy_s > 0.9 * last.wall_s, "nothing limits its duty"
-
-    def test_it_makes_do_with_less_than_was_asked(self, in_child: Callable[..., Any]) -> None:
-        reports = in_child(slices, spec_of(size=65536, policy="adaptive"), SLICES)
-        for report in reports:
-            assert report.verdict == Verdict.OK
-            assert report.state == WorkerState.RUNNING, report.reason
-            assert 256 <= report.size < 65536
-        assert sum(report.counts.steps_oom for report in reports[1:]) == 0
-
-
-# --- cost
-# --------------------------------------------------------------------------------------------------------
-
-
-def costs_s() -> list[float]:
-    sampler = open_sampler("cuda")
-    taken = []
-    for number in range(61):
-        began_s = time.perf_counter()
-        sampler.sample_if_due(number * SAMPLE_EVERY_S)
-        taken.append(time.perf_counter() - began_s)
-    sampler.close()
-    return taken[1:]  # the first one opens NVML
-
-
-def test_sampling_takes_less_than_a_hundredth_of_the_time(in_child: Callable[..., Any]) -> None:
-    assert statistics.fmean(in_child(costs_s)) < 0.01 * SAMPLE_EVERY_S

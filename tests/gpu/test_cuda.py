@@ -38,7 +38,6 @@ SEGMENT_BYTES = 2 * MIB
 
 
 # --- the wall
-# ----------------------------------------------------------------------------------------------------
 
 
 def up_to_the_wall(spec: WorkerSpec) -> Found:
@@ -94,16 +93,6 @@ class TestWall:
         info = wall["info"]
         assert info.cap_bytes + info.context_bytes == pytest.approx(BUDGET_BYTES, rel=0.01)
 
-    def test_the_cap_is_read_back_from_the_allocator(self, wall: Found) -> None:
-        assert wall["info"].cap_bytes == pytest.approx(
-            wall["fraction"] * wall["info"].total_bytes, rel=0.01
-        )
-
-    def test_the_context_was_measured_and_says_how(self, wall: Found) -> None:
-        info = wall["info"]
-        assert info.context_source.startswith(("measured: ", "assumed: "))
-        assert 32 * MIB < info.context_bytes < 2048 * MIB
-
     def test_blocks_are_granted_up_to_the_cap_and_no_further(self, wall: Found) -> None:
         reserved_bytes, _, _ = wall["before"]
         assert (
@@ -132,7 +121,6 @@ class TestWall:
 
 
 # --- the engine
-# --------------------------------------------------------------------------------------------------
 
 
 def too_large(spec: WorkerSpec, resume: ResumeState | None) -> Found:
@@ -180,13 +168,6 @@ class TestTooLarge:
         assert all("out of memory" in str(event.detail["text"]) for event in ooms)
         assert first.counts.emergency_count >= first.counts.steps_oom
 
-    def test_it_goes_on_without_another_failure(self, shrunk: Found) -> None:
-        second = shrunk["reports"][1]
-        assert second.counts.oom_count == 0
-        assert second.counts.steps_ok > 1
-        assert second.counts.work_flop > 0
-        assert 0 < second.counts.busy_s <= second.wall_s
-
     def test_the_ring_holds_what_it_was_given(self, shrunk: Found) -> None:
         report = shrunk["reports"][1]
         cap_bytes = report.device.cap_bytes
@@ -205,47 +186,7 @@ class TestTooLarge:
         assert (resumed.counts.oom_count, resumed.counts.steps_ok) == (0, 1)
 
 
-class Alternating(Workload):
-    """Fails for real at every second step, with a large tensor in a local variable when it does."""
-
-    steps: ClassVar[int] = 0
-    block_bytes: ClassVar[int] = 0
-    held: Any = None
-
-    def step(self, size: int, batch: int) -> StepResult:
-        Alternating.steps += 1
-        self.held = None
-        local = torch.empty(Alternating.block_bytes, dtype=torch.uint8, device=self.context.device)
-        if Alternating.steps % 2:
-            torch.empty(Alternating.block_bytes, dtype=torch.uint8, device=self.context.device)
-        self.held = local
-        return StepResult(flop=1.0)
-
-    def release(self) -> None:
-        self.held = None
-
-    def needed_bytes(self, size: int, batch: int) -> int | None:
-        return Alternating.block_bytes
-
-
-def alternating(spec: WorkerSpec) -> list[Report]:
-    Alternating.block_bytes = int(0.6 * spec.budget_bytes)
-    return slices(spec, [{}] * 12)
-
-
-def test_memory_comes_back_after_every_failure(in_child: Callable[..., Any]) -> None:
-    reports = in_child(alternating, spec_of(name=own(Alternating)))
-    assert [report.counts.steps_ok for report in reports] == [1] * 12
-    assert [report.counts.steps_oom for report in reports] == [1] * 12
-    for report in reports:
-        assert report.state is WorkerState.RUNNING
-        assert report.claim_bytes >= 0.95 * report.device.cap_bytes, (
-            "a failed step's tensors were still there"
-        )
-
-
 # --- a broken context
-# --------------------------------------------------------------------------------------------
 
 
 class Asserting(Workload):
@@ -281,7 +222,6 @@ def test_a_device_assert_poisons_the_process_for_good(in_child: Callable[..., An
 
 
 # --- element types
-# -----------------------------------------------------------------------------------------------
 
 
 def products(spec: WorkerSpec) -> float:
@@ -305,36 +245,26 @@ def products(spec: WorkerSpec) -> float:
 
 @pytest.fixture(scope="module")
 def errors(in_child: Callable[..., Any]) -> dict[str, float]:
-    return {
-        dtype: in_child(products, spec_of(dtype=dtype))
-        for dtype in ("fp32", "tf32", "fp16", "bf16")
-    }
+    return {dtype: in_child(products, spec_of(dtype=dtype)) for dtype in ("fp32", "tf32")}
 
 
-class TestTypes:
-    @pytest.mark.parametrize(
-        ("dtype", "most"), [("fp32", 1e-5), ("tf32", 2e-3), ("fp16", 4e-3), ("bf16", 1e-2)]
+def test_tf32_is_really_used_where_there_is_one(errors: dict[str, float]) -> None:
+    """That products are right is for the checks of `test_card.py`."""
+    assert errors["fp32"] < 1e-5
+    name, *_ = subprocess.run(
+        [sys.executable, "-c", "import torch; print(torch.cuda.get_device_capability()[0])"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    if int(name) < 8:
+        pytest.skip("tf32 begins with Ampere")
+    assert 10 * errors["fp32"] < errors["tf32"] <= 2e-3, (
+        "as precise as fp32: it was not switched on"
     )
-    def test_products_are_right(self, errors: dict[str, float], dtype: str, most: float) -> None:
-        assert errors[dtype] <= most
-
-    def test_tf32_is_really_used_where_there_is_one(self, errors: dict[str, float]) -> None:
-        assert errors["fp32"] < 1e-5
-        name, *_ = subprocess.run(
-            [sys.executable, "-c", "import torch; print(torch.cuda.get_device_capability()[0])"],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.split()
-        if int(name) < 8:
-            pytest.skip("tf32 begins with Ampere")
-        assert errors["tf32"] > 10 * errors["fp32"], (
-            "the precision of fp32: tf32 was not switched on"
-        )
 
 
 # --- what cannot work
-# --------------------------------------------------------------------------------------------
 
 
 def first_slice(spec: WorkerSpec) -> Report:

@@ -74,18 +74,3 @@ def test_the_kernel_that_is_asked_for_runs_in_half_precision(
     found = in_child(trained, {"attention": kernel})
     assert found["ran"] == kernel
     assert found["losses"] == pytest.approx(in_child(trained, {})["losses"], rel=5e-3)
-
-
-@pytest.mark.parametrize("adapter", ["lora", "dora"])
-def test_an_adapter_takes_the_memory_of_its_plan(
-    in_child: Callable[..., Any], adapter: str
-) -> None:
-    found = in_child(trained, {"adapter": adapter, "ema_decay": 0.9, "ema_on": "host"})
-    assert found["planned_bytes"] == pytest.approx(found["peak_bytes"], rel=0.1)
-    assert found["losses"][0] == pytest.approx(in_child(trained, {})["losses"][0], rel=1e-3)
-
-
-def test_pictures_with_channels_last_are_trained_to_rounding(in_child: Callable[..., Any]) -> None:
-    usual = {"preset": "cnn-landmarks", "seq": None, "batch": 8}
-    plain, levered = (in_child(trained, usual | {"channels_last": each}) for each in (False, True))
-    assert levered["losses"] == pytest.approx(plain["losses"], rel=2e-2)

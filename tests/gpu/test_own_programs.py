@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.command.scenes import Slot, command_spec
-from tests.gpu.scene import ON_A_CARD, spec_of
+from tests.gpu.scene import ON_A_CARD
 from tests.scene import COMMAND, MIB, ROOT, python
 from workers.messages import WorkerState
 from workers.training.planner_process import PlannerProcess
@@ -66,7 +66,6 @@ while True:
 
 
 # --- a script under a cap
-# --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -90,7 +89,6 @@ def test_a_script_fails_inside_itself_at_the_cap(own: str, environment: dict[str
 
 
 # --- a command
-# --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(autouse=True)
@@ -125,7 +123,6 @@ def test_a_command_that_fills_its_cap_has_the_right_cause() -> None:
 
 
 # --- a folder of Hugging Face
-# --------------------------------------------------------------------------------------------
 
 
 def trained(folder: str, data: str, keys: Found) -> Found:
@@ -212,7 +209,6 @@ def test_a_folder_trains_as_planned(
 
 
 # --- a queue of jobs
-# --------------------------------------------------------------------------------------------
 
 TRAIN: Found = {"preset": "gpt-nano", "steps": 30}
 HELD = "import torch; torch.ones(64 << 20, device='cuda'); print(torch.cuda.get_device_name())"
@@ -253,24 +249,3 @@ def test_a_queue_is_worked_off_and_a_training_has_the_whole_card(tmp_path: Path)
     assert shares_bytes > 0.5 * torch.cuda.get_device_properties(0).total_memory
     ended = [each["job"] for each in events if each["event"] == "job_attempt_ended"]
     assert ended == ["one", "two"]
-
-
-def whole_card() -> Found:
-    from workers.devices.cuda import CudaDevice
-
-    total_bytes = torch.cuda.get_device_properties(0).total_memory
-    budget_bytes = int(0.9 * total_bytes)
-    free_bytes = torch.cuda.mem_get_info(0)[0]
-    device = CudaDevice(spec_of(budget_bytes=budget_bytes))
-    return {
-        "free_bytes": device.free_bytes(),
-        "allowed_bytes": budget_bytes - device.info.context_bytes,
-        "there_bytes": free_bytes - device.info.context_bytes,
-    }
-
-
-def test_one_worker_may_hold_the_shares_of_seven(in_child: Callable[..., Any]) -> None:
-    found = in_child(whole_card)
-    # A desktop holds some hundred MiB of its card, and takes more at any time.
-    least_bytes = min(0.98 * found["allowed_bytes"], found["there_bytes"] - 512 * MIB)
-    assert least_bytes <= found["free_bytes"] <= found["allowed_bytes"]

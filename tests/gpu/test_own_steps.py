@@ -38,32 +38,6 @@ def test_the_size_is_found_with_three_failures(
     assert reports[-1].memory.peak_bytes >= 0.95 * reports[-1].device.cap_bytes
 
 
-def test_a_heavy_step_every_17th_time_is_expected(in_child: Callable[..., Any]) -> None:
-    reports = in_child(slices, spec(own_steps.Uneven), [{}] * (17 * 24))
-    sizes = [(number, report.size) for number, report in enumerate(reports)]
-    failed = [sizes[number] for number, report in enumerate(reports) if failures([report])]
-    assert failures(reports) <= 12, failed
-    assert failures(reports[17 * 14 :]) == 0, failed
-
-
-def test_what_stays_is_reported_long_before_nothing_fits(in_child: Callable[..., Any]) -> None:
-    leaking = spec_of(
-        name=own(own_steps.Leaking),
-        policy="adaptive",
-        size=262_144,
-        batch=1,
-        batch_floor=1,
-        budget_bytes=2 * 2**30,
-    )
-    reports = in_child(slices, leaking, [{}] * 300)  # of one step each
-    in_time = next(
-        report
-        for report in reports
-        if (report.memory.kept_bytes or 0) >= report.device.cap_bytes / 3
-    )
-    assert in_time.state is WorkerState.RUNNING
-
-
 def test_a_constructor_larger_than_the_cap_is_refused(in_child: Callable[..., Any]) -> None:
     (report, *_), _, obtained = in_child(own_steps.greedy, spec(own_steps.Greedy), "__init__")
     assert (report.verdict, obtained) == (Verdict.INCOMPATIBLE, [])

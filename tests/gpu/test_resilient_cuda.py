@@ -41,7 +41,6 @@ def block(size_bytes: int) -> torch.Tensor:
 
 
 # --- shrinking
-# ---------------------------------------------------------------------------------------------------
 
 
 def two_calls() -> Found:
@@ -99,7 +98,6 @@ def test_the_card_has_everything_back_before_the_next_attempt(in_child: Callable
 
 
 # --- what is measured
-# --------------------------------------------------------------------------------------------
 
 
 def room_and_peaks() -> Found:
@@ -139,16 +137,6 @@ class TestMeasuring:
         assert found["outer"] == 512 * MIB
 
 
-def first_use() -> int | None:
-    with Peak(look()) as peak:  # CUDA is not initialised yet
-        block(64 * MIB)
-    return peak.bytes
-
-
-def test_the_call_that_initialises_cuda_is_measured_too(in_child: Callable[..., Any]) -> None:
-    assert in_child(first_use) == 64 * MIB
-
-
 def a_neighbour_comes_and_goes() -> Found:
     cap()
     failures: list[Retry] = []
@@ -173,28 +161,3 @@ def test_it_makes_room_before_it_fails_and_comes_back(in_child: Callable[..., An
     assert found["alone"] == [100] * 10
     assert all(0.25 * fits <= size <= 0.4 * fits for size in found["crowded"])
     assert found["again"][-1] == 100
-
-
-# --- errors that are not ours
-# ------------------------------------------------------------------------------------
-
-
-def poisoned() -> Found:
-    calls: list[int] = []
-
-    @resilient
-    def work(batch_size: int) -> None:
-        calls.append(batch_size)
-        torch.zeros(4, device="cuda")[torch.tensor([batch_size], device="cuda")].sum().item()
-
-    try:
-        work()
-    except Exception as error:  # noqa: BLE001 - its type is told
-        return {"calls": calls, "type": type(error).__name__, "text": str(error)}
-    raise AssertionError("an index out of bounds was accepted")
-
-
-def test_a_poisoned_context_is_raised_at_once(in_child: Callable[..., Any]) -> None:
-    found = in_child(poisoned)
-    assert found["calls"] == [128]
-    assert "device-side assert" in found["text"]

@@ -11,8 +11,6 @@ import gc
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from operator import attrgetter
 from typing import Any, TypeAlias
 
 import psutil
@@ -28,7 +26,6 @@ from workers.engine.engine import Engine
 from workers.messages import Report
 from workers.nvml import queries
 from workers.settings import FailureKind, WorkerSpec
-from workers.training import precision
 from workers.training.host_memory import wait_asleep
 from workers.training.settings import TrainSettings
 from workers.training.tasks import find_task
@@ -42,15 +39,6 @@ DEVICE, PRESET, BUDGET_BYTES, SECONDS = "cuda", "gpt2-small", 8 * 2**30, 8.0
 
 #: What the caching allocator and small tensors add to a figure.
 SLACK = 1.05
-
-READERS: dict[str, Callable[[], object]] = {
-    "matmul_precision": torch.get_float32_matmul_precision,
-    "matmul_allow_tf32": partial(attrgetter("matmul.allow_tf32"), torch.backends.cuda),
-    "matmul_fp32_precision": partial(attrgetter("matmul.fp32_precision"), torch.backends.cuda),
-    "cudnn_allow_tf32": partial(attrgetter("allow_tf32"), torch.backends.cudnn),
-    "conv_fp32_precision": partial(attrgetter("conv.fp32_precision"), torch.backends.cudnn),
-    "rnn_fp32_precision": partial(attrgetter("rnn.fp32_precision"), torch.backends.cudnn),
-}
 
 
 def told_of(in_child: Callable[..., Any], scenario: Callable[[], Found]) -> Found:
@@ -214,39 +202,3 @@ def cores_of_a_wait() -> Found:
 def test_a_wait_does_not_spin(in_child: Callable[..., Any]) -> None:
     found = told_of(in_child, cores_of_a_wait)
     assert found["cores"] <= 0.3  # a wait that spins takes a whole core
-
-
-def precisions() -> dict[str, str]:
-    open_device(lone_spec())
-    found = {}
-    for name in ("fp32", "tf32", "bf16"):
-        precision.set_up(name, deterministic=False)
-        for reader, read in READERS.items():
-            try:
-                found[f"{name} {reader}"] = str(read())
-            except RuntimeError as error:
-                found[f"{name} {reader}"] = f"raises: {error}"
-    return found
-
-
-def test_each_reader_of_tf32_answers(in_child: Callable[..., Any]) -> None:
-    found = told_of(in_child, precisions)
-    assert [told for told in found.items() if told[1].startswith("raises")] == []
-
-
-def workspaces() -> Found:
-    trainer_of().micro_batch(4)
-    torch.cuda.synchronize()
-    before_bytes = torch.cuda.memory_allocated()
-    torch._C._cuda_clearCublasWorkspaces()  # the only way to count them
-    all_bytes = before_bytes - torch.cuda.memory_allocated()
-    square = torch.ones(64, 64, device="cuda")
-    product = torch.empty_like(square)
-    empty_bytes = torch.cuda.memory_allocated()
-    torch.mm(square, square, out=product)
-    return {"all_bytes": all_bytes, "one_bytes": torch.cuda.memory_allocated() - empty_bytes}
-
-
-def test_a_training_holds_two_cublas_workspaces_at_most(in_child: Callable[..., Any]) -> None:
-    found = told_of(in_child, workspaces)
-    assert found["all_bytes"] <= 2.1 * found["one_bytes"]

@@ -39,7 +39,6 @@ TENSORFLOW = (
     "ResourceExhaustedError: OOM when allocating tensor with shape[64,1024] and type float\n"
 )
 NUMPY = "numpy.core._exceptions._ArrayMemoryError: Unable to allocate 7.45 GiB for an array with shape (1000000000,)\n"
-PARENT = f"{TORCH}Traceback (most recent call last):\ntorch.distributed.elastic.ChildFailedError:\n"
 SURVIVED = (
     f"{TORCH}skipping this batch\nTraceback (most recent call last):\nValueError: bad label\n"
 )
@@ -63,9 +62,7 @@ def ending(text: str = "", *, on_card: bool = True, **how: Any) -> Ending:
 
 WAYS: list[tuple[str, Ending, Cause]] = [
     ("0", ending(exit_code=0), Cause.DONE),
-    ("0 after words of memory", ending(TORCH, exit_code=0), Cause.DONE),
     ("1", ending(), Cause.EXCEPTION),
-    ("2", ending(exit_code=2), Cause.EXCEPTION),
     (
         "2 of argparse",
         ending("usage: t.py\nt.py: error: unrecognized arguments: --lrr\n", exit_code=2),
@@ -77,22 +74,16 @@ WAYS: list[tuple[str, Ending, Cause]] = [
         Cause.BAD_CONFIG,
     ),
     ("75", ending(exit_code=75), Cause.PARKED),
-    ("126", ending(exit_code=126), Cause.NOT_STARTED),
     ("127", ending(exit_code=127), Cause.NOT_STARTED),
-    ("130", ending(exit_code=130), Cause.KILLED),
     ("137", ending(exit_code=137), Cause.KILLED),
     ("139", ending(exit_code=139), Cause.EXCEPTION),
-    ("143", ending(exit_code=143), Cause.KILLED),
     ("KILL", ending(signal=signal.SIGKILL), Cause.KILLED),
     ("SEGV", ending(signal=signal.SIGSEGV), Cause.EXCEPTION),
-    ("BUS", ending(signal=signal.SIGBUS), Cause.EXCEPTION),
-    ("ABRT", ending(signal=signal.SIGABRT), Cause.EXCEPTION),
     ("TERM", ending(signal=signal.SIGTERM), Cause.KILLED),
     ("TERM as asked", ending(signal=signal.SIGTERM, was_asked=True), Cause.PARKED),
     ("KILL after its time", ending(signal=signal.SIGKILL, time_limit=True), Cause.TIME_LIMIT),
     ("KILL by the kernel", ending(signal=signal.SIGKILL, host_memory=True), Cause.HOST_MEMORY),
     ("torch", ending(TORCH), Cause.OUT_OF_MEMORY),
-    ("torch below a parent", ending(PARENT), Cause.OUT_OF_MEMORY),
     ("torch, then another of it", ending(CHAINED), Cause.OUT_OF_MEMORY),
     ("torch, survived", ending(SURVIVED), Cause.EXCEPTION),
     ("CUDA", ending(CUDA), Cause.OUT_OF_MEMORY),

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from orchestrator.jobs.inbox import InboxError, put, remove, waiting
+from orchestrator.jobs.inbox import InboxError, put, waiting
 from orchestrator.jobs.model import QueueHeld, Rested, Said, Submitted, Word
 from tests.jobs.scene import command, training
 
@@ -27,30 +26,6 @@ def test_messages_come_in_the_order_of_their_putting(tmp_path: Path) -> None:
     paths = [put(tmp_path, message) for message in messages]
 
     assert list(waiting(tmp_path)) == list(zip(paths, messages, strict=True))
-
-
-def test_a_removed_message_is_gone(tmp_path: Path) -> None:
-    path = put(tmp_path, [submitted("a")])
-
-    remove(path)
-    remove(path)
-
-    assert list(waiting(tmp_path)) == []
-
-
-def test_a_hundred_at_once_are_all_there(tmp_path: Path) -> None:
-    names = {f"j{i}" for i in range(100)}
-    with ThreadPoolExecutor(20) as threads:
-        list(threads.map(lambda name: put(tmp_path, [submitted(name)]), names))
-
-    taken = [
-        each for _, message in waiting(tmp_path) if isinstance(message, list) for each in message
-    ]
-    assert {each.job.name for each in taken} == names
-
-
-def test_without_an_inbox_nothing_waits(tmp_path: Path) -> None:
-    assert list(waiting(tmp_path)) == []
 
 
 def test_what_is_being_written_is_not_read(tmp_path: Path) -> None:

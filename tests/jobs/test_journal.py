@@ -7,34 +7,20 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from orchestrator.jobs import journal as journals
-from orchestrator.jobs.journal import Journal, JournalError, decoded, encoded, queue_of, records
+from orchestrator.jobs.journal import Journal, JournalError, queue_of, records
 from orchestrator.jobs.model import (
-    Assigned,
-    AttemptEnded,
     Cause,
-    Job,
-    JobState,
-    Kind,
-    Measured,
-    Milestones,
-    Packed,
     QueueHeld,
-    Reached,
-    Recalled,
     Record,
     Rested,
     Said,
-    Settled,
     Submitted,
     Word,
 )
 from orchestrator.jobs.queue import Queue
 from tests.jobs.scene import ASHA, Scene, command, training
-from workers.settings import CommandSpec
 
 
 def course(path: Path) -> Scene:
@@ -75,58 +61,6 @@ def test_a_replayed_queue_is_the_same(tmp_path: Path) -> None:
     assert same(again, scene.queue)
     assert list(records(tmp_path / "journal.jsonl")) == scene.records
     assert again.next_records(scene.world()) == scene.queue.next_records(scene.world())
-
-
-def test_without_a_journal_the_queue_is_empty(tmp_path: Path) -> None:
-    assert queue_of(tmp_path).is_over
-
-
-texts = st.text(max_size=12)
-floats = st.floats(allow_nan=False)
-states = st.sampled_from(JobState)
-scalars = st.none() | st.booleans() | st.integers() | floats | texts
-jobs = st.builds(
-    Job,
-    name=texts,
-    id=texts,
-    kind=st.sampled_from(Kind),
-    settings=st.dictionaries(texts, scalars, max_size=3),
-    command=st.none() | st.builds(CommandSpec, argv=st.lists(texts).map(tuple)),
-    after=st.lists(texts, max_size=3).map(tuple),
-    hours=st.none() | st.tuples(st.integers(0, 1439), st.integers(0, 1439)),
-    milestones=st.none()
-    | st.builds(
-        Milestones,
-        rule=texts,
-        metric=texts,
-        is_min=st.booleans(),
-        first=st.integers(),
-        factor=st.integers(),
-        last=st.integers(),
-    ),
-)
-at = {"at_s": floats, "job": texts}
-any_record = st.one_of(
-    st.builds(Submitted, at_s=floats, job=jobs, least_bytes=st.none() | st.integers()),
-    st.builds(Assigned, **at, attempt=st.integers(), card=texts, budget_bytes=st.integers(), alone=st.booleans()),
-    st.builds(Recalled, **at, attempt=st.integers(), to=states, reason=texts, least_room_bytes=st.integers()),
-    st.builds(Rested, **at, attempt=st.integers(), step=st.none() | st.integers()),
-    st.builds(AttemptEnded, **at, attempt=st.integers(), cause=st.sampled_from(Cause), text=texts),
-    st.builds(Reached, **at, milestone=st.integers(), value=floats),
-    st.builds(Measured, **at, card_title=texts, steps_per_s=st.none() | floats, best=st.none() | floats),
-    st.builds(Packed, **at, beside=texts, card_title=texts, gain=floats, low=floats),
-    st.builds(Said, **at, id=texts, word=st.sampled_from(Word), by=texts),
-    st.builds(Settled, **at, to=states, reason=texts),
-    st.builds(QueueHeld, at_s=floats, reason=st.none() | texts),
-)  # fmt: skip
-
-
-@given(batch=st.lists(any_record, max_size=4))
-def test_any_batch_is_read_as_it_was_written(batch: list[Record]) -> None:
-    text = encoded(batch)
-
-    assert decoded(text) == batch
-    assert "\n" not in text
 
 
 def test_a_torn_batch_is_cut_off_as_a_whole(tmp_path: Path) -> None:
@@ -262,14 +196,6 @@ def test_a_compacted_journal_is_the_same_queue(tmp_path: Path) -> None:
     journal.append([scene.records[-1]])
     assert same(queue_of(tmp_path), scene.queue)
     assert list(records(path)) == scene.records[-1:]
-
-
-def test_a_small_journal_is_not_compacted(tmp_path: Path) -> None:
-    scene = course(tmp_path / "journal.jsonl")
-    content = (tmp_path / "journal.jsonl").read_bytes()
-
-    assert not Journal(tmp_path / "journal.jsonl").compact(scene.queue)
-    assert (tmp_path / "journal.jsonl").read_bytes() == content
 
 
 @pytest.mark.usefixtures("small")

@@ -24,11 +24,6 @@ def test_milestones_grow_by_the_factor_up_to_the_last_step() -> None:
     assert milestones_of(ASHA) == (500, 1500, 4500)
 
 
-def test_the_first_members_wait_until_a_third_can_be_told() -> None:
-    assert not goes_on(ASHA, at_first(1.0), "a", 500)
-    assert not goes_on(ASHA, at_first(2.0, 1.0), "b", 500)
-
-
 def test_the_best_third_goes_on() -> None:
     assert goes_on(ASHA, at_first(3.0, 2.0, 1.0), "c", 500)
     assert not goes_on(ASHA, at_first(1.0, 2.0, 3.0), "c", 500)
@@ -56,10 +51,6 @@ def test_an_idle_card_takes_one_more_member_only() -> None:
     assert promotable(ASHA, reached, {"c"}, is_idle=True) is None
 
 
-def test_a_sweep_of_two_still_brings_one_to_the_end() -> None:
-    assert promotable(ASHA, at_first(2.0, 1.0), {"a", "b"}, is_idle=True) == "b"
-
-
 def test_the_larger_value_is_better_where_the_rule_says_so() -> None:
     rule = replace(ASHA, is_min=False)
 
@@ -71,16 +62,6 @@ def test_values_that_are_no_numbers_rank_last() -> None:
 
     assert ranking(ASHA, reached, 500)[0] == "c"
     assert ranking(replace(ASHA, is_min=False), reached, 500)[0] == "c"
-
-
-def test_of_equal_ones_the_earlier_is_before() -> None:
-    assert ranking(ASHA, at_first(1.0, 1.0, 0.5), 500) == ("c", "a", "b")
-
-
-def test_a_milestone_that_is_reached_again_counts_once() -> None:
-    reached = [*at_first(3.0, 2.0), ("a", 500, 1.0)]
-
-    assert ranking(ASHA, reached, 500) == ("b", "a")
 
 
 def test_the_median_rule_pauses_the_worse_half() -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
-from orchestrator.jobs.packing import WINDOWS, Pace, judged, likeness, packed_budgets
-from tests.jobs.scene import command, training
+from orchestrator.jobs.packing import likeness, packed_budgets
+from tests.jobs.scene import training
 from workers.units import GIB
 
 
@@ -31,44 +29,3 @@ def test_no_budgets_beyond_the_room_or_without_measure() -> None:
 def test_jobs_are_alike_whose_steps_cost_the_same(other: dict[str, object], same: bool) -> None:
     one = training("a", overrides={"train.lr": 1e-4, "train.batch": 16})
     assert (likeness(one) == likeness(training("b", overrides=other))) is same
-
-
-def test_programs_and_jobs_of_which_the_user_said_it_are_like_none() -> None:
-    said = [training("a", pack=pack) for pack in (True, False)]
-    assert [likeness(job) for job in (command("c"), *said)] == [None] * 3
-
-
-def test_a_pace_is_measured_from_the_first_step_beside_the_other() -> None:
-    pace = Pace("b")
-    for second in range(20):  # its process begins
-        pace.saw(float(second), 40)
-    for second in range(20, 60):
-        pace.saw(float(second), 40 + 2 * (second - 19))
-    assert pace.windows == pytest.approx([2.0] * WINDOWS)
-    pace.saw(60.0, 30)
-    assert pace.windows == [], "it was taken back"
-
-
-def test_slow_steps_have_longer_windows() -> None:
-    pace = Pace("b")
-    for second in range(200):
-        pace.saw(float(second), second // 5)
-    assert pace.windows == pytest.approx([0.2] * WINDOWS)
-
-
-def test_trials_accept_what_pays_and_nothing_else() -> None:
-    """A thousand pairs without a gain, and a thousand with 20 %, noise of 2 % in each window."""
-    drawn = random.Random(1)  # noqa: S311 - noise
-
-    def trial(gain: float) -> bool:
-        paces = [[gain / 2 * drawn.gauss(1.0, 0.02) for _ in range(WINDOWS)] for _ in range(2)]
-        found = judged(paces, alone=drawn.gauss(1.0, 0.02))
-        assert found is not None
-        return found.pays
-
-    assert sum(trial(1.0) for _ in range(1000)) <= 50
-    assert sum(trial(1.2) for _ in range(1000)) >= 900
-
-
-def test_a_trial_goes_on_until_both_were_seen_long_enough() -> None:
-    assert judged([[1.0] * WINDOWS, [1.0] * (WINDOWS - 1)], alone=1.0) is None

@@ -12,7 +12,6 @@ from orchestrator.jobs.model import Card, Job, Kind
 from orchestrator.jobs.placement import (
     LOOKAHEAD,
     Candidate,
-    Placement,
     Plan,
     Resident,
     estimate,
@@ -53,15 +52,6 @@ def test_what_has_run_for_long_is_not_waited_for_beside_a_free_card() -> None:
 
     assert starting(60.0) == {}
     assert starting(600.0) == {"long": "pc2"}
-
-
-def test_a_single_job_takes_the_faster_card() -> None:
-    found = plan([job_of("a")], CARDS, {}, 0.0)
-
-    assert found.starts == (
-        Placement(job="a", card="pc1", budget_bytes=FAST.room_bytes, alone=True),
-    )
-    assert found.reasons == {}
 
 
 def test_a_job_waits_for_the_better_card_if_it_ends_earlier() -> None:
@@ -114,14 +104,6 @@ def test_higher_priority_starts_first() -> None:
     assert places(found) == {"high": "pc1"}
 
 
-def test_an_hour_of_waiting_is_a_level_of_priority() -> None:
-    old = job_of("old", priority=0, queued_at_s=0.0)
-    new = job_of("new", 9 * HOUR, priority=2, queued_at_s=3 * HOUR)
-
-    assert places(plan([new, old], (FAST,), {}, 3 * HOUR - 1)) == {"new": "pc1"}
-    assert places(plan([new, old], (FAST,), {}, 3 * HOUR)) == {"old": "pc1"}
-
-
 def test_a_job_behind_uses_the_card_that_the_front_one_leaves() -> None:
     front = job_of("front", priority=1, memory_bytes=9 * GIB)
     behind = job_of("behind", 1.5 * HOUR)
@@ -130,30 +112,6 @@ def test_a_job_behind_uses_the_card_that_the_front_one_leaves() -> None:
 
     assert places(found) == {"behind": "pc2"}
     assert found.expected_start_s["front"] == 600.0
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    st.lists(
-        st.tuples(st.integers(0, 3), st.floats(1, 9000), st.integers(1, 23)), min_size=1, max_size=9
-    ),
-    st.floats(0, 5000),
-)
-def test_nothing_below_moves_the_start_of_a_job_above(
-    drawn: list[tuple[int, float, int]], end_s: float
-) -> None:
-    jobs = [
-        job_of(f"job-{place}", work_s, priority=priority, memory_bytes=gib * GIB)
-        for place, (priority, work_s, gib) in enumerate(drawn)
-    ]
-    above = [each for each in jobs if each.priority >= 2]
-
-    everything = plan(jobs, CARDS, {"pc1": running(end_s)}, 0.0)
-    without = plan(above, CARDS, {"pc1": running(end_s)}, 0.0)
-
-    for each in above:
-        assert places(everything).get(each.name) == places(without).get(each.name)
-        assert everything.expected_start_s.get(each.name) == without.expected_start_s.get(each.name)
 
 
 @settings(max_examples=60, deadline=None)
@@ -184,13 +142,6 @@ def test_a_card_that_is_too_small_is_said_to_be() -> None:
         "pc1 runs base for about 1m more; pc2 is free, but gives 5.8 GiB of the 9.0 GiB that it "
         "needs"
     )
-
-
-def test_a_card_below_the_least_room_is_not_tried() -> None:
-    found = plan([job_of("a", least_room_bytes=7 * GIB)], (SLOW,), {}, 0.0)
-
-    assert found.starts == ()
-    assert "a" not in found.expected_start_s
 
 
 def test_nodes_and_a_part_of_the_title_are_respected() -> None:
@@ -248,32 +199,12 @@ def test_a_pair_of_which_one_may_not_share_stays_apart() -> None:
     assert [start.alone for start in found.starts] == [True]
 
 
-def test_a_pair_that_has_nothing_in_common_stays_apart() -> None:
-    other = job_of("b", memory_bytes=4 * GIB, shares={FAST.name: "of another kind"})
-
-    assert [start.alone for start in plan([packable("a"), other], (FAST,), {}, 0.0).starts] == [
-        True
-    ]
-
-
-def test_a_job_does_not_share_where_its_smallest_step_had_no_room() -> None:
-    jobs = [packable("a"), packable("b", least_room_bytes=5 * GIB)]
-
-    assert [start.alone for start in plan(jobs, (FAST,), {}, 0.0).starts] == [True]
-
-
 def test_the_measured_bytes_are_what_a_packed_job_gets() -> None:
     jobs = [packable("a", measured_bytes=2 * GIB), packable("b", measured_bytes=12 * GIB)]
 
     found = plan(jobs, (FAST,), {}, 0.0)
 
     assert [start.budget_bytes // GIB for start in found.starts] == [2, 13]
-
-
-def test_a_pair_beyond_the_room_stays_apart() -> None:
-    found = plan([packable("a"), packable("b")], (SLOW,), {}, 0.0)
-
-    assert [start.alone for start in found.starts] == [True]
 
 
 def test_a_job_joins_one_that_is_packed() -> None:
@@ -288,14 +219,6 @@ def test_no_job_joins_one_that_is_alone() -> None:
     there = running(600.0, alone=True, shares="", budget_bytes=5 * GIB)
 
     assert plan([packable("b")], (FAST,), {"pc1": there}, 0.0).starts == ()
-
-
-def test_a_job_below_does_not_join_before_one_above() -> None:
-    there = running(600.0, alone=False, shares="", budget_bytes=5 * GIB)
-
-    found = plan([job_of("a", priority=1), packable("b")], (FAST,), {"pc1": there}, 0.0)
-
-    assert found.starts == ()
 
 
 # --- the estimate, and how good it is

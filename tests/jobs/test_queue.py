@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from orchestrator.jobs.lifecycle import IllegalRecordError
@@ -23,24 +21,8 @@ from orchestrator.jobs.model import (
     Word,
 )
 from orchestrator.jobs.queue import Queue
-from tests.jobs.scene import ASHA, BIG, SMALL, Scene, command, starts, training
+from tests.jobs.scene import ASHA, BIG, Scene, command, starts, training
 from workers.units import GIB
-
-
-def test_two_jobs_get_a_card_each_and_the_third_waits() -> None:
-    scene = Scene(training("a"), training("b"), training("c"))
-
-    assert set(starts(scene.turn()).values()) == {"pc1", "pc2"}
-    assert scene.state("c") == "QUEUED"
-    assert scene.turn() == []
-
-
-def test_the_next_job_starts_when_one_is_done() -> None:
-    scene = Scene(training("a"), training("b"), training("c"))
-    card = starts(scene.turn())["a"]
-
-    assert starts(scene.end("a", sha256="5f")) == {"c": card}
-    assert (scene.state("a"), scene.standing("a").sha256) == ("DONE", "5f")
 
 
 def test_what_cannot_fit_is_infeasible_at_submit() -> None:
@@ -58,12 +40,6 @@ def test_what_fits_only_a_card_that_is_away_waits() -> None:
 
     assert scene.state("a") == "QUEUED"
     assert starts(scene.close("pc1", None)) == {"a": "pc1"}
-
-
-def test_nothing_is_infeasible_before_a_card_is_known() -> None:
-    scene = Scene(training("a"), cards=(), least=25 * GIB)
-
-    assert scene.turn() == []
 
 
 def test_a_training_without_room_goes_to_a_larger_card() -> None:
@@ -92,17 +68,6 @@ def test_a_job_with_nothing_left_takes_the_card_that_is_free() -> None:
     assert scene.standing("b").card == "pc1"
     scene.say(Word.RELEASE, "a")
     assert scene.standing("a").card == "pc2"
-
-
-def test_a_job_that_returns_to_its_card_has_not_moved() -> None:
-    scene = Scene(training("a"))
-    scene.turn()
-    scene.say(Word.HOLD, "a")
-    scene.see("a", is_at_rest=True, step=40)
-    assert scene.state("a") == "HELD"
-
-    assert starts(scene.say(Word.RELEASE, "a")) == {"a": "pc1"}
-    assert scene.standing("a").moves == 0
 
 
 def test_a_training_without_room_on_the_largest_card_parks() -> None:
@@ -141,18 +106,6 @@ def test_a_card_that_others_have_makes_no_job_infeasible() -> None:
     assert scene.state("a") == "PARKED"
     assert scene.standing("a").reason == "other programs hold 20.0 GiB of pc1"
     assert scene.standing("a").least_room_bytes is None
-
-
-def test_where_others_have_the_card_a_smaller_job_may_be_next() -> None:
-    scene = Scene(training("a"), training("b"), cards=(BIG,))
-    scene.turn()
-    scene.see("a", has_no_room=True, taken="a game")
-
-    scene.cards = (replace(BIG, closed="a game"),)
-    scene.see("a", is_at_rest=True)
-    assert "pc1 is closed: a game" in scene.standing("b").reason
-    scene.cards = (BIG,)
-    assert starts(scene.turn(300.0)) == {"b": "pc1"}
 
 
 def test_a_command_without_memory_for_others_sake_starts_again() -> None:
@@ -198,16 +151,6 @@ def test_a_kill_is_not_counted_and_waits_a_little() -> None:
     assert scene.standing("a").failures == 0
 
 
-def test_an_exception_is_counted() -> None:
-    scene = Scene(training("a", retries=1))
-    scene.turn()
-
-    assert starts(scene.end("a", Cause.EXCEPTION, "ValueError", step=10)) == {"a": "pc1"}
-    scene.end("a", Cause.EXCEPTION, "KeyError", step=20)
-
-    assert (scene.state("a"), scene.standing("a").failures) == ("FAILED", 2)
-
-
 def test_the_same_exception_at_the_same_step_is_final() -> None:
     scene = Scene(training("a", retries=5))
     scene.turn()
@@ -229,20 +172,6 @@ def test_a_result_of_an_older_attempt_is_refused() -> None:
     with pytest.raises(IllegalRecordError, match="attempt 1"):
         scene.take(AttemptEnded(at_s=0.0, job="a", attempt=1, cause=Cause.DONE, text=""))
     assert scene.state("a") == "RUNNING"
-
-
-def test_three_that_fail_alike_hold_the_queue() -> None:
-    scene = Scene(*(command(f"j{i}", retries=0) for i in range(5)))
-    scene.turn()
-
-    for name in ("j0", "j1", "j2"):
-        scene.now_s += 5.0
-        scene.end(name, Cause.EXCEPTION, f"No module named torch ({name}, line 12{name[1]})")
-
-    assert scene.queue.held is not None
-    assert "j0, j1, j2 failed alike" in scene.queue.held
-    assert scene.state("j4") == "QUEUED"
-    assert "the queue is held" in scene.standing("j4").reason
 
 
 def test_a_held_queue_goes_on_when_it_is_released() -> None:
@@ -323,18 +252,6 @@ def test_a_member_that_is_not_among_the_best_pauses() -> None:
     assert scene.state("lr-0") == "PAUSED"
 
 
-def test_the_best_of_three_goes_on_by_and_by() -> None:
-    scene = Scene(*sweep(4))
-    scene.turn()
-
-    for name, value in (("lr-0", 0.5), ("lr-1", 0.6), ("lr-2", 0.7)):
-        scene.see(name, step=100, value=value)
-        scene.see(name, is_at_rest=True, step=100)
-
-    assert scene.state("lr-0") in {"QUEUED", "RUNNING"}
-    assert (scene.state("lr-1"), scene.state("lr-2")) == ("PAUSED", "PAUSED")
-
-
 def test_the_paused_are_stopped_when_the_others_have_ended() -> None:
     scene = Scene(*sweep(3), cards=(BIG,))
     for _ in range(40):
@@ -356,15 +273,6 @@ def test_the_paused_are_stopped_when_the_others_have_ended() -> None:
     assert states[0] == "DONE"
     assert set(states[1:]) <= {"DONE", "STOPPED"}
     assert "STOPPED" in states
-
-
-def test_a_metric_that_is_no_number_is_no_best() -> None:
-    scene = Scene(*sweep(1))
-    scene.turn()
-
-    scene.see("lr-0", step=100, value=float("nan"))
-
-    assert scene.standing("lr-0").best is None
 
 
 def test_outside_its_hours_a_job_rests() -> None:
@@ -403,26 +311,6 @@ def test_a_job_whose_node_is_silent_is_left_alone() -> None:
 
     assert scene.close("pc1", "its node is away") == []
     assert scene.state("a") == "RUNNING"
-
-
-def test_a_job_of_a_lost_node_goes_on_elsewhere() -> None:
-    scene = Scene(training("a"))
-    scene.turn()
-    scene.close("pc1", "its node is away")
-
-    records = scene.see("a", node_lost=True)
-
-    assert isinstance(records[0], Rested)
-    assert starts(records) == {"a": "pc2"}
-    assert (scene.standing("a").attempt, scene.standing("a").failures) == (2, 0)
-
-
-def test_a_job_waits_for_those_it_comes_after() -> None:
-    scene = Scene(training("a"), training("b", after=("a",)))
-    scene.turn()
-    assert (scene.state("b"), scene.standing("b").reason) == ("WAITING", "waits for a")
-
-    assert starts(scene.end("a")) == {"b": "pc1"}
 
 
 def test_a_job_after_a_failed_one_is_skipped() -> None:
@@ -475,17 +363,6 @@ def test_after_a_retry_what_was_skipped_waits_again() -> None:
     assert starts(scene.end("b")) == {"c": "pc1"}
 
 
-def test_what_was_skipped_for_another_too_stays_skipped() -> None:
-    bad = (training("a", retries=0), training("z", retries=0))
-    scene = Scene(*bad, training("b", after=("z", "a")))
-    scene.turn()
-    scene.end("z", Cause.EXCEPTION, "KeyError")
-    scene.end("a", Cause.EXCEPTION, "ValueError")
-
-    assert [each for each in scene.say(Word.RETRY, "a") if isinstance(each, Settled)] == []
-    assert scene.state("b") == "SKIPPED"
-
-
 def test_a_retry_and_a_dead_head_wake_what_was_skipped() -> None:
     scene = Scene(training("a", retries=0), training("b", after=("a",)))
     scene.turn()
@@ -533,28 +410,11 @@ def test_jobs_beyond_the_first_know_their_place() -> None:
     assert scene.standing("j90").reason == "88 jobs are before it"
 
 
-def test_a_standing_that_was_handed_out_does_not_change() -> None:
-    scene = Scene(training("a"))
-    before = scene.standing("a")
-
-    scene.turn()
-
-    assert before.state is JobState.QUEUED
-    assert scene.state("a") == "RUNNING"
-
-
 def test_asking_changes_nothing() -> None:
     scene = Scene(training("a"), training("b", after=("a",)))
 
     assert scene.queue.next_records(scene.world()) == scene.queue.next_records(scene.world())
     assert scene.state("a") == "QUEUED"
-
-
-def test_a_job_of_a_larger_card_does_not_block_the_others() -> None:
-    jobs = [training(f"big{i}", memory_bytes=10 * GIB) for i in range(100)]
-    scene = Scene(*jobs, training("small"))
-
-    assert starts(scene.turn())["small"] == "pc2"
 
 
 def test_a_stopped_member_does_not_skip_what_follows_a_sweep() -> None:
@@ -573,15 +433,6 @@ def test_a_stopped_member_does_not_skip_what_follows_a_sweep() -> None:
     assert (scene.state("best"), scene.state("eval-1")) == ("WAITING", "SKIPPED")
 
     assert "best" in starts(scene.end("lr-0"))
-
-
-def test_the_cards_of_a_node_that_is_gone_are_closed() -> None:
-    scene = Scene(training("a"))
-    scene.turn()
-    scene.cards = (replace(SMALL),)
-    scene.see("a")
-
-    assert scene.standing("a").recalled_to is JobState.PARKED
 
 
 def test_a_job_moves_to_a_free_card_where_that_pays() -> None:
@@ -608,25 +459,6 @@ def test_a_job_that_is_nearly_done_does_not_move() -> None:
     scene.see(small, step=990, eta_s=100.0)
 
     assert scene.end("b" if small == "a" else "a")[1:] == []
-
-
-def test_members_that_wait_for_a_paused_one_do_not_block() -> None:
-    scene = Scene(
-        *sweep(2), training("lr-2", sweep="lr", milestones=ASHA, after=("lr-0",)), cards=(BIG,)
-    )
-    for _ in range(60):
-        scene.turn(10.0)
-        for name in list(scene.queue.standings):
-            standing = scene.standing(name)
-            if standing.state is JobState.RUNNING and standing.recalled_to:
-                scene.see(name, is_at_rest=True, step=standing.step)
-            elif standing.state is JobState.RUNNING and standing.step == 300:
-                scene.end(name, step=1000, value=1.0)
-            elif standing.state is JobState.RUNNING:
-                scene.see(name, step=300 if standing.step else 100, value=1.0)
-
-    assert scene.queue.is_over
-    assert scene.state("lr-0") == "DONE"
 
 
 @pytest.mark.parametrize(("cause", "ends"), [(Cause.KILLED, "FAILED"), (Cause.PARKED, "RUNNING")])

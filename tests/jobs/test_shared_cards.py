@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
-from orchestrator.jobs.lifecycle import IllegalRecordError
-from orchestrator.jobs.model import JobState, Packed, Recalled, Word
+from orchestrator.jobs.model import JobState, Packed
 from orchestrator.jobs.queue import Queue
 from tests.jobs.scene import BIG, Scene, starts, training
 from workers.units import GIB, MIB
@@ -21,27 +18,6 @@ def test_two_jobs_that_may_share_a_card_start_on_one() -> None:
     for name in ("a", "b"):
         standing = scene.standing(name)
         assert (standing.alone, standing.budget_bytes) == (False, 2 * GIB + 256 * MIB)
-
-
-def test_a_third_that_may_share_a_card_takes_the_place_of_one() -> None:
-    small = {"pack": True, "memory_bytes": 2 * GIB}
-    scene = Scene(*(training(name, **small) for name in "abc"), cards=(BIG,))
-    scene.turn()
-
-    assert scene.state("c") == "QUEUED"
-    assert starts(scene.end("a")) == {"c": "pc1"}
-    assert scene.standing("c").alone is False
-
-
-def test_what_a_job_took_decides_its_share_the_next_time() -> None:
-    small = {"pack": True, "memory_bytes": 2 * GIB}
-    scene = Scene(training("a", **small), training("b", **small), cards=(BIG,))
-    scene.turn()
-    scene.say(Word.HOLD, "a")
-    scene.see("a", is_at_rest=True, peak_bytes=4 * GIB)
-    scene.say(Word.RELEASE, "a")
-
-    assert scene.standing("a").budget_bytes == pytest.approx(4.4 * GIB, abs=1)
 
 
 def test_without_pack_or_a_size_a_job_is_alone() -> None:
@@ -112,19 +88,3 @@ def test_a_short_rest_is_not_worth_a_trial() -> None:
     scene.turn()
     scene.see("a", step=10, steps_per_s=10.0)
     assert starts(scene.end("a", peak_bytes=2 * GIB)) == {"b": "pc1"}
-
-
-def test_one_of_two_on_a_card_moves_to_one_that_becomes_free() -> None:
-    scene = on_trial()
-    paced(scene, 6.5)
-    scene.say(Word.CANCEL, "d")
-    for name in ("b", "c"):
-        scene.see(name, step=100, steps_per_s=6.5, eta_s=9_000.0)
-    scene.cards = (BIG, replace(BIG, name="pc3", node="pc3"))
-    assert [each.job for each in scene.turn() if isinstance(each, Recalled)] != []
-
-
-def test_a_trial_of_a_job_that_there_is_not_is_a_damaged_journal() -> None:
-    trial = Packed(at_s=1.0, job="x", beside="y", card_title="RTX 3090", gain=1.2, low=1.1)
-    with pytest.raises(IllegalRecordError, match="there is no job called x"):
-        Queue().apply(trial)

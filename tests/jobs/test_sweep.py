@@ -49,11 +49,6 @@ def test_a_grid_counts_its_last_key_first() -> None:
     ]
 
 
-def test_settings_of_a_member_are_overrides() -> None:
-    job = night()["lr-5"]
-    assert (job.overrides["train.lr"], job.overrides["workload.seed"]) == (1e-3, 1)
-
-
 def test_each_member_has_a_follower_of_its_own() -> None:
     jobs = night()
     assert [jobs[f"eval-{n}"].after for n in range(6)] == [(f"lr-{n}",) for n in range(6)]
@@ -70,10 +65,6 @@ def test_a_follower_of_a_follower_finds_the_member_of_both() -> None:
     assert command.argv == ("sum", "{eval-3.dir}", "{lr-3.dir}")
 
 
-def test_the_name_of_a_sweep_means_all_its_members() -> None:
-    assert night()["sum"].after == tuple(f"eval-{n}" for n in range(6))
-
-
 def test_only_members_of_sweeps_have_milestones() -> None:
     assert {name for name, job in night().items() if job.milestones} == {
         f"lr-{n}" for n in range(6)
@@ -86,14 +77,6 @@ def test_a_command_alone_may_name_its_metric() -> None:
     assert job.milestones is not None
     assert (job.milestones.metric, job.milestones.is_min) == ("accuracy", False)
     assert list(milestones_of(job.milestones)) == []
-
-
-def test_the_same_file_gives_the_same_ids() -> None:
-    assert [job.id for job in expand(read(NIGHT))] == [job.id for job in night().values()]
-
-
-def test_ids_are_unique() -> None:
-    assert len({job.id for job in night().values()}) == len(night())
 
 
 def test_a_changed_job_changes_no_other_id() -> None:
@@ -128,12 +111,6 @@ def test_random_settings_lie_in_their_ranges() -> None:
     assert (set(warmups), set(precisions)) == ({1, 2, 3}, {"fp32", "bf16"})
     below = sum(isinstance(it, float) and math.log10(it) < -4 for it in rates)
     assert 70 < below < 130  # half of them: the middle of the logarithms
-
-
-def test_another_seed_draws_others() -> None:
-    assert {job.settings["train.lr"] for job in swept(RANDOM % (0, ""))}.isdisjoint(
-        job.settings["train.lr"] for job in swept(RANDOM % (1, ""))
-    )
 
 
 def test_more_members_change_none_of_those_before() -> None:

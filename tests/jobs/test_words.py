@@ -72,16 +72,6 @@ def test_retry_begins_again_with_all_its_retries() -> None:
     assert starts(scene.end("a", Cause.EXCEPTION, "KeyError")) == {"a": "pc1"}
 
 
-def test_a_held_job_that_waited_goes_on_waiting() -> None:
-    scene = Scene(training("a"), training("b", after=("a",)))
-    scene.turn()
-    scene.say(Word.HOLD, "b")
-    scene.end("a")
-    assert scene.state("b") == "HELD"
-
-    assert starts(scene.say(Word.RELEASE, "b")) == {"b": "pc1"}
-
-
 def test_a_word_that_comes_twice_is_obeyed_once() -> None:
     scene = Scene(training("a"))
     scene.say(Word.HOLD, "a", "m1")
@@ -92,6 +82,11 @@ def test_a_word_that_comes_twice_is_obeyed_once() -> None:
     scene.take(said)
 
     assert scene.state("a") != "HELD"
+
+
+def test_a_word_about_a_job_that_there_is_not_is_refused() -> None:
+    said = Said(at_s=0.0, id="m1", word=Word.HOLD, job="x", by="ann")
+    assert Scene(training("a")).queue.why_refused(said) == "there is no job called x"
 
 
 def test_a_job_that_comes_twice_is_one() -> None:

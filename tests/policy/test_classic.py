@@ -160,12 +160,6 @@ class TestCleanUp:
             assert decision == Run(size=4096, batch=128)
         assert released == released_after
 
-    def test_a_failure_starts_the_count_of_cleanups_anew(self) -> None:
-        policy = classic()
-        state, decision = play(policy, *[OK] * 14, GONE, *[OK] * 14)
-        assert decision == Run(size=2867, batch=112)
-        assert play(policy, OK, state=state)[1] == Release()
-
 
 class TestEmergency:
     def test_a_failing_floor_is_an_emergency_with_its_need(self) -> None:

@@ -39,21 +39,6 @@ def test_noise_is_smoothed_and_its_error_is_known() -> None:
     assert all(fed(noisy(200, seed=seed)).usable_bytes < 4 * GIB for seed in range(40))
 
 
-def test_a_walk_is_followed_faster_than_noise() -> None:
-    still = statistics.fmean(fed(noisy(400, seed=seed)).gain for seed in range(20))
-    walking = statistics.fmean(fed(noisy(400, walk=0.03, seed=seed)).gain for seed in range(20))
-    assert walking > still + 0.2
-
-
-def test_few_samples_are_worth_less_than_many() -> None:
-    samples = noisy(60)
-    assert fed(samples[:3]).error > fed(samples).error
-    once, often = (
-        FreeMemory(level_bytes=GIB, sample_bytes=GIB, samples=samples) for samples in (1, 100)
-    )
-    assert once.error > 2 * often.error
-
-
 @pytest.mark.parametrize("now_bytes", [2 * GIB, 8 * GIB], ids=["taken", "given"])
 def test_memory_that_is_taken_or_given_shows_at_once(now_bytes: int) -> None:
     assert with_sample(fed(noisy(100)), now_bytes).level_bytes == now_bytes

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import random
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -86,16 +83,6 @@ def test_a_surprise_fades_with_time_and_not_with_steps(steps: int) -> None:
     assert 0.5 < line.surprise / 0.05 < 0.8
 
 
-def test_a_step_that_did_not_fit_widens_the_margin_each_time() -> None:
-    margins = [line_after(100, 400).margin]
-    line = line_after(100, 400)
-    for _ in range(40):
-        line = line.surprised(400, need(400))
-        margins.append(line.margin)
-    assert all(one < other or other >= 0.5 for one, other in itertools.pairwise(margins))
-    assert margins[-1] <= 0.5
-
-
 def test_a_surprise_elsewhere_does_not_end_what_goes_well_here() -> None:
     line = line_after(100, 400).surprised(200, 1.2 * need(200))
     assert line.largest_x(1.05 * need(400)) < 400, "no step has ended well since"
@@ -105,30 +92,12 @@ def test_a_surprise_elsewhere_does_not_end_what_goes_well_here() -> None:
     assert line.largest_x(0.99 * need(400)) < 400
 
 
-def test_wobble_is_smoothed_and_the_place_does_not_drag_behind() -> None:
-    line = line_after(100, 400)
-    for at_s in range(200):
-        line = with_peak(line, 400, need(400) * (1.01 if at_s % 2 else 0.99), float(at_s))
-    assert line.here_bytes == pytest.approx(need(400), rel=0.003)
-    assert 0.01 < line.here_need_bytes / need(400) - 1.0 < 0.05
-
-
 @pytest.mark.parametrize("factor", [0.5, 1.3, 10.0])
 def test_a_workload_that_changed_is_followed_at_once(factor: float) -> None:
     line = line_after(100, 390, 420, 400, 400, 400)
     changed = with_peak(line, 400, factor * need(400), 10.0)
     assert changed.here_bytes == factor * need(400)
     assert changed.steps == 1
-
-
-@pytest.mark.parametrize(("fixed", "unit"), [(None, 1.0), (1.0, None)])
-def test_what_was_never_measured_is_no_line(fixed: float | None, unit: float | None) -> None:
-    assert footprint_of(Learned(size=40, fixed_bytes=fixed, unit_bytes=unit), 1.0) is None
-
-
-def test_a_line_that_takes_nothing_promises_a_number() -> None:
-    line = Footprint(here_x=1.0, here_bytes=0.0, far_x=0.5, far_bytes=0.0, unit_bytes=1.0)
-    assert line.largest_x(1e9) > 0
 
 
 def test_a_remembered_line_goes_through_its_two_places() -> None:
@@ -174,29 +143,6 @@ def test_after_three_equal_gaps_heavy_steps_are_expected(*, repeats: bool, every
     assert all(is_heavy == expected for is_heavy, expected in seen[-4 * every :])
 
 
-def test_another_failure_costs_a_small_step_not_the_period() -> None:
-    """Whether the workload counted it is not known: the next one may come a step earlier."""
-    for counted in (False, True):
-        heavy, at_s = HeavySteps(), 0.0
-        for _ in range(4):
-            for _ in range(9):
-                heavy = heavy.passed()
-            heavy = heavy.met(at_s, 4.0, failed=False)
-        heavy = heavy.passed(failed=True)
-        for _ in range(8):
-            assert not heavy.is_due
-            heavy = heavy.passed()
-        assert heavy.is_due
-        if not counted:
-            heavy = heavy.passed()
-            assert heavy.is_due
-        heavy = heavy.met(at_s, 4.0, failed=False)
-        for _ in range(9):
-            assert not heavy.is_due
-            heavy = heavy.passed()
-        assert heavy.is_due
-
-
 def test_a_period_is_found_and_given_up_after_two_misses() -> None:
     heavy = HeavySteps()
     places = {10, 14, 20, 30}
@@ -205,42 +151,3 @@ def test_a_period_is_found_and_given_up_after_two_misses() -> None:
         heavy = heavy.met(float(step), 3.0, failed=False) if step in places else heavy
         heavy = heavy.passed()
     assert heavy.period is None
-
-
-@pytest.mark.parametrize(
-    ("places", "period"), [((0, 7, 20, 31, 50, 100), 50), ((0, 7, 20, 31, 50, 64, 100), None)]
-)
-def test_a_period_is_sought_among_the_last_six_heavy_steps(
-    places: tuple[int, ...], period: int | None
-) -> None:
-    heavy = HeavySteps()
-    for step in range(places[-1] + 1):
-        heavy = heavy.met(float(step), 3.0, failed=False) if step in places else heavy
-        heavy = heavy.passed()
-    assert heavy.period == period
-
-
-@given(seed=st.integers(0, 1000))
-def test_irregular_heavy_steps_count_while_they_are_frequent(seed: int) -> None:
-    draw = random.Random(seed)  # noqa: S311 - repeatable is what is wanted
-    heavy, now_s = HeavySteps(), 0.0
-    for gap in (3, 17, 8, 29, 5):
-        for _ in range(gap):
-            heavy, now_s = heavy.passed(), now_s + draw.uniform(0.1, 0.5)
-        heavy = heavy.met(now_s, 3.0, failed=False).passed()
-    assert heavy.factor(now_s) == 3.0
-    assert heavy.factor(now_s + 121.0) == 1.0
-
-
-def test_an_expected_step_that_fails_was_heavier_than_known() -> None:
-    heavy = HeavySteps()
-    for _ in range(3):
-        for _ in range(5):
-            heavy = heavy.passed()
-        heavy = heavy.met(0.0, 1.5, failed=True)
-    for _ in range(5):
-        heavy = heavy.passed()
-    assert heavy.factor(0.0) == 1.5
-    heavy = heavy.met(0.0, 1.0, failed=True)
-    assert (heavy.factor(0.0), heavy.confirmed) == (3.0, True), "and it may come again at once"
-    assert heavy.met(0.0, 5.0, failed=False).passed().factor(0.0) == 1.0

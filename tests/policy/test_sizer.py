@@ -11,7 +11,7 @@ import pytest
 
 from workers.policy.memory_needed import MUCH_MORE
 from workers.policy.memory_seen import MINUTE_S
-from workers.policy.sizer import FIRST_WAIT_S, Sizer
+from workers.policy.sizer import Sizer
 from workers.policy.sizes_tried import Bounds
 from workers.resilience.adaptive_size import AdaptiveSize
 
@@ -77,24 +77,6 @@ def test_what_ended_well_is_given_up_despite_heavy_steps() -> None:
             sizes.append(size)
     assert sizes[-1:] == [bounds.smallest]
     assert all(later < sooner for sooner, later in pairwise(sizes))
-
-
-@pytest.mark.parametrize("peaks", [True, False])
-def test_absurd_peaks_of_the_only_size_are_forgotten(*, peaks: bool) -> None:
-    """They say that it does not fit.
-
-    It ends well all the same when it is tried: with a peak, or against the signal.
-    """
-    bounds = Bounds(largest=8, smallest=8)
-    state, rests = worked(bounds, 3), 0
-    for at_s in (10.0, 11.0):
-        state = Sizer.succeeded(state, bounds, at_s, 8, 10**15)
-    for second in range(20, 320):
-        state, size = Sizer.next_size(state, bounds, float(second), _FREE_BYTES)
-        rests += size is None
-        if size is not None:
-            state = Sizer.succeeded(state, bounds, second + 0.5, size, size if peaks else None)
-    assert 0 < rests <= 2 * FIRST_WAIT_S
 
 
 _MIB = 1 << 20
@@ -187,22 +169,6 @@ def test_a_wrong_signal_is_heard_when_it_tells_of_far_more() -> None:
             else:
                 size_of.failed(size)
     assert max(good[:10], default=0) > 800, "of 880 that fit"
-
-
-def test_a_signal_that_always_says_nothing_is_ignored() -> None:
-    now_s, good, failures = 0.0, [], 0
-    size_of = AdaptiveSize(10_000, clock=lambda: now_s)
-    for _ in range(750):
-        size = size_of.next(0)
-        now_s += 1.0
-        if size is not None and size <= 3000:
-            good.append(size)
-            size_of.succeeded(size, size * _MIB)
-        elif size is not None:
-            failures += 1
-            size_of.failed(size)
-    assert sum(good[-500:]) >= 0.75 * 500 * 3000
-    assert failures < 0.04 * 750
 
 
 def test_the_wait_for_the_smallest_size_doubles_until_it_fits() -> None:

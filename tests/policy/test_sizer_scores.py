@@ -74,7 +74,7 @@ def run(world: World, learned: Learned | None = None) -> tuple[AdaptiveSize, Out
 
 @pytest.mark.parametrize("level_gib", COLD_LEVELS_GIB)
 def test_a_cold_start_takes_12_steps_and_one_failure(level_gib: float) -> None:
-    for seed in range(9000, 9003):
+    for seed in (9000, 9001):
         world, largest = constant_world(seed, level_gib, 60.0)
         first = run(world)[1].tried[:12]
         assert sum(not good for _, good in first) <= 1
@@ -83,7 +83,7 @@ def test_a_cold_start_takes_12_steps_and_one_failure(level_gib: float) -> None:
 
 @pytest.mark.parametrize("level_gib", COLD_LEVELS_GIB[::2])
 def test_what_was_learned_is_there_in_the_first_step(level_gib: float) -> None:
-    for seed in range(9000, 9003):
+    for seed in (9000, 9001):
         world, largest = constant_world(seed, level_gib, 600.0)
         learned = run(world)[0].learned
         second = run(replace(world, wobble=world.wobble[::-1]), learned)[1].tried[:12]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -48,19 +46,6 @@ def test_nothing_as_large_as_what_just_failed(
     again = failed.ended_well(min(failed.good, size - 1), now_s + 1.0)
     assert again.good is not None
     assert again.allowed(again.good, BOUNDS, now_s + 1.0, promised=promised) < size
-
-
-@given(history=histories)
-def test_what_is_allowed_is_a_size_there_is(history: list[tuple[int, bool, float]]) -> None:
-    bracket, now_s = after(history)
-    if bracket.good is not None:
-        for later_s in (0.0, 30.0, LONG_S):
-            for promised in (False, True):
-                assert (
-                    1
-                    <= bracket.allowed(bracket.good, BOUNDS, now_s + later_s, promised=promised)
-                    <= 10_000
-                )
 
 
 FAILED = Bracket(good=1000).ran_out(BOUNDS, 1000, 0.0).ended_well(800, 1.0)
@@ -111,25 +96,6 @@ def test_a_failed_probe_leaves_the_good_size() -> None:
     assert sizes == [800, 480, 216, 64], "each failure in a row cuts deeper"
 
 
-def test_probes_are_rationed_and_earned_again() -> None:
-    bracket = Bracket(good=100)
-    failures = 0
-    while bracket.may_probe(0.0):
-        bracket = bracket.ran_out(BOUNDS, 5000, 0.0).ended_well(100, 0.0)
-        failures += 1
-    assert 1 <= failures <= 5
-    assert bracket.allowed(100, BOUNDS, 1.0, promised=False) == 100
-    assert bracket.allowed(100, BOUNDS, LONG_S, promised=False) > 100
-
-
-def test_memory_that_is_taken_costs_no_probe() -> None:
-    """A row of failures that begins at a size that had ended well says nothing about larger ones."""
-    bracket = Bracket(good=100)
-    for _ in range(5):
-        bracket = bracket.ran_out(BOUNDS, 100, 0.0).ran_out(BOUNDS, 80, 0.0).ended_well(100, 0.0)
-    assert bracket.probes == Bracket().probes
-
-
 def test_a_good_size_that_is_also_bad_is_not_allowed() -> None:
     bracket = Bracket(good=500, bad=500, bad_until_s=100.0)
     assert bracket.allowed(500, BOUNDS, 0.0, promised=False) == BOUNDS.down(499)
@@ -143,25 +109,6 @@ def proofs_after(steps: list[tuple[int, int]]) -> Proofs:
     for at_s, (size, memory_bytes) in enumerate(steps):
         proofs = with_proof(proofs, Proof(size, float(memory_bytes), float(at_s)))
     return proofs
-
-
-@given(steps=STEPS, memory_bytes=st.integers(0, 1000))
-def test_only_what_ended_well_under_no_more_memory_is_proven(
-    steps: list[tuple[int, int]], memory_bytes: int
-) -> None:
-    """Samples are noisy: 5 % more is no more."""
-    found = largest_proven(proofs_after(steps), memory_bytes, 60.0)
-    assert found is None or any(
-        size == found and 0.95 * needed <= memory_bytes for size, needed in steps
-    )
-
-
-@given(steps=STEPS)
-def test_a_few_proofs_are_kept_and_the_last_step_is_one(steps: list[tuple[int, int]]) -> None:
-    proofs = proofs_after(steps)
-    assert any(proof.size == steps[-1][0] for proof in proofs)
-    sizes = sorted(proof.size for proof in proofs)
-    assert all(larger >= 1.5 * smaller for smaller, larger in itertools.pairwise(sizes))
 
 
 @given(steps=STEPS, size=st.integers(1, 10_000), memory_bytes=st.integers(0, 1000))

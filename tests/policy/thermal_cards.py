@@ -29,8 +29,8 @@ SCENES = {"steady": 1800.0, "ambient": 2700.0, "game": 2700.0}
 SETTLED_S = 600.0
 _PHASE_S = 900.0
 _STEP_S = 0.25
-#: The guides: reduce above this, pause from there until below that.
-_HOT_C, _CRITICAL_C, _RESUME_C, _BOOST_C = 78.0, 83.0, 75.0, 70.0
+#: The guides: reduce above this, and pause from there.
+_HOT_C, _CRITICAL_C = 78.0, 83.0
 #: Turns a temperature, read at some second, into the share of time to use the card; 0 is a pause.
 Rule = Callable[[float, float], float]
 
@@ -45,24 +45,6 @@ def governor() -> Rule:
             state, SensorReading(temperature_c=temperature_c), at_s
         )
         return decision.duty
-
-    return duty
-
-
-def guides() -> Rule:
-    """Return the guides' rule: less by a fifth each second above 78 C, more below 70, a pause at 83
-    until below 75.
-    """
-    value, paused = 1.0, False
-
-    def duty(temperature_c: float, _at_s: float) -> float:
-        nonlocal value, paused
-        paused = temperature_c >= _CRITICAL_C or (paused and temperature_c >= _RESUME_C)
-        if temperature_c > _HOT_C:
-            value = max(0.05, 0.8 * value)
-        elif temperature_c < _BOOST_C:
-            value = min(1.0, value / 0.8)
-        return 0.0 if paused else value
 
     return duty
 
@@ -244,7 +226,7 @@ def turns(duties: Sequence[float], noticed: float = 0.05) -> int:
     return count
 
 
-def judge(card: Card, course: Course, best: Course) -> dict[str, Any]:
+def judge(card: Card, course: Course) -> dict[str, Any]:
     runs = [run for worker in range(len(card.offsets_s)) for run in course.runs_of(worker)]
     outside_s = [look.at_s for look in course.looks if _outside(look) and look.at_s < _PHASE_S]
     return {
@@ -256,9 +238,7 @@ def judge(card: Card, course: Course, best: Course) -> dict[str, Any]:
         "critical_unsettled_s": course.critical_s[False],
         "critical_settled_s": course.critical_s[True],
         "pauses_settled": sum(a > b == 0.0 for run in runs for a, b in itertools.pairwise(run)),
-        "swing": max(max(run) - min(run) for run in runs),
         "turns_per_min": max(60.0 * turns(run) / len(run) for run in runs),
-        "share": course.work_s / best.work_s if best.work_s else math.inf,
     }
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import inspect
-import math
 import re
 import weakref
 from collections.abc import Callable
@@ -22,8 +20,7 @@ from tests.scene import MIB, ROOT, spec_of, vm_data_bytes
 from workers import OutOfBatchError, Retry, resilient
 from workers.devices.cpu import CpuDevice
 from workers.learned_limits import LimitStore
-from workers.resilience import retry
-from workers.resilience.retry import Attempts, Peak, RetryRules, look
+from workers.resilience.retry import Attempts, RetryRules
 from workers.settings import WorkerSpec
 
 Found: TypeAlias = dict[str, Any]
@@ -259,36 +256,6 @@ def test_every_call_ends_with_a_size_that_fits(
     assert all(size in {smallest, starting} or size % multiple_of == 0 for size in tried)
 
 
-@given(
-    starting=st.integers(64, 100_000),
-    failures_per_minute=st.integers(1, 6),
-    calls=st.integers(1, 12),
-)
-def test_failures_are_rationed(starting: int, failures_per_minute: int, calls: int) -> None:
-    clock, failed_at_s = Clock(), list[float]()
-    attempts = attempts_of(
-        clock, starting, failures_per_minute=failures_per_minute, max_wait_s=3600.0
-    )
-    for call in range(calls):
-        with contextlib.suppress(OutOfBatchError):  # in the end nothing fits, call after call
-            assert attempts.run(refused_above(64 >> call, clock, failed_at_s)) <= 64
-    # Beyond the ration it only shrinks, at least by half each time, and tries the smallest size a
-    # few times.
-    most = failures_per_minute + math.ceil(math.log2(64)) + 4
-    for first, last in zip(failed_at_s, failed_at_s[most:], strict=False):
-        assert last - first >= 59.9
-
-
-def test_a_call_after_the_final_error_does_not_wait() -> None:
-    """Its caller may have made room, as an outer resilient function does."""
-    clock, failed_at_s = Clock(), list[float]()
-    attempts = attempts_of(clock, 2)
-    with pytest.raises(OutOfBatchError):
-        attempts.run(refused_above(0, clock, failed_at_s))
-    assert attempts.run(refused_above(1, clock, failed_at_s)) == 1
-    assert clock.slept_s == 0.0
-
-
 def test_without_patience_the_smallest_size_is_the_last_resort() -> None:
     clock, failed_at_s = Clock(), list[float]()
     attempts = attempts_of(clock, 1000, failures_per_minute=2, max_wait_s=0.0)
@@ -346,16 +313,6 @@ class TestDocument:
             assert re.search(rf"^\| `{name}` \| `?{default}`? \|", document, re.MULTILINE), name
 
 
-def test_where_there_is_no_card_there_is_nothing_to_measure() -> None:
-    if torch.cuda.is_initialized():
-        pytest.skip("this process uses a card")
-    assert look() is None
-    with Peak(None) as peak:
-        block(1)
-    assert peak.bytes is None
-    assert retry._under_way == []
-
-
 class TestRemembering:
     @pytest.fixture
     @staticmethod
@@ -394,28 +351,6 @@ class TestRemembering:
         assert tried.count(64) == 2
         resilient(work, 64, remember="another job")()
         assert tried.count(64) == 3
-
-    def test_a_size_that_no_longer_holds_is_only_where_it_begins(self, store: LimitStore) -> None:
-        resilient(lambda batch_size: batch_size, 64, remember="my job")()
-        work = resilient(
-            lambda batch_size: bytearray(2**60 if batch_size > 10 else 1), 64, remember="my job"
-        )
-        work()
-        assert work.batch_size is not None
-        assert work.batch_size <= 10
-
-    def test_it_is_written_at_most_every_ten_seconds(self, store: LimitStore) -> None:
-        fitting = [64, 10]
-        work = resilient(
-            lambda batch_size: bytearray(2**60 if batch_size > fitting[0] else 1),
-            64,
-            remember="my job",
-        )
-        work()
-        fitting.pop(0)
-        work()
-        (limit,) = store.all(store.path.stat().st_mtime)
-        assert limit.learned.size == 64
 
     def test_a_store_that_cannot_be_written_is_told_once(
         self, store: LimitStore, caplog: pytest.LogCaptureFixture

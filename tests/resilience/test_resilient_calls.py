@@ -171,20 +171,6 @@ def test_other_errors_pass_at_once_and_unchanged(error: BaseException) -> None:
     assert calls == [128]
 
 
-def test_an_error_leaves_what_was_learned() -> None:
-    @resilient(starting_batch_size=64)
-    def work(batch_size: int, *, broken: bool) -> int:
-        if broken:
-            raise BugError
-        return items(batch_size)
-
-    size = work(broken=False)
-    with pytest.raises(BugError):
-        work(broken=True)
-    assert work.batch_size == size
-    assert work(broken=False) == size
-
-
 @pytest.mark.parametrize(("kinds", "believed"), [("pp", True), ("ppp", False), ("ppdp", True)])
 def test_a_probable_out_of_memory_is_believed_twice(kinds: str, believed: bool) -> None:
     errors = [
@@ -362,12 +348,6 @@ class TestMethods:
         small.step.reset()
         assert small.step() == 64
 
-    def test_a_batch_size_by_hand_is_refused_here_too(self) -> None:
-        with pytest.raises(
-            TypeError, match=r"^Trainer.step was given 2 arguments and has room for 1.*step\(add\)$"
-        ):
-            Trainer(fits=100).step(64, 1)  # type: ignore[call-arg]
-
     def test_class_methods_and_static_methods_go_above(self) -> None:
         assert Trainer.of_the_class() == (Trainer, 32)
         assert Trainer(fits=1).on_its_own(1) == 33
@@ -519,17 +499,6 @@ def fits(batch_size: int, most: int, tried: list[int]) -> str:
     return f"trained with {batch_size}"
 
 
-def test_a_function_may_come_first_later_or_by_name() -> None:
-    tried: list[int] = []
-    assert find_executable_batch_size(fits)(128, tried) == "trained with 128"
-    assert find_executable_batch_size(fits, 64)(most=64, tried=tried) == "trained with 64"
-    decorate = find_executable_batch_size(starting_batch_size=32)
-    assert isinstance(decorate, functools.partial)
-    assert decorate(fits)(32, tried) == decorate(function=fits)(32, tried) == "trained with 32"
-    assert decorate(fits, starting_batch_size=16)(32, tried) == "trained with 16"
-    assert tried == [128, 64, 32, 32, 16]
-
-
 @pytest.mark.parametrize("decorated", [False, True])
 def test_the_callers_own_function_chooses_every_smaller_size(decorated: bool) -> None:
     """Accelerate 1.15 forgets it in the second form."""
@@ -578,11 +547,3 @@ def test_where_no_size_is_left_the_error_is_accelerates(
     assert caught.value.tried == tuple(tried)
     # It is not final: memory may be free later.
     assert train(last, tried) == f"trained with {last}"
-
-
-def test_an_error_of_the_callers_own_function_passes() -> None:
-    def broken() -> int:
-        raise KeyError("size")
-
-    with pytest.raises(KeyError, match="size"):
-        find_executable_batch_size(fits, 16, broken)(8, [])

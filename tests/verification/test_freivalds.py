@@ -6,11 +6,8 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from tests.flips import bit_class, flip_any_bit, flip_bit
-from workers.verification import freivalds as freivalds_module
+from tests.flips import bit_class, flip_bit
 from workers.verification import repeat
 from workers.verification.check import Check
 from workers.verification.freivalds import LIMIT, VECTORS, freivalds, least_scratch, tolerance
@@ -64,7 +61,7 @@ class Product:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("n", [8, 17, 64, 96])
+@pytest.mark.parametrize("n", [17, 96])
 @pytest.mark.parametrize("how", DRAWS)
 def test_a_right_product_passes_whatever_the_operands(dtype: torch.dtype, n: int, how: str) -> None:
     for seed in range(3):
@@ -82,11 +79,6 @@ def test_a_right_product_passes_whatever_the_operands(dtype: torch.dtype, n: int
 def test_the_tolerance_is_tight(dtype: torch.dtype) -> None:
     """The largest of 256 rows lies within a factor of 5 of it: 8 residuals each, whose mean square may be 11.5."""
     assert 0.2 < Product(dtype, 256 if dtype is not torch.float16 else 128).freivalds().worst < 1.0
-
-
-def test_the_limit_is_what_its_docstring_says() -> None:
-    assert VECTORS / 2 * (math.log(LIMIT) + 1 - LIMIT) == pytest.approx(math.log(1e-14))
-    assert 11 < LIMIT < 12
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -186,38 +178,3 @@ class TestScratch:
             piecewise = product.freivalds()
             assert piecewise.worst == pytest.approx(wholly.worst, rel=1e-6)
             assert (piecewise.ok, piecewise.detail) == (wholly.ok, wholly.detail)
-
-    def test_vector_by_vector_gives_the_same_as_at_once(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """The way taken on a card."""
-        chunk, vectors = (
-            torch.randn(5, 96, dtype=torch.float64),
-            torch.randn(VECTORS, 96, dtype=torch.float64),
-        )
-        for less in (False, True):
-            ways = []
-            for one_by_one in (False, True):
-                monkeypatch.setattr(freivalds_module, "_ONE_BY_ONE", {"cpu": one_by_one})
-                out = torch.ones(VECTORS, 5, dtype=torch.float64)
-                freivalds_module._images(chunk, vectors, out, less=less)
-                ways.append(out)
-            assert torch.allclose(*ways, rtol=1e-12, atol=1e-12)
-
-
-class TestFlip:
-    @pytest.mark.parametrize(
-        ("dtype", "fraction", "exponent"), list(zip(DTYPES, (23, 7, 10), (8, 8, 5), strict=True))
-    )
-    def test_the_classes_of_the_bits(
-        self, dtype: torch.dtype, fraction: int, exponent: int
-    ) -> None:
-        classes = [bit_class(dtype, bit) for bit in range(torch.finfo(dtype).bits)]
-        assert classes == ["fraction"] * fraction + ["exponent"] * exponent + ["sign"]
-
-    @given(seed=st.integers(0, 2**40))
-    def test_any_bit_says_which(self, seed: int) -> None:
-        tensor = torch.ones(6, 7, dtype=torch.float32)
-        words = flip_any_bit(tensor, seed)
-        ((row, column),) = (tensor != 1.0).nonzero().tolist()
-        assert words.endswith(f"of row {row}, column {column}")

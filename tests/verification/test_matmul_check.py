@@ -38,9 +38,7 @@ def checked(workload: Matmul, seed: int) -> Check:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    ("size", "places"), [(64, 4.0), (64, 9.3), (128, 2.0), (192, 2.5), (192, 3.0)]
-)
+@pytest.mark.parametrize(("size", "places"), [(64, 9.3), (128, 2.0), (192, 2.5)])
 def test_every_result_of_the_ring_passes_both_kinds(
     dtype: torch.dtype, size: int, places: float
 ) -> None:
@@ -116,12 +114,3 @@ def test_a_users_workload_verifies_nothing_by_itself() -> None:
 
     plain = Plain(WorkloadContext(device=CPU, dtype=torch.float32, seed=0))
     assert plain.check(0) is None
-
-
-@pytest.mark.parametrize("seed", [0, 1])
-def test_without_a_result_there_is_nothing_to_verify(seed: int) -> None:
-    workload = Matmul(WorkloadContext(device=CPU, dtype=torch.float32, seed=7))
-    assert workload.check(seed) is None
-    workload.step(128, 1)
-    workload.release()
-    assert workload.check(seed) is None

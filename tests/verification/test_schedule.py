@@ -34,12 +34,6 @@ def test_a_new_size_or_batch_is_checked_at_once() -> None:
     assert schedule.after_step(256, 2, 0.1) == 3
 
 
-def test_what_a_check_of_another_size_took_is_forgotten() -> None:
-    schedule = CheckSchedule(0.5)
-    checks_of(schedule, [(8192, 1.0)] * 20, check_s=1.0)
-    assert checks_of(schedule, [(64, 0.01)] * 20, check_s=0.01)[0][-1] == 39
-
-
 def test_a_check_that_was_not_done_stays_due() -> None:
     schedule = CheckSchedule(0.5)
     assert [schedule.after_step(512, 1, 0.1) for _ in range(3)] == [0, 0, 0]
@@ -47,12 +41,12 @@ def test_a_check_that_was_not_done_stays_due() -> None:
     assert schedule.after_step(512, 1, 0.1) == 1
 
 
-@pytest.mark.parametrize("share", [0.0, 0.001, 0.01, 0.1, 0.5])
-@pytest.mark.parametrize("check_s", [0.001, 0.05, 2.0])
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.5])
+@pytest.mark.parametrize("check_s", [0.001, 2.0])
 def test_checks_take_their_share(share: float, check_s: float) -> None:
     step_s = 0.1
     # Long enough for what the first two took to be earned many times over.
-    steps = round(100 * check_s / step_s / max(share, 1e-3)) + 100
+    steps = round(100 * check_s / step_s / max(share, 0.01)) + 100
     numbers, took_s = checks_of(CheckSchedule(share), [(512, step_s)] * steps, check_s)
     if share == 0.0:
         assert numbers == []
@@ -60,21 +54,6 @@ def test_checks_take_their_share(share: float, check_s: float) -> None:
     fitting = min(share, check_s / (check_s + step_s))  # no more than one after each step
     assert took_s / (took_s + steps * step_s) == pytest.approx(fitting, rel=0.1)
     assert numbers == list(range(len(numbers)))
-
-
-def test_kinds_that_differ_in_price_share_it() -> None:
-    schedule = CheckSchedule(0.02)
-    took_s = {0: 0.0, 1: 0.0}
-    steps = 20_000
-    for _ in range(steps):
-        number = schedule.after_step(512, 1, 0.1)
-        if number is not None:
-            seconds = 0.02 if number % 2 == 0 else 0.2
-            took_s[number % 2] += seconds
-            schedule.after_check(seconds)
-    total_s = sum(took_s.values())
-    assert total_s / (total_s + steps * 0.1) == pytest.approx(0.02, rel=0.05)
-    assert took_s[1] == pytest.approx(10 * took_s[0], rel=0.1)
 
 
 @given(

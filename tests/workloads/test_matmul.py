@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from hypothesis import given
@@ -74,11 +76,6 @@ class TestClaim:
         }
         assert claim_bytes - each_bytes < (2 + len(ring)) * each_bytes <= claim_bytes
 
-    def test_without_one_it_takes_the_least(self) -> None:
-        workload = matmul(torch.float32)
-        workload.step(256, 1)
-        assert len(matrices(workload)[2]) == 1
-
     def test_a_new_ring_is_filled_and_the_same_keeps_its_tensors(self) -> None:
         workload = matmul(torch.float32)
         found = []
@@ -90,35 +87,19 @@ class TestClaim:
         assert again is first
         assert len(after) > len(before)
 
-    def test_release_drops_everything(self) -> None:
-        workload = matmul(torch.float32, claim_bytes=2 * MIB)
-        workload.step(256, 1)
-        workload.release()
-        assert workload._tensors is None
-        assert workload.step(256, 1).flop == 2.0 * 256**3
-
 
 class TestStep:
     @pytest.mark.parametrize(("size", "n"), [(64, 64), (100, 64), (128, 128), (300, 256)])
     def test_counts_the_work_of_the_size_really_used(self, size: int, n: int) -> None:
         assert matmul(torch.float32).step(size, 1).flop == 2.0 * n**3
 
-    def test_the_batch_bounds_the_products_of_a_step(self) -> None:
+    def test_the_batch_bounds_the_products_of_a_step(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(time, "perf_counter", lambda: 0.0)  # a product takes next to no time
         workload = matmul(torch.float32)
-        products = [workload.step(64, 3).flop / (2.0 * 64**3) for _ in range(12)]
-        assert products[0] == 1, "the first step of a size says how long one product takes"
-        assert max(products) == 3, (
-            "a step that was interrupted may queue fewer, and none queues more"
+        products = [workload.step(64, 3).flop / (2.0 * 64**3) for _ in range(5)]
+        assert products == [1, 2, 3, 3, 3], (
+            "the first step of a size says how long one product takes"
         )
-
-    def test_a_new_size_starts_afresh(self) -> None:
-        workload = matmul(torch.float32, claim_bytes=MIB)
-        for _ in range(4):
-            workload.step(64, 128)
-        assert workload.step(256, 128).flop == 2.0 * 256**3, (
-            "how long one product takes is not known yet"
-        )
-        assert matrices(workload)[0].shape == (256, 256)
 
 
 @given(size=st.integers(1, 100_000))
@@ -131,7 +112,6 @@ def test_rounding_is_down_to_a_whole_tile(size: int) -> None:
 
 
 # --- against a real wall
-# -----------------------------------------------------------------------------------------
 
 
 def room_for(spec: WorkerSpec, sizes: list[int], spare_bytes: int) -> list[FailureKind | None]:
@@ -161,7 +141,7 @@ def room_for(spec: WorkerSpec, sizes: list[int], spare_bytes: int) -> list[Failu
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_needs_what_it_says_and_no_more(in_child: InChild, dtype: str) -> None:
-    sizes = [512, 1024]
+    sizes = [512]
     # The device keeps 2 MiB and 1 MiB a thread out of what it calls free, for the kernels' own
     # scratch.
     spare_bytes = 2 * MIB + torch.get_num_threads() * MIB
@@ -193,9 +173,9 @@ def checks_at_the_wall(spec: WorkerSpec, sizes: list[int]) -> list[tuple[str, bo
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_check_needs_no_memory_of_its_own(in_child: InChild, dtype: str) -> None:
-    sizes = [512, 1024]
+    sizes = [512]
     found = in_child(checks_at_the_wall, spec_of(budget_bytes=96 * MIB, dtype=dtype), sizes)
-    assert found[0::2] == [("freivalds", True)] * 4
+    assert found[0::2] == [("freivalds", True)] * 2
     # A product without memory for its buffers may be summed in another order, and is then not
     # compared.
     assert set(found[1::2]) <= {("repeat", True), None}
