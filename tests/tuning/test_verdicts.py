@@ -101,7 +101,7 @@ def test_the_interval_holds_what_is_true_as_often_as_it_promises(count: int) -> 
         (0.70, 0.01, 12, 500, "LESS MEMORY"),
         (0.90, 0.01, 12, 1000, "SLOWER"),
         (1.00, 0.005, 12, 970, "NO DIFFERENCE"),
-        # As much as two processes with the same settings may differ.
+        # Less than what counts, however sure.
         (1.015, 0.001, 12, 1000, "NO DIFFERENCE"),
         (1.025, 0.01, 12, 1000, "TOO FEW ROUNDS"),
         (1.00, 0.10, 12, 1000, "TOO FEW ROUNDS"),
