@@ -15,7 +15,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.hf.folders import make_folder
-from tests.scene import ROOT
+from tests.scene import MIB, ROOT
+from workers.hf import token_data
 from workers.hf.folder import transformers
 from workers.training.errors import TaskError
 from workers.training.lora import new_model
@@ -118,6 +119,15 @@ def test_data_are_refused_by_file(
     assert refusal.startswith("train.data: ")
     assert str(path) in refusal
     assert said in refusal
+
+
+def test_a_line_is_not_read_without_a_bound(
+    good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(token_data, "LONGEST_LINE_BYTES", MIB)
+    path = tmp_path / "long.txt"
+    path.write_text("a" * (MIB + 1))
+    assert f"line 1 of {path} is longer than 1 MiB" in said_of(good, path)
 
 
 def test_the_head_refuses_a_folder_that_it_sees(tmp_path: Path) -> None:
