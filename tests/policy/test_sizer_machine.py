@@ -540,6 +540,6 @@ def _good(turn: Try) -> bool:
 
 
 SizerMachine.TestCase.settings = settings(
-    max_examples=40 * EXAMPLES, stateful_step_count=30, deadline=None, derandomize=STEADY
+    max_examples=60 * EXAMPLES, stateful_step_count=30, deadline=None, derandomize=STEADY
 )
 TestSizerMachine = SizerMachine.TestCase
