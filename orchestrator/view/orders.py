@@ -1,4 +1,4 @@
-"""Gives a person's orders: those to slots reach the head, those to jobs wait in their queue's inbox.
+"""Gives a person's orders: those to slots reach the head, those to jobs wait in an inbox.
 
 `top` and the page send orders through here. Does not decide who may give one.
 """

@@ -1,8 +1,9 @@
 """The process of an arm: opens the device under the cap of its spec, and trains or multiplies when
 it is told to.
 
-On a card its tensors wait in host memory between two turns, so that two arms share a card that holds
-one of them. Does not choose what is measured or in which order, and compares nothing: the head does.
+On a card its tensors wait in host memory between two turns, so that two arms share a card that
+holds one of them. Does not choose what is measured or in which order, and compares nothing: the
+head does.
 """
 
 from __future__ import annotations

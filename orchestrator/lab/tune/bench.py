@@ -1,7 +1,7 @@
 """The processes of a tuning, and the turns that they take.
 
-The baseline's process stays for the whole tuning, and that of a lever for its rounds. A process that
-refuses, dies or hangs costs its lever, and never the tuning. Decides no verdict.
+The baseline's process stays for the whole tuning, and that of a lever for its rounds. A process
+that refuses, dies or hangs costs its lever, and never the tuning. Decides no verdict.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class Bench:
     def measure(self, trial: Trial, until_s: float, last_s: float) -> str | None:
         """Measure a lever until a time; it gets the fewest rounds also after that, until `last_s`.
 
-        Times are those of `time.monotonic`. A lever whose first look tells its speed leaves its time
-        to the others. Returns why a process could not go on, or `None`.
+        Times are those of `time.monotonic`. A lever whose first look tells its speed leaves its
+        time to the others. Returns why a process could not go on, or `None`.
         """
         arm = None
         try:

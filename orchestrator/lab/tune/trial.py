@@ -245,7 +245,7 @@ class Trial:
 
 
 def parity_gap(losses: Sequence[float], baseline: Sequence[float]) -> float | None:
-    """Return the largest relative difference of losses; `None` without any, or if one is no number."""
+    """Return the largest relative difference of losses; `None` if there is none, or no number."""
     pairs = zip(losses, baseline, strict=False)
     gaps = [abs(one - other) / max(abs(other), 1e-12) for one, other in pairs]
     return max(gaps) if gaps and all(map(math.isfinite, gaps)) else None

@@ -1,4 +1,4 @@
-"""Decides whether a request is answered: by the address that it came to, its host, origin and token.
+"""Decides whether a request is answered: by the address it came to, its host, origin and token.
 
 A browser sends this user's cookies to every page that can name this server, and all ports of a host
 share their cookies. So at the page's address a request must name this PC as localhost, must not

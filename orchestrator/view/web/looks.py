@@ -1,7 +1,7 @@
 """Looks at the runs of a folder for all pages that follow them, each at most once a second.
 
-Nothing is read while no page asks. Which run is the newest is found out at each look. Does not serve
-anything (`server.py`).
+Nothing is read while no page asks. Which run is the newest is found out at each look. Does not
+serve anything (`server.py`).
 """
 
 from __future__ import annotations
