@@ -24,7 +24,6 @@ from tests.factories import RULES
 from tests.scene import ROOT, python
 from workers.command import files
 from workers.command.engine import ATTEMPT, CommandEngine
-from workers.command.files import Log
 from workers.command.launch import split_python
 from workers.messages import Directive, Verdict, WorkerState
 from workers.units import GIB, MIB
@@ -218,7 +217,7 @@ def test_a_script_of_windows_is_named(line: str, tmp_path: Path) -> None:
     spec = command_spec(cwd=str(tmp_path))
     assert spec.command is not None
     report = Slot(replace(spec, command=replace(spec.command, argv=("./run.sh",)))).slice()
-    assert f"the line {line} of {tmp_path}/./run.sh ends with a carriage return" in report.reason
+    assert f"the line {line} of {tmp_path}/run.sh ends with a carriage return" in report.reason
 
 
 @pytest.mark.parametrize("what", ["program", "folder"])
@@ -363,16 +362,22 @@ def test_next_attempt_is_run(tmp_path: Path) -> None:
     assert (tmp_path / "runs").read_text() == "xx"
 
 
-def test_log_keeps_its_newest_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.command.files._LOG_MOST_BYTES", 100_000)
-    path = tmp_path / "output.log"
-    log = Log(path)
-    with path.open("a") as file:
-        file.writelines(f"line {number}\n" for number in range(30_000))
-    output = log.take()
-    assert output is not None
-    assert (output.text.splitlines()[-1], path.stat().st_size) == ("line 29999", 0)
-    assert (tmp_path / "output.1.log").stat().st_size == 100_000
+def test_log_keeps_its_newest_part(
+    tmp_path: Path, state_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.command.engine.LOG_BYTES", 100_000)
+    code = "for number in range(30_000): print('line', number)"
+    slot = Slot(command_spec("-c", code, cwd=str(tmp_path)))
+    report = slot.end()
+    assert report.ended is not None
+    assert report.ended.exit_code == 0, report
+    assert report.ended.text.splitlines()[-1] == "line 29999"
+    assert slot.printed.splitlines()[-1] == "line 29999"
+    folder = state_dir / "state" / "run" / "job"
+    newest = (folder / "output.log").read_text().splitlines()
+    before = (folder / "output.log.1").read_text().splitlines()
+    assert 0 < (folder / "output.log").stat().st_size <= 100_000
+    assert (newest[-1], len(before) > 1_000) == ("line 29999", True)
 
 
 @pytest.mark.parametrize(

@@ -38,12 +38,12 @@ os.rename("pids.new", "pids")
 time.sleep(600)
 """
 
-ROLES = ("worker", "keeper", "guard", "program")
-#: The keeper and the guard at once have a test of their own.
+ROLES = ("worker", "keeper", "server", "program")
+#: The keeper and the server at once have a test of their own.
 ORDERS = [
     order
     for order in [*itertools.permutations(ROLES, 1), *itertools.permutations(ROLES, 2)]
-    if set(order) != {"keeper", "guard"}
+    if set(order) != {"keeper", "server"}
 ]
 
 
@@ -57,7 +57,7 @@ def stubborn(tmp_path: Path, state_dir: Path) -> Iterator[Mapping[str, int]]:
     yield {
         "worker": worker.pid,
         "keeper": keeper,
-        "guard": parent_of(keeper),
+        "server": parent_of(keeper),
         "program": program,
         "child": child,
     }
@@ -70,8 +70,11 @@ def test_nothing_is_left(order: tuple[str, ...], stubborn: Mapping[str, int]) ->
     for role in order:
         kill(stubborn[role])
         time.sleep(0.05)
-    of_program = [pid for role, pid in stubborn.items() if role != "worker"]
-    wait_for(lambda: all(map(is_gone, of_program)), f"end of {stubborn}", patience_s=10.0)
+    ended = {"program", "child", "keeper"} if order != ("server",) else set()
+    # A server stays for the next program of its worker.
+    ended |= {"server"} if "worker" in order else set()
+    left = [pid for role, pid in stubborn.items() if role in ended]
+    wait_for(lambda: all(map(is_gone, left)), f"end of {stubborn}", patience_s=10.0)
 
 
 FORKS = """
@@ -117,8 +120,8 @@ def test_keeper_is_no_child_of_the_worker(tmp_path: Path, state_dir: Path) -> No
     slot = Slot(command_spec("-c", FORKS, cwd=str(tmp_path), grace_s=0.3))
     slot.slice()
     program, _ = told(tmp_path / "pids")
-    guard = parent_of(parent_of(program))
-    assert parent_of(guard) != os.getpid()
+    server = parent_of(parent_of(program))
+    assert parent_of(server) != os.getpid()
     slot.rest()
 
 
