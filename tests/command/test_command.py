@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from orchestrator.cluster.actor import load_engine
+from orchestrator.cluster.actor import load_worker
 from orchestrator.core import slot as slots
 from orchestrator.core.fleet import SliceReported
 from orchestrator.core.lifecycle import advance
@@ -68,7 +68,7 @@ def test_a_worker_leaves_the_settings_of_torch_to_it(monkeypatch: pytest.MonkeyP
     for name in ("CUDA_DEVICE_ORDER", "CUBLAS_WORKSPACE_CONFIG", "TORCH_CUBLAS_WORKSPACE_CACHE"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    load_engine(command_spec())
+    load_worker(command_spec())
     assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
     assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     # With another one than its own two, torch refuses to compute deterministically.
@@ -448,8 +448,8 @@ def test_worker_loads_no_torch(tmp_path: Path) -> None:
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]);"
         "from tests.command.scenes import command_spec;"
-        "from orchestrator.cluster.actor import load_engine;"
-        "load_engine(command_spec('-c', 'pass')); print('torch' in sys.modules)"
+        "from orchestrator.cluster.actor import load_worker;"
+        "load_worker(command_spec('-c', 'pass')); print('torch' in sys.modules)"
     )
     done = python("-c", code, str(ROOT), cwd=tmp_path)
     assert done.stdout.strip() == "False", done.stderr

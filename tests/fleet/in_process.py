@@ -10,15 +10,13 @@ import contextlib
 import gc
 import warnings
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 from orchestrator.cli.main import main
-from orchestrator.cluster.actor import load_engine
 from orchestrator.core.fleet import (
     DeathCause,
     Fleet,
     NodeFact,
-    Reservation,
     SliceEnded,
     SliceFailed,
     SliceFailure,
@@ -26,6 +24,7 @@ from orchestrator.core.fleet import (
 )
 from orchestrator.errors import UsageError
 from orchestrator.run import environment
+from workers.engine.engine import Engine
 from workers.host.machine import visible_cards
 from workers.messages import Activity, Directive, Report
 from workers.settings import WorkerSpec
@@ -70,10 +69,6 @@ class InProcessFleet:
         del num_cpus, num_gpus  # this process has what it has
         self._specs[spec.slot] = spec
 
-    def keep_spares(self, wanted: Sequence[Reservation]) -> None:
-        """There is one process."""
-        del wanted
-
     def submit(self, slot: str, directive: Directive) -> None:
         if slot not in self._specs:
             raise KeyError(slot)
@@ -87,7 +82,7 @@ class InProcessFleet:
         slot, directive = self._queue.popleft()
         try:
             if slot not in self._run_slice:
-                self._run_slice[slot] = load_engine(self._specs[slot]).run_slice
+                self._run_slice[slot] = Engine(self._specs[slot]).run_slice
         # Torch raises many types where it cannot be loaded.
         except Exception as error:  # noqa: BLE001
             text = f"{type(error).__name__}: {error}"

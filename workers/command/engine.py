@@ -25,7 +25,7 @@ from workers import oom
 from workers.command.code import CODE, code_of, is_same_code
 from workers.command.files import LOG_BYTES, Log, Record, Results, folder_of, keep_outputs
 from workers.command.launch import JOB_DIR, launch
-from workers.host.processes import start_time
+from workers.host.processes import oom_kills, worker_and_raylet
 from workers.keeper.kept import Ended, Kept
 from workers.keeper.task import Task
 from workers.messages import (
@@ -54,10 +54,6 @@ _START_S: Final = 60.0
 
 #: Below this a file system counts as full.
 _FULL_BYTES: Final = 2**20
-
-#: What starts a worker and should end with it: a raylet that is killed leaves its workers for 20 s
-#: and more (Ray 2.60).
-_PARENTS: Final = frozenset({"raylet"})
 
 
 class CommandEngine:
@@ -138,7 +134,7 @@ class CommandEngine:
             if plan.problem is not None:
                 self._end(Ending(started=False, text=f"cannot be started: {plan.problem}"))
                 return
-            watched = _worker_and_raylet()
+            watched = worker_and_raylet()
             self._start(
                 Task(
                     argv=plan.argv,
@@ -182,7 +178,7 @@ class CommandEngine:
     def _start(self, task: Task, server: tuple[int, str]) -> None:
         self._log.begin()
         self._results.begin()
-        self._kills, self._peak_bytes = _oom_kills(), None
+        self._kills, self._peak_bytes = oom_kills(), None
         self._began_s, self._began_unix_s = time.monotonic(), time.time()
         self._kept = Kept(task, server)
         deadline_s = time.monotonic() + _START_S
@@ -231,7 +227,7 @@ class CommandEngine:
         on_host = memory == "host" and on_card and "GiB of private memory" not in text
         # The kernel may have chosen one of its children.
         was_killed = code in {-signal.SIGKILL, 128 + signal.SIGKILL} or "Killed" in text
-        killed = was_killed and _oom_kills() > self._kills
+        killed = was_killed and oom_kills() > self._kills
         self._end(
             Ending(
                 exit_code=code if code >= 0 else None,
@@ -376,28 +372,12 @@ def _last_line(text: str) -> str:
     return next((line for line in reversed(text.splitlines()) if line.strip()), "").strip()[:300]
 
 
-def _oom_kills() -> int:
-    """Return how many processes the kernel has killed for want of RAM since it booted."""
-    with contextlib.suppress(OSError, ValueError, StopIteration):
-        lines = Path("/proc/vmstat").read_text(encoding="ascii").splitlines()
-        return int(next(line for line in lines if line.startswith("oom_kill ")).split()[1])
-    return 0
-
-
 def _is_full(folder: Path, cwd: str | None) -> bool:
     for place in (str(folder), cwd or os.getcwd()):  # noqa: PTH109
         with contextlib.suppress(OSError):
             if shutil.disk_usage(place).free < _FULL_BYTES:
                 return True
     return False
-
-
-def _worker_and_raylet() -> list[tuple[int, str]]:
-    """Return what starts and ends with this process, by ids and start times."""
-    watched, parent = [os.getpid()], os.getppid()
-    with contextlib.suppress(psutil.Error):
-        watched += [parent] if psutil.Process(parent).name() in _PARENTS else []
-    return [(pid, began) for pid in watched if (began := start_time(pid)) is not None]
 
 
 def _resident(pids: list[int]) -> tuple[int, int]:

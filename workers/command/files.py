@@ -20,11 +20,13 @@ from typing import Any, Final
 
 from workers.command.code import RUN
 from workers.files import replace_whole
-from workers.host.captured_output import KEPT_BYTES
 from workers.learned_limits import default_path
 from workers.messages import Ending, PrintedOutput, Progress
 from workers.settings import WorkerSpec
 from workers.units import MIB
+
+#: Of what is printed between two reports: 100 lines of 160 characters. The newest are kept.
+KEPT_BYTES: Final = 16 * 2**10
 
 #: A log is renamed when it has grown to this: with the one before it, it takes twice as much.
 LOG_BYTES: Final = 32 * MIB

@@ -86,42 +86,28 @@ class Kept:
         """Why it was not started."""
         self.refused_errno: int | None = None
         self.ended: Ended | None = None
-        self.told: Mapping[str, Any] = {}
-        """What the program told last on its channel."""
-        self.heard_s = time.monotonic()
         self._group: dict[int, str] = {}
         self._place = task.place
         self._news, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._channel: socket.socket | None = None
-        ends = [theirs]
-        if channel:
-            self._channel, program_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            ends.append(program_end)
+        ends = [theirs.fileno(), *([] if channel is None else [channel.fileno()])]
         try:
-            _ask(task, [end.fileno() for end in ends], server, modules)
+            _ask(task, ends, server, modules)
         finally:
-            for end in ends:
-                end.close()
+            theirs.close()
 
     @property
     def is_over(self) -> bool:
         """Whether it has ended, or was never started."""
         return self.ended is not None or self.refused is not None
 
+    def fileno(self) -> int:
+        """Return what can be read when there is news."""
+        return self._news.fileno()
+
     def listen(self, wait_s: float) -> None:
-        """Take in what has come; wait at most so long for news of the keeper."""
-        deadline_s = time.monotonic() + wait_s
-        while not self.is_over:
-            sockets = [self._news, *([] if self._channel is None else [self._channel])]
-            left_s = max(0.0, deadline_s - time.monotonic())
-            ready = select.select(sockets, [], [], left_s)[0]
-            if self._channel in ready:
-                self._hear_program()
-            if self._news in ready:
-                self._hear_keeper()
-                return
-            if not ready:
-                return
+        """Take in what its keeper has told; wait at most so long for it."""
+        if not self.is_over and select.select([self._news], [], [], wait_s)[0]:
+            self._hear()
 
     def on(self) -> None:
         """Say that the head is heard."""
@@ -130,12 +116,6 @@ class Kept:
     def end(self, grace_s: float) -> None:
         """Have the program end: SIGTERM now, SIGKILL after `grace_s`."""
         self._order({"end": grace_s})
-
-    def tell(self, order: Mapping[str, Any]) -> None:
-        """Send the program an order on its channel; one that it has no room for is lost."""
-        if self._channel is not None:
-            with contextlib.suppress(OSError):
-                self._channel.send(json.dumps(order).encode("ascii"), socket.MSG_DONTWAIT)
 
     def processes(self) -> list[int]:
         """Return the processes of the program; they are remembered for when its keeper is killed."""
@@ -149,25 +129,12 @@ class Kept:
     def close(self) -> None:
         """Let go of it. A program that still runs ends."""
         self._news.close()
-        if self._channel is not None:
-            self._channel.close()
 
     def _order(self, order: Mapping[str, Any]) -> None:
         with contextlib.suppress(OSError):  # its keeper is gone, which is heard
             self._news.send(json.dumps(order).encode("ascii"), socket.MSG_DONTWAIT)
 
-    def _hear_program(self) -> None:
-        assert self._channel is not None  # noqa: S101 - asked by callers
-        text = _receive(self._channel)
-        if text is None:
-            return
-        if not text:  # it has closed its end; judged by its keeper alone
-            self._channel.close()
-            self._channel = None
-            return
-        self.told, self.heard_s = json.loads(text), time.monotonic()
-
-    def _hear_keeper(self) -> None:
+    def _hear(self) -> None:
         text = _receive(self._news)
         if text is None:
             return
@@ -180,8 +147,6 @@ class Kept:
         elif "refused" in news:
             self.refused, self.refused_errno = news["refused"], news["errno"]
         elif "ended" in news:
-            while self._channel is not None and select.select([self._channel], [], [], 0)[0]:
-                self._hear_program()
             self.ended = Ended(
                 status=os.waitstatus_to_exitcode(news["ended"]),
                 tail=news["tail"],
