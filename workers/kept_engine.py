@@ -87,11 +87,11 @@ class KeptEngine:
     def _report(self, kept: Kept, channel: Connection) -> Report | None:
         """Wait for the report of a slice; `None`: the program has ended without one."""
         while not kept.is_over:
-            ready = select.select([channel, kept], [], [])[0]
-            if channel in ready:
-                return channel.recv()
+            if channel.fileno() in select.select([channel.fileno(), kept.fileno()], [], [])[0]:
+                break
             kept.listen(0.0)
-        return channel.recv() if channel.poll() else None
+        report: Report | None = channel.recv() if channel.poll() else None
+        return report
 
     def _start(self, incarnation: int) -> None:
         if incarnation <= self._incarnation:

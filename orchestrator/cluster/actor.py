@@ -40,10 +40,8 @@ class WorkerActor:
 
         Asked before its first slice, it tells that both have come up.
         """
-        worker = self._opened()
-        own = os.getpid()
-        is_engine = isinstance(worker, KeptEngine)
-        return own, worker.process_id(incarnation) if is_engine else own
+        worker, own = self._opened(), os.getpid()
+        return own, worker.process_id(incarnation) if isinstance(worker, KeptEngine) else own
 
     def run_slice(self, directive: Directive) -> Report | ProgramEnded:
         """Run one slice and report."""

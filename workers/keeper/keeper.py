@@ -74,10 +74,10 @@ def keep(task: Task, news: socket.socket, channel: int | None) -> None:
         program = _start(task, log, channel)
     except OSError as error:
         where = "" if error.filename is None else f": {error.filename}"
-        _tell(news, refused=f"{error.strerror}{where}"[:500], errno=error.errno)
+        _tell(news, refused=f"{error.strerror}{where}"[:500])
         return
     except (ValueError, subprocess.SubprocessError, PlaceTakenError) as error:
-        _tell(news, refused=f"{type(error).__name__}: {error}"[:500], errno=None)
+        _tell(news, refused=f"{type(error).__name__}: {error}"[:500])
         return
     finally:
         if channel is not None:
@@ -127,9 +127,11 @@ class _Watch:
         """Return how the program ended, what it took, and whether its worker was gone."""
         while True:
             grace_s = self._take_news()
-            if self._is_unheard() and not self._is_alone:
-                self._is_alone = True
-                self._log.append(_UNHEARD.format(self._task.lease_s).encode())
+            lease_s = self._task.lease_s
+            if lease_s is not None and not self._is_alone:
+                self._is_alone = _with_sleep_s() - self._heard_s > lease_s
+                if self._is_alone:
+                    self._log.append(_UNHEARD.format(lease_s).encode())
             if self._is_alone and not self._is_ending:
                 grace_s = min(_ALONE_GRACE_S, self._task.grace_s)
             if grace_s is not None:
@@ -168,10 +170,6 @@ class _Watch:
             os.killpg(self._program, signal.SIGTERM)
             os.killpg(self._program, signal.SIGCONT)  # a stopped process would not see it
         self._kill_at_s = min(self._kill_at_s, time.monotonic() + grace_s)
-
-    def _is_unheard(self) -> bool:
-        lease_s = self._task.lease_s
-        return lease_s is not None and _with_sleep_s() - self._heard_s > lease_s
 
 
 def _start(task: Task, log: Log, channel: int | None) -> int:

@@ -70,12 +70,12 @@ class Kept:
         server: tuple[int, str],
         *,
         modules: Sequence[str] = (),
-        channel: bool = False,
+        channel: socket.socket | None = None,
     ) -> None:
         """Start it; `listen` until it has started, is refused, or has ended.
 
-        A server that this starts ends with the process `server`. `channel` gives the program a
-        socket of its own (`channel.py`).
+        A server that this starts ends with the process `server`, and has loaded `modules`.
+        `channel` is handed to the program, which finds its number in its environment.
 
         Raises:
             NoKeeperError: There is no server, and none can be started.
@@ -84,7 +84,6 @@ class Kept:
         self.keeper_pid: int | None = None
         self.refused: str | None = None
         """Why it was not started."""
-        self.refused_errno: int | None = None
         self.ended: Ended | None = None
         self._group: dict[int, str] = {}
         self._place = task.place
@@ -145,7 +144,7 @@ class Kept:
         if "started" in news:
             self.pid, self.keeper_pid = news["started"], news["keeper"]
         elif "refused" in news:
-            self.refused, self.refused_errno = news["refused"], news["errno"]
+            self.refused = news["refused"]
         elif "ended" in news:
             self.ended = Ended(
                 status=os.waitstatus_to_exitcode(news["ended"]),

@@ -2,8 +2,8 @@
 
 A worker sends a `Task` once, then orders: `{"on": true}` says that the head is still heard, and
 `{"end": seconds}` ends the program, by SIGTERM and after so many seconds by SIGKILL. The keeper
-answers `{"started": pid, "keeper": pid}` or `{"refused": text, "errno": number}`, then once
-`{"ended": wait status, ...}`. It closes the socket when nothing of the program is there any more.
+answers `{"started": pid, "keeper": pid}` or `{"refused": text}`, then once `{"ended":
+wait status, ...}`. It closes the socket when nothing of the program is there any more.
 Standard library alone.
 """
 
