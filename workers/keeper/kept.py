@@ -122,7 +122,8 @@ class Kept:
             return []
         pids = processes.below(self.keeper_pid)
         began = {pid: processes.start_time(pid) for pid in pids}
-        self._group = {pid: start for pid, start in began.items() if start is not None}
+        if processes.start_time(self.keeper_pid) is not None:  # else they are below another one
+            self._group = {pid: start for pid, start in began.items() if start is not None}
         return list(self._group)
 
     def close(self) -> None:
