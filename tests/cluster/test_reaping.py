@@ -22,6 +22,8 @@ while not kept.is_over:
     kept.listen(1.0)
 me = psutil.Process()
 (server,) = me.children()
+while server.children():  # its keeper ends
+    time.sleep(0.01)
 server.kill()
 while server.status() != psutil.STATUS_ZOMBIE:
     time.sleep(0.01)
