@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,11 +24,11 @@ from ray.exceptions import (
     RuntimeEnvSetupError,
 )
 
+from orchestrator.cluster.actor import new_actor
 from orchestrator.cluster.command_folder import sent_folder
 from orchestrator.cluster.liveness import Pulse
 from orchestrator.cluster.node_tasks import NODE_LABEL, ProcessWatch, in_a_line, status_command
 from orchestrator.cluster.raylets import Raylets, reap_keepers
-from orchestrator.cluster.spares import Spares, new_actor, other_drivers
 from orchestrator.core.fleet import (
     DeathCause,
     NodeFact,
@@ -40,6 +40,7 @@ from orchestrator.core.fleet import (
 )
 from orchestrator.errors import NoClusterError, PreflightError, UsageError
 from workers.host.machine import visible_cards
+from workers.kept_engine import ProgramEnded
 from workers.messages import Activity, Directive, Report
 from workers.settings import WorkerSpec
 
@@ -102,19 +103,15 @@ class RayFleet:
         self._actors: dict[str, Any] = {}
         self._flights: dict[Any, _Flight] = {}
         self._pids: dict[str, int] = {}
-        """Process of each slot, as of its last report."""
+        """Ray's process of each slot, once it has come up."""
         self._specs: dict[str, WorkerSpec] = {}
         self._up: dict[str, int] = {}
-        """Process of each slot that has come up for the present incarnation."""
+        """The process of each slot that computes, once it has come up for the incarnation."""
         self._coming_up: dict[str, Any] = {}
-        """Of each slot the question for the id of its present process."""
+        """Of each slot the question for the ids of its present processes."""
         self._watch = ProcessWatch()
-        self._spares = Spares()
-        self._wants_spares = False
-        self._is_shared = raylets is None
-        """Whether others may need what spares reserve; as far as it was asked."""
-        self._told: dict[str, WorkerSpec] = {}
-        """Of each slot whose actor was a spare, what each of its processes is told first."""
+        self._memory_kills: dict[str, str] = {}
+        """Of each slot whose program the kernel killed for want of RAM, how it ended."""
 
     def nodes(self) -> tuple[NodeFact, ...]:
         """While Ray's own store does not answer, what it last said still stands, for some seconds.
@@ -141,8 +138,6 @@ class RayFleet:
             live = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
         except Exception:  # noqa: BLE001 - Ray raises many types when its store restarts
             return self._last_nodes
-        if self._wants_spares and self._raylets is None:
-            self._is_shared = other_drivers()
         doors = {
             node["NodeID"]: (node["NodeManagerAddress"], node["NodeManagerPort"]) for node in live
         }
@@ -186,16 +181,8 @@ class RayFleet:
 
     def place(self, spec: WorkerSpec, num_cpus: float, num_gpus: float) -> None:
         self._specs[spec.slot] = spec
-        self._told.pop(spec.slot, None)
         place = Reservation(node=spec.node, num_cpus=num_cpus, num_gpus=num_gpus)
-        actor = self._spares.take(place, spec)
-        if actor is not None:
-            self._told[spec.slot] = spec
-        self._actors[spec.slot] = actor or new_actor(place, spec, self._folder(spec))
-
-    def keep_spares(self, wanted: Sequence[Reservation]) -> None:
-        self._wants_spares = bool(wanted)
-        self._spares.keep(() if self._is_shared else wanted)
+        self._actors[spec.slot] = new_actor(place, spec, self._folder(spec))
 
     def _folder(self, spec: WorkerSpec) -> Any:  # noqa: ANN401 - Ray's reference type has no name
         """Return where a command finds its folder on its node, once that is there; `None` on this
@@ -217,7 +204,8 @@ class RayFleet:
             directive.duration_s == 0
         ):  # the first slice of a process, or of one that could not be reached before
             self._up.pop(slot, None)
-            self._coming_up[slot] = self._actors[slot].process_id.remote(self._told.get(slot))
+            asked = self._actors[slot].process_ids.remote(directive.incarnation)
+            self._coming_up[slot] = asked
         ref = self._actors[slot].run_slice.remote(directive)
         self._flights[ref] = _Flight(slot, directive)
 
@@ -258,6 +246,8 @@ class RayFleet:
             ray.kill(actor, no_restart=True)
 
     def why_ended(self, slot: str) -> DeathCause | None:
+        if (text := self._memory_kills.pop(slot, None)) is not None:
+            return DeathCause(host_memory=True, text=text)
         node = self._specs[slot].node
         address = next((fact.address for fact in self._last_nodes if fact.name == node), None)
         if address is None or slot not in self._pids:
@@ -287,7 +277,9 @@ class RayFleet:
             ref = self._coming_up[slot]
             if ray.wait([ref], timeout=0)[0]:
                 with contextlib.suppress(RayError):  # it has ended; its slices fail too
-                    self._up[slot] = ray.get(ref)
+                    self._pids[slot], computing = ray.get(ref)
+                    if computing is not None:
+                        self._up[slot] = computing
         return self._up.get(slot)
 
     def close(self) -> None:
@@ -311,16 +303,17 @@ class RayFleet:
     # Ray's reference type has no name.
     def _ended(self, ref: Any, flight: _Flight) -> SliceEnded:  # noqa: ANN401
         try:
-            report: Report | None = ray.get(ref)
+            told: Report | ProgramEnded = ray.get(ref)
         except RayError as error:
             return SliceFailed.of(flight.slot, flight.directive, _failure(error), in_a_line(error))
-        if report is None:
-            text = "its process is a new one, and was not told its slot"
-            return SliceFailed.of(flight.slot, flight.directive, SliceFailure.UNSENT, text)
-        if report.device is not None and not flight.given_up:
-            self._pids[flight.slot] = report.device.pid
+        if isinstance(told, ProgramEnded):
+            if told.host_memory:
+                self._memory_kills[flight.slot] = told.text
+            return SliceFailed.of(flight.slot, flight.directive, SliceFailure.DIED, told.text)
+        if told.device is not None and not flight.given_up:
+            self._process_of(flight.slot)
             self._watch.begin(self._specs[flight.slot].node)
-        return SliceReported(report=report)
+        return SliceReported(report=told)
 
 
 def _cause_of_death(pid: int, address: str) -> DeathCause | None:

@@ -21,7 +21,8 @@ from typing import Any
 import psutil
 
 from orchestrator.errors import NoClusterError
-from workers.command import keeper
+from workers.keeper import keeper
+from workers.keeper.server import SERVER_NAME
 
 #: Ray's least (ray_constants.OBJECT_STORE_MINIMUM_MEMORY_BYTES is 75 MiB); reports are inlined and
 #: need none of it.
@@ -214,12 +215,13 @@ class Raylets:
 
 
 def reap_keepers() -> None:
-    """Take note of the end of keepers of commands: they leave their worker, and so became children
-    of this process. What else has ended is for those who started it.
+    """Take note of the end of keepers and their servers: they leave their worker, and so became
+    children of this process. What else has ended is for those who started it.
     """
     with contextlib.suppress(ChildProcessError):  # there are no children
         while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
-            if Path(f"/proc/{ended.si_pid}/comm").read_text(encoding="utf-8") != f"{keeper.NAME}\n":
+            name = Path(f"/proc/{ended.si_pid}/comm").read_text(encoding="utf-8").rstrip("\n")
+            if name not in {keeper.NAME, SERVER_NAME}:
                 return
             os.waitpid(ended.si_pid, 0)
 

@@ -6,7 +6,7 @@ Covers the messages and the protocol. Does not decide anything about slots.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol, TypeAlias
@@ -143,11 +143,6 @@ class Fleet(Protocol):
         """Create the slot's actor; it starts when its node has so many CPUs and GPUs to reserve.
 
         Admission only: nothing here limits use. Each of its processes is told `spec` once.
-        """
-
-    def keep_spares(self, wanted: Sequence[Reservation]) -> None:
-        """Hold a process with torch loaded and no device opened for each of these, which it
-        reserves: `place` takes it for just that. Where others may wait for it, none are held.
         """
 
     def submit(self, slot: str, directive: Directive) -> None:

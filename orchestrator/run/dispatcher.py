@@ -182,17 +182,6 @@ class Dispatcher:
         """Return the jobs that have a place on a card, and are to keep it."""
         return self.queue.on_card - self.rests()
 
-    def spares(self, nodes: Collection[str]) -> tuple[Reservation, ...]:
-        """Return what a job would reserve on each card without one, if the queue waits for jobs."""
-        if not (self.stays and self._has_looked):
-            return ()
-        taken = {self.queue.shown(name).card for name in self.queue.on_card}
-        return tuple(
-            self._reserved(card.node, 1.0)
-            for card in cards_of(self.config, nodes)
-            if card.closed is None and card.name not in taken
-        )
-
     def _reserved(self, node: str, part: float) -> Reservation:
         """Return what a job with this part of a card reserves."""
         share = self._budgets[node]

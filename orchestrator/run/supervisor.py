@@ -380,7 +380,6 @@ class Supervisor:
         if self.dispatcher is None or not self._is_time_to("dispatch", now_s):
             return
         nodes = self._nodes.seen()
-        self.fleet.keep_spares(self.dispatcher.spares(nodes))  # as all is placed until now
         for order in self.dispatcher.turn(self._slots, nodes, self.clock.unix_s()):
             match order:
                 case Begin(plan=plan):

@@ -106,9 +106,9 @@ class Scene:
         )
 
     def of(self, slot: str) -> list[int]:
-        """Program, its child, its keeper and its guard."""
+        """Program, its child, and its keeper."""
         program, child, keeper, _ = told(self.folder / slot)
-        return [program, child, keeper, parent_of(keeper)]
+        return [program, child, keeper]
 
     def worker(self, slot: str) -> int:
         return int(wait_for(lambda: told(self.folder / "workers").get(slot), f"a report of {slot}"))
@@ -140,8 +140,9 @@ def test_nothing_outlives_the_worker(scene: Scene) -> None:
 
 def test_nothing_outlives_the_raylet(scene: Scene) -> None:
     pids, worker = scene.of("second"), scene.worker("second")
+    server = parent_of(pids[-1])
     kill(parent_of(worker))
-    await_end(pids)  # Ray's worker stays longer, until it misses its raylet
+    await_end([*pids, server])  # Ray's worker stays longer, until it misses its raylet
 
 
 def test_a_limit_is_put_back_when_its_block_ends(scene: Scene) -> None:

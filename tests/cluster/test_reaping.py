@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
 from tests.scene import ran
 
-#: Adopts the guard of a keeper as the head of a rehearsal does, and has a child of its own.
+#: Adopts the server of keepers as the head of a rehearsal does, and has a child of its own.
 HEAD = """
 import ctypes, os, subprocess, sys, time
 import psutil
 from orchestrator.cluster.raylets import reap_keepers
-from workers.command import keeper
+from workers.keeper import processes
+from workers.keeper.kept import Kept
+from workers.keeper.task import Task
 
 ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
-subprocess.run([sys.executable, "-I", "-S", keeper.__file__], input=sys.argv[1].encode())
+task = Task(argv=["true"], env={}, cwd="/", place=sys.argv[1], log_bytes=1000, grace_s=0.1)
+kept = Kept(task, (os.getpid(), processes.start_time(os.getpid())))
+while not kept.is_over:
+    kept.listen(1.0)
 me = psutil.Process()
-while not (left := me.children()) or left[0].status() != psutil.STATUS_ZOMBIE:
+(server,) = me.children()
+while server.children():  # its keeper ends
     time.sleep(0.01)
-print(left[0].name())
+server.kill()
+while server.status() != psutil.STATUS_ZOMBIE:
+    time.sleep(0.01)
+print(server.name())
 reap_keepers()
 print(len(me.children()))
 
@@ -34,20 +42,6 @@ reap_keepers()
 
 
 def test_only_keepers_are_reaped(tmp_path: Path) -> None:
-    task = {
-        "argv": ["true"],
-        "env": {},
-        "cwd": str(tmp_path),
-        "log": str(tmp_path / "log"),
-        "watch": [],
-        "grace_s": 0.1,
-        "lease_s": None,
-    }
-    command = [sys.executable, "-c", HEAD, json.dumps(task) + "\n"]
-    done = ran(command)
+    done = ran([sys.executable, "-c", HEAD, str(tmp_path)])
     assert done.returncode == 0, done.stderr
-    assert [line for line in done.stdout.splitlines() if not line.startswith("{")] == [
-        "job-keeper",
-        "0",
-        "3",
-    ]
+    assert done.stdout.splitlines() == ["keeper-server", "0", "3"]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.cluster.actor import load_engine
+from orchestrator.cluster.actor import load_worker
 from orchestrator.core import slot as slots
 from orchestrator.core.fleet import SliceReported
 from orchestrator.core.lifecycle import advance
@@ -23,7 +23,6 @@ from tests.factories import RULES
 from tests.scene import ROOT, python
 from workers.command import files
 from workers.command.engine import ATTEMPT, CommandEngine
-from workers.command.files import Log
 from workers.command.launch import split_python
 from workers.messages import Directive, Verdict, WorkerState
 from workers.units import GIB, MIB
@@ -57,7 +56,7 @@ def test_a_worker_leaves_the_settings_of_torch_to_it(monkeypatch: pytest.MonkeyP
     for name in ("CUDA_DEVICE_ORDER", "CUBLAS_WORKSPACE_CONFIG", "TORCH_CUBLAS_WORKSPACE_CACHE"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    load_engine(command_spec())
+    load_worker(command_spec())
     assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
     assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     # With another one than its own two, torch refuses to compute deterministically.
@@ -191,7 +190,7 @@ def test_a_script_of_windows_is_named(tmp_path: Path) -> None:
     spec = command_spec(cwd=str(tmp_path))
     assert spec.command is not None
     report = Slot(replace(spec, command=replace(spec.command, argv=("./run.sh",)))).slice()
-    assert f"the line {line} of {tmp_path}/./run.sh ends with a carriage return" in report.reason
+    assert f"the line {line} of {tmp_path}/run.sh ends with a carriage return" in report.reason
 
 
 @pytest.mark.parametrize("what", ["program", "folder"])
@@ -289,16 +288,22 @@ def test_words_of_the_attempt_before_do_not_count() -> None:
     assert cause_of(report.ended) is Cause.EXCEPTION
 
 
-def test_log_keeps_its_newest_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.command.files._LOG_MOST_BYTES", 100_000)
-    path = tmp_path / "output.log"
-    log = Log(path)
-    with path.open("a") as file:
-        file.writelines(f"line {number}\n" for number in range(30_000))
-    output = log.take()
-    assert output is not None
-    assert (output.text.splitlines()[-1], path.stat().st_size) == ("line 29999", 0)
-    assert (tmp_path / "output.1.log").stat().st_size == 100_000
+def test_log_keeps_its_newest_part(
+    tmp_path: Path, state_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.command.engine.LOG_BYTES", 100_000)
+    code = "for number in range(30_000): print('line', number)"
+    slot = Slot(command_spec("-c", code, cwd=str(tmp_path)))
+    report = slot.end()
+    assert report.ended is not None
+    assert report.ended.exit_code == 0, report
+    assert report.ended.text.splitlines()[-1] == "line 29999"
+    assert slot.printed.splitlines()[-1] == "line 29999"
+    folder = state_dir / "state" / "run" / "job"
+    newest = (folder / "output.log").read_text().splitlines()
+    before = (folder / "output.log.1").read_text().splitlines()
+    assert 0 < (folder / "output.log").stat().st_size <= 100_000
+    assert (newest[-1], len(before) > 1_000) == ("line 29999", True)
 
 
 @pytest.mark.parametrize(
@@ -365,8 +370,8 @@ def test_worker_loads_no_torch(tmp_path: Path) -> None:
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]);"
         "from tests.command.scenes import command_spec;"
-        "from orchestrator.cluster.actor import load_engine;"
-        "load_engine(command_spec('-c', 'pass')); print('torch' in sys.modules)"
+        "from orchestrator.cluster.actor import load_worker;"
+        "load_worker(command_spec('-c', 'pass')); print('torch' in sys.modules)"
     )
     done = python("-c", code, str(ROOT), cwd=tmp_path)
     assert done.stdout.strip() == "False", done.stderr

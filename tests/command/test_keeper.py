@@ -36,11 +36,11 @@ os.rename("pids.new", "pids")
 time.sleep(600)
 """
 
-#: Each alone, and whoever might have noticed first; the keeper and the guard at once have a test of
+#: Each alone, and whoever might have noticed first; the keeper and the server at once have a test of
 #: their own.
 ORDERS = [
-    ("worker",), ("keeper",), ("guard",), ("program",),
-    ("worker", "keeper"), ("keeper", "worker"), ("guard", "worker"), ("guard", "program"),
+    ("worker",), ("keeper",), ("server",), ("program",),
+    ("worker", "keeper"), ("keeper", "worker"), ("server", "worker"), ("server", "program"),
 ]  # fmt: skip
 
 
@@ -54,7 +54,7 @@ def stubborn(tmp_path: Path, state_dir: Path) -> Iterator[Mapping[str, int]]:
     yield {
         "worker": worker.pid,
         "keeper": keeper,
-        "guard": parent_of(keeper),
+        "server": parent_of(keeper),
         "program": program,
         "child": child,
     }
@@ -67,8 +67,11 @@ def test_nothing_is_left(order: tuple[str, ...], stubborn: Mapping[str, int]) ->
     for role in order:
         kill(stubborn[role])
         time.sleep(0.05)
-    of_program = [pid for role, pid in stubborn.items() if role != "worker"]
-    wait_for(lambda: all(map(is_gone, of_program)), f"end of {stubborn}")
+    ended = {"program", "child", "keeper"} if order != ("server",) else set()
+    # A server stays for the next program of its worker.
+    ended |= {"server"} if "worker" in order else set()
+    left = [pid for role, pid in stubborn.items() if role in ended]
+    wait_for(lambda: all(map(is_gone, left)), f"end of {stubborn}")
 
 
 def kill_keepers(program: int) -> None:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 from orchestrator.cli.main import main
-from orchestrator.cluster.actor import load_engine
 from orchestrator.core.fleet import (
     Fleet,
     NodeFact,
@@ -24,6 +23,7 @@ from orchestrator.core.fleet import (
     SliceReported,
 )
 from orchestrator.run import environment
+from workers.engine.engine import Engine
 from workers.messages import Directive, Report
 from workers.settings import WorkerSpec
 
@@ -71,7 +71,7 @@ class InProcessFleet:
         slot, directive = self._queue.popleft()
         try:
             if slot not in self._run_slice:
-                self._run_slice[slot] = load_engine(self._specs[slot]).run_slice
+                self._run_slice[slot] = Engine(self._specs[slot]).run_slice
         # Torch raises many types where it cannot be loaded.
         except Exception as error:  # noqa: BLE001
             text = f"{type(error).__name__}: {error}"

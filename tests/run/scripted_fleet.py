@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from orchestrator.core.fleet import (
     DeathCause,
     NodeFact,
-    Reservation,
     SliceEnded,
     SliceFailed,
     SliceFailure,
@@ -133,7 +132,6 @@ class ScriptedFleet:
         """Slots whose processes die in their first step."""
         self.unbuildable: set[str] = set()
         self.on_submit: Callable[[str, Directive], None] | None = None
-        self.spares: tuple[Reservation, ...] = ()
         self.restarts: list[str] = []
         self.abandoned: list[str] = []
         self._nodes: dict[str, NodeFact] = {}
@@ -237,9 +235,6 @@ class ScriptedFleet:
         # On a node that went just now the actor waits until there is one of that name again.
         process = self._new_process(spec.slot) if self._has(spec.node) else None
         self._actors[spec.slot] = _Actor(spec.node, process)
-
-    def keep_spares(self, wanted: Sequence[Reservation]) -> None:
-        self.spares = tuple(wanted)
 
     def submit(self, slot: str, directive: Directive) -> None:
         assert slot in self._actors, "nothing is sent to an actor that was ended"

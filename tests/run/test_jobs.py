@@ -439,21 +439,3 @@ def test_a_clock_that_is_set_back_stops_no_pause(
     run.finish()
     assert run.standings()["one"].state is JobState.DONE
     assert run.clock.now_s - before_s < 60.0
-
-
-def test_a_spare_is_kept_for_each_card_without_a_job(new_jobs: JobsMaker) -> None:
-    run = new_jobs(short("one", 200, nodes=("pc1",)), stays=True)
-    run.until(5.0)
-    assert [spare.node for spare in run.fleet.spares] == ["pc2"]
-    run.until_state("one", JobState.DONE)
-    run.until(run.clock.now_s - run.fleet.began_s + 1.0)
-    assert [spare.node for spare in run.fleet.spares] == ["pc1", "pc2"]
-    run.fleet.lose("pc2")
-    run.until(run.clock.now_s - run.fleet.began_s + 15.0)
-    assert [spare.node for spare in run.fleet.spares] == ["pc1"]
-
-
-def test_a_queue_that_ends_by_itself_keeps_no_spare(new_jobs: JobsMaker) -> None:
-    run = new_jobs(short("one", 200))
-    run.until(5.0)
-    assert run.fleet.spares == ()

@@ -2,37 +2,33 @@
 
 The program runs on between slices; a slice only waits, so it is never late, whatever the program
 does. Imports no torch and does not judge why the program ended (`orchestrator/jobs/causes.py`
-does). `keeper.py` starts and ends it.
+does). A keeper starts and ends it (`workers/keeper/`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import select
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import psutil
 import pynvml
 
 from workers import oom
-from workers.command import keeper
 from workers.command.code import CODE, code_of, is_same_code
-from workers.command.files import Log, Record, Results, folder_of, keep_outputs
+from workers.command.files import LOG_BYTES, Log, Record, Results, folder_of, keep_outputs
 from workers.command.launch import JOB_DIR, launch
 from workers.host.machine import look_at_cards
-from workers.host.processes import is_alive, start_time
+from workers.host.processes import oom_kills, worker_and_raylet
+from workers.keeper.kept import Ended, Kept
+from workers.keeper.task import Task
 from workers.messages import (
     DeviceInfo,
     Directive,
@@ -57,15 +53,8 @@ _POLL_S: Final = 0.5
 #: A keeper starts in a few hundredths of a second, on a busy PC in some seconds.
 _START_S: Final = 60.0
 
-#: What an earlier attempt has left is given so long to end by itself: its keeper is ending it.
-_LEFT_S: Final = 8.0
-
 #: Below this a file system counts as full.
 _FULL_BYTES: Final = 2**20
-
-#: What starts a worker and should end with it: a raylet that is killed leaves its workers for 20 s
-#: and more (Ray 2.60).
-_PARENTS: Final = frozenset({"raylet"})
 
 
 class CommandEngine:
@@ -79,13 +68,8 @@ class CommandEngine:
         self._folder = Path(self._command.env.get(JOB_DIR) or folder_of(spec))
         self._log = Log(self._folder / "output.log")
         self._results = Results(self._folder / "results.jsonl")
-        self._keeper: subprocess.Popen[bytes] | None = None
-        self._pid: int | None = None
-        self._keeper_pid: int | None = None
+        self._kept: Kept | None = None
         self._record = Record()
-        self._group: dict[int, str | None] = {}
-        """The processes below the keeper at the last look, each with when it began."""
-        self._text = b""
         self._began_s = self._began_unix_s = 0.0
         self._cwd = ""
         self._is_stopping = False
@@ -107,14 +91,14 @@ class CommandEngine:
         if self._ending is not None and self._ending.was_asked and not directive.save:
             self._ending = None  # its slot is to work again
         ended_before = self._ending is not None
-        if not ended_before and self._keeper is None:
+        if not ended_before and self._kept is None:
             if directive.save:
                 # Nothing runs, and nothing is to.
                 self._ending = Ending(was_asked=True, text="it had not begun")
             else:
                 self._begin(directive)
-        if self._ending is None:
-            self._send("on")
+        if self._ending is None and self._kept is not None:
+            self._kept.on()
         if directive.save and self._ending is None:
             self._stop()
             self._was_asked = True
@@ -144,22 +128,26 @@ class CommandEngine:
         resumes = is_later or record.starts > 0
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            self._end_left_over()
             self._record = replace(self._record, starts=record.starts + 1)
             self._record.write(self._folder)
             plan = launch(self._spec, self._command, self._folder, resumes=resumes)
             self._cap_bytes, self._cwd = plan.cap_bytes, plan.cwd
-            watch, parent = [os.getpid()], os.getppid()
-            with contextlib.suppress(psutil.Error):
-                watch += [parent] if psutil.Process(parent).name() in _PARENTS else []
+            if plan.problem is not None:
+                self._end(Ending(started=False, text=f"cannot be started: {plan.problem}"))
+                return
+            watched = worker_and_raylet()
             self._start(
-                argv=plan.argv,
-                env=dict(plan.env),
-                cwd=plan.cwd,
-                log=str(self._log.path),
-                watch=[(pid, start_time(pid)) for pid in watch],
-                grace_s=self._command.grace_s,
-                lease_s=self._command.lease_s,
+                Task(
+                    argv=plan.argv,
+                    env=plan.env,
+                    cwd=plan.cwd,
+                    place=str(self._folder),
+                    log_bytes=LOG_BYTES,
+                    grace_s=self._command.grace_s,
+                    lease_s=self._command.lease_s,
+                    watch=watched,
+                ),
+                server=watched[-1],
             )
         except OSError as error:
             text = f"cannot use {self._folder}: {error.strerror or error}"
@@ -188,71 +176,45 @@ class CommandEngine:
         self._note = f"; its code was changed since it was submitted: {submitted}, now {present}"
         self._tell("code_changed", submitted=submitted, present=present, cwd=cwd)
 
-    def _start(self, **task: Any) -> None:  # noqa: ANN401 - what the keeper reads
+    def _start(self, task: Task, server: tuple[int, str]) -> None:
         self._log.begin()
         self._results.begin()
-        self._kills, self._peak_bytes = _oom_kills(), None
-        self._text, self._began_s, self._began_unix_s = b"", time.monotonic(), time.time()
-        self._keeper = subprocess.Popen(  # noqa: S603 - our own script
-            [sys.executable, "-I", "-S", keeper.__file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        self._send(json.dumps(task))
-        self._keeper.wait()  # it has left this process's children, and goes on
+        self._kills, self._peak_bytes = oom_kills(), None
+        self._began_s, self._began_unix_s = time.monotonic(), time.time()
+        self._kept = Kept(task, server)
         deadline_s = time.monotonic() + _START_S
-        while self._pid is None and self._ending is None and time.monotonic() < deadline_s:
+        while not (self._kept is None or self._kept.pid) and time.monotonic() < deadline_s:
             self._look(_POLL_S)
+
+    @property
+    def _pid(self) -> int | None:
+        return None if self._kept is None else self._kept.pid
 
     def _stop(self) -> None:
         """Have the program end, once."""
-        if self._is_stopping:
+        if self._is_stopping or self._kept is None:
             return
         self._is_stopping = True
-        self._send(f"stop {self._command.grace_s}")
-        self._tell("program_told_to_end", pid=self._pid, grace_s=self._command.grace_s)
-
-    def _send(self, line: str) -> None:
-        assert self._keeper is not None and self._keeper.stdin is not None  # noqa: S101, PT018
-        with contextlib.suppress(OSError):  # the keeper has ended; that is seen in the next look
-            self._keeper.stdin.write(line.encode() + b"\n")
-            self._keeper.stdin.flush()
+        self._kept.end(self._command.grace_s)
+        self._tell("program_told_to_end", pid=self._kept.pid, grace_s=self._command.grace_s)
 
     def _look(self, wait_s: float) -> None:
         """Wait for news of the keeper, and measure."""
-        assert self._keeper is not None and self._keeper.stdout is not None  # noqa: S101, PT018
-        if select.select([self._keeper.stdout], [], [], wait_s)[0]:
-            text = os.read(self._keeper.stdout.fileno(), 4096)
-            if not text:
-                self._keeper_lost()
-                return
-            *lines, self._text = (self._text + text).split(b"\n")
-            for line in lines:
-                self._hear(json.loads(line))
-        if self._ending is None and self._keeper_pid is not None:
-            self._measure(keeper.below(self._keeper_pid))
-
-    def _hear(self, news: Mapping[str, Any]) -> None:
-        if "started" in news:
-            self._pid, self._keeper_pid = news["started"], news["keeper"]
-        elif "refused" in news:
-            self._end(Ending(started=False, text=f"cannot be started: {news['refused']}"))
+        kept = self._kept
+        assert kept is not None  # noqa: S101 - asked by callers
+        kept.listen(wait_s)
+        if kept.refused is not None:
+            self._end(Ending(started=False, text=f"cannot be started: {kept.refused}"))
+        elif kept.ended is not None:
+            if kept.ended.left:
+                self._tell("program_left_processes", count=kept.ended.left)
+            self._judge(kept.ended)
         else:
-            if news["left"]:
-                self._tell("program_left_processes", count=news["left"])
-            self._judge(os.waitstatus_to_exitcode(news["ended"]))
+            self._measure(kept.processes())
 
-    def _keeper_lost(self) -> None:
-        """The kernel has ended the program with its keeper; end what that one had started."""
-        for pid, started in self._group.items():
-            if is_alive(pid, started):
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
-        self._end_left_over(0.0)
-        self._judge(-signal.SIGKILL)
-
-    def _judge(self, code: int) -> None:
+    def _judge(self, ended: Ended) -> None:
         """Say how the program ended, by what only this PC can see."""
+        code = ended.status
         self._results.read(is_over=True)
         try:
             keep_outputs(self._command.outputs, self._cwd, self._folder, self._began_unix_s)
@@ -266,7 +228,7 @@ class CommandEngine:
         on_host = memory == "host" and on_card and "GiB of private memory" not in text
         # The kernel may have chosen one of its children.
         was_killed = code in {-signal.SIGKILL, 128 + signal.SIGKILL} or "Killed" in text
-        killed = was_killed and _oom_kills() > self._kills
+        killed = was_killed and oom_kills() > self._kills
         self._end(
             Ending(
                 exit_code=code if code >= 0 else None,
@@ -283,12 +245,9 @@ class CommandEngine:
         )
 
     def _end(self, ending: Ending) -> None:
-        if self._keeper is not None:
-            for pipe in (self._keeper.stdin, self._keeper.stdout):
-                with contextlib.suppress(OSError):  # what was not sent any more
-                    assert pipe is not None  # noqa: S101 - asked for
-                    pipe.close()
-        self._keeper = self._pid = self._keeper_pid = None
+        if self._kept is not None:
+            self._kept.close()
+        self._kept = None
         self._ending = ending
         self._tell(
             "program_ended",
@@ -302,18 +261,7 @@ class CommandEngine:
             with contextlib.suppress(OSError):
                 replace(self._record, ending=ending).write(self._folder)
 
-    def _end_left_over(self, wait_s: float = _LEFT_S) -> None:
-        """End what an earlier program of this job has left: found by what it was told."""
-        deadline_s = time.monotonic() + wait_s
-        while left := _told_of(self._folder):
-            for pid in left:
-                with contextlib.suppress(psutil.Error, OSError):
-                    if time.monotonic() >= deadline_s or not _is_kept(pid):
-                        os.kill(pid, signal.SIGKILL)
-            time.sleep(0.05)
-
     def _measure(self, pids: list[int]) -> None:
-        self._group = {pid: start_time(pid) for pid in pids}
         on_card = self._spec.device == "cuda"
         held_bytes, most_bytes = (_on_card(pids), 0) if on_card else _resident(pids)
         if held_bytes is not None:
@@ -425,35 +373,12 @@ def _last_line(text: str) -> str:
     return next((line for line in reversed(text.splitlines()) if line.strip()), "").strip()[:300]
 
 
-def _oom_kills() -> int:
-    """Return how many processes the kernel has killed for want of RAM since it booted."""
-    with contextlib.suppress(OSError, ValueError, StopIteration):
-        lines = Path("/proc/vmstat").read_text(encoding="ascii").splitlines()
-        return int(next(line for line in lines if line.startswith("oom_kill ")).split()[1])
-    return 0
-
-
 def _is_full(folder: Path, cwd: str | None) -> bool:
     for place in (str(folder), cwd or os.getcwd()):  # noqa: PTH109
         with contextlib.suppress(OSError):
             if shutil.disk_usage(place).free < _FULL_BYTES:
                 return True
     return False
-
-
-def _told_of(folder: Path) -> list[int]:
-    """Return the user's other processes that were told that this is their job's folder."""
-    return [
-        process.pid
-        for process in psutil.process_iter(["environ"])
-        if (process.info["environ"] or {}).get(JOB_DIR) == str(folder)
-        and process.pid != os.getpid()
-    ]
-
-
-def _is_kept(pid: int) -> bool:
-    """Say whether a keeper is above a process, and so about to end it."""
-    return any(keeper.__file__ in parent.cmdline() for parent in psutil.Process(pid).parents())
 
 
 def _resident(pids: list[int]) -> tuple[int, int]:

@@ -20,14 +20,16 @@ from typing import Any, Final
 
 from workers.command.code import RUN
 from workers.files import replace_whole
-from workers.host.captured_output import KEPT_BYTES
 from workers.learned_limits import default_path
 from workers.messages import Ending, PrintedOutput, Progress
 from workers.settings import WorkerSpec
 from workers.units import MIB
 
-#: The log is moved away when it has grown to this: with the one before it, that is what it takes.
-_LOG_MOST_BYTES: Final = 32 * MIB
+#: Of what is printed between two reports: 100 lines of 160 characters. The newest are kept.
+KEPT_BYTES: Final = 16 * 2**10
+
+#: A log is renamed when it has grown to this: with the one before it, it takes twice as much.
+LOG_BYTES: Final = 32 * MIB
 
 #: Of the results, at most so many of the newest bytes are read at once.
 _RESULTS_MOST_BYTES: Final = MIB
@@ -51,48 +53,61 @@ def folder_of(spec: WorkerSpec) -> Path:
 
 
 class Log:
-    """What a program prints: a file that it appends to itself."""
+    """What a program prints: a file that its keeper writes, and renames when it is full."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._file: int | None = None
+        """Open while its process lives, so that no file after it gets the same inode."""
         self.begin()
 
     def begin(self) -> None:
-        """Let another program append to it: what is there is not that one's."""
+        """Pass over what is there: another program has printed it."""
+        self._newest()
         self._read_bytes = self._begin_bytes = self._size()
 
     def take(self) -> PrintedOutput | None:
         """Return what was printed since the last call, at most its newest 16 KiB."""
+        if self._newest():
+            self._read_bytes = self._begin_bytes = 0
         size = self._size()
         if size <= self._read_bytes:
-            self._read_bytes = size
             return None
-        kept = _tail(self.path, self._read_bytes)
+        kept = self._tail(self._read_bytes)
         dropped_bytes = max(0, size - self._read_bytes - len(kept))
         self._read_bytes = size
-        if size > _LOG_MOST_BYTES:
-            self._rotate()
         return PrintedOutput(text=kept.decode("utf-8", "replace"), dropped_bytes=dropped_bytes)
 
     def tail(self) -> str:
         """Return the newest 16 KiB of what the program has printed."""
-        return _tail(self.path, self._begin_bytes).decode("utf-8", "replace")
-
-    def _rotate(self) -> None:
-        """Keep its newest part; what is printed just meanwhile is lost."""
-        with contextlib.suppress(OSError):
-            before = self.path.with_suffix(".1.log")
-            with self.path.open("rb") as source, before.open("wb") as target:
-                source.seek(max(0, self._size() - _LOG_MOST_BYTES))
-                shutil.copyfileobj(source, target)
-            os.truncate(self.path, 0)
+        if self._newest():
             self._read_bytes = self._begin_bytes = 0
+        return self._tail(self._begin_bytes).decode("utf-8", "replace")
+
+    def _newest(self) -> bool:
+        """Open the file of this name, unless it is open; say whether it is another than before."""
+        try:
+            number = self.path.stat().st_ino
+            if self._file is not None and os.fstat(self._file).st_ino == number:
+                return False
+            newest = os.open(self.path, os.O_RDONLY)
+        except OSError:
+            return False
+        if self._file is not None:
+            os.close(self._file)
+        self._file = newest
+        return True
 
     def _size(self) -> int:
-        try:
-            return self.path.stat().st_size
-        except OSError:
-            return 0
+        return 0 if self._file is None else os.fstat(self._file).st_size
+
+    def _tail(self, begin: int) -> bytes:
+        """Return the newest 16 KiB behind `begin`, from the beginning of a line."""
+        if self._file is None:
+            return b""
+        cut = max(begin, self._size() - KEPT_BYTES)
+        text = os.pread(self._file, KEPT_BYTES, cut)
+        return text.partition(b"\n")[2] or text if cut > begin else text
 
 
 @dataclass(slots=True)
@@ -242,16 +257,3 @@ def _size_of_record(text: str, at: int) -> int | None:
         except (ValueError, RecursionError):  # too many digits, or too deep
             return None
     return 0
-
-
-def _tail(path: Path, begin: int) -> bytes:
-    """Return the newest 16 KiB behind `begin`, from the beginning of a line."""
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            cut = max(begin, size - KEPT_BYTES)
-            file.seek(cut)
-            text = file.read(KEPT_BYTES)
-    except OSError:
-        return b""
-    return text.partition(b"\n")[2] or text if cut > begin else text

@@ -6,6 +6,7 @@ when.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -48,6 +49,8 @@ class Launch:
     cap_bytes: int | None = None
     uncapped: str | None = None
     """Why it has no cap; `None` where it has one, or none was asked for."""
+    problem: str | None = None
+    """Why it cannot be started, where the kernel would not say it."""
 
 
 def launch(spec: WorkerSpec, command: CommandSpec, folder: Path, *, resumes: bool) -> Launch:
@@ -70,7 +73,7 @@ def launch(spec: WorkerSpec, command: CommandSpec, folder: Path, *, resumes: boo
         _use_python(env, given)
         if given.is_file() and _PYTHON.match(argv[0]):
             argv = (str(given), *argv[1:])
-    plan = Launch(argv=argv, env=env, cwd=cwd)
+    plan = Launch(argv=argv, env=env, cwd=cwd, problem=_carriage_return(argv[0], env, cwd))
     if not command.cap:
         return plan
     python = split_python(argv)
@@ -111,6 +114,21 @@ def split_python(argv: Sequence[str]) -> tuple[list[str], list[str]] | None:
         if word in _WITH_WORD and rest:
             flags.append(rest.pop(0))
     return (flags, rest) if rest else None
+
+
+def _carriage_return(program: str, env: Mapping[str, str], cwd: str) -> str | None:
+    """Say that a script has the line ends of Windows: the kernel, and `env`, do not say it."""
+    for folder in [""] if "/" in program else os.get_exec_path(env):
+        path = Path(cwd, folder, program)
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            first = file.readline(4096)
+            if not (first.startswith(b"#!") and first.endswith(b"\r\n")):
+                return None
+            return (
+                f"the line {first.strip().decode(errors='replace')} of {path} ends with a carriage "
+                f"return, as on Windows; type: sed -i 's/\\r$//' {path}"
+            )
+    return None
 
 
 def _use_python(env: dict[str, str], given: Path) -> None:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 import pynvml
 
@@ -39,6 +40,28 @@ def start_time(pid: int) -> str | None:
 def is_alive(pid: int, started: str | None) -> bool:
     """Say whether the process with this id is still the one that began then."""
     return started is not None and start_time(pid) == started
+
+
+#: What starts a worker and should end with it: a raylet that is killed leaves its workers for 20 s
+#: and more (Ray 2.60).
+_PARENTS: Final = frozenset({"raylet"})
+
+
+def worker_and_raylet() -> list[tuple[int, str]]:
+    """Return this process, and its raylet if it has one, by ids and start times."""
+    watched, parent = [os.getpid()], os.getppid()
+    with contextlib.suppress(OSError):
+        name = Path(f"/proc/{parent}/comm").read_text(encoding="utf-8").strip()
+        watched += [parent] if name in _PARENTS else []
+    return [(pid, began) for pid in watched if (began := start_time(pid)) is not None]
+
+
+def oom_kills() -> int:
+    """Return how many processes the kernel has killed for want of RAM since it booted."""
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/vmstat").read_text(encoding="ascii").splitlines()
+        return int(next(line for line in lines if line.startswith("oom_kill ")).split()[1])
+    return 0
 
 
 #: A process that is seen for the first time is looked at twice, so long apart.

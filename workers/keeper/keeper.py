@@ -1,0 +1,295 @@
+"""Starts one program, tells how it ended, and leaves nothing of it behind. Standard library alone.
+
+A keeper is a process with one thread, forked by the server of its node (`server.py`). The program
+is its child, in a session of its own; the kernel ends it with the keeper. The keeper adopts what
+loses its parent below it. It ends all of them when the program has ended, when it is told to, when
+a process that it watches is gone, and when it hears no order for the program's lease.
+
+Does not judge why a program ended, and caps nothing: programs do so themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import resource
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from workers.keeper import processes
+from workers.keeper.log import Log
+from workers.keeper.task import CHANNEL, MARK, Task
+
+#: What `ps` calls a keeper; at most 15 bytes.
+NAME: Final = "job-keeper"
+
+#: Ignored by servers and keepers; the program gets them as usual.
+IGNORED: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE)
+
+#: Between SIGTERM and SIGKILL, at most, where the worker is gone; and what a program leaves running
+#: has so long to end after it.
+_ALONE_GRACE_S: Final = 5.0
+_LEFT_GRACE_S: Final = 2.0
+
+#: The keeper before is given so long to end what it kept in the same place.
+_LOCK_S: Final = 30.0
+
+_LONGEST_WAIT_S: Final = 1.0
+_MESSAGE_BYTES: Final = 2**16
+
+#: Added to the log of a program that ends because no order came.
+_UNHEARD: Final = (
+    "orchestrator: no word from the head for {:.0f} s, in which the job may have begun on "
+    "another PC: ended\n"
+)
+
+
+class PlaceTakenError(Exception):
+    """What was kept in this place before has not ended."""
+
+
+def keep(task: Task, news: socket.socket, channel: int | None) -> None:
+    """Start the program and stay until nothing of it is left.
+
+    `news` leads to the worker; `channel` is the program's end of its own socket to the worker.
+    """
+    try:
+        own = {MARK: task.place} | ({} if channel is None else {CHANNEL: str(channel)})
+        task = replace(task, env={**task.env, **own})
+        lock = _lock(task.place)
+        processes.end_all(lambda: processes.marked(MARK, task.place), 0.0)
+        log = Log(os.path.join(task.place, "output.log"), task.log_bytes)  # noqa: PTH118
+        program = _start(task, log, channel)
+    except OSError as error:
+        where = "" if error.filename is None else f": {error.filename}"
+        _tell(news, refused=f"{error.strerror}{where}"[:500])
+        return
+    except (ValueError, subprocess.SubprocessError, PlaceTakenError) as error:
+        _tell(news, refused=f"{type(error).__name__}: {error}"[:500])
+        return
+    finally:
+        if channel is not None:
+            os.close(channel)
+    os.close(log.writing)
+    _tell(news, started=program, keeper=os.getpid())
+    status, usage, was_alone = _Watch(task, news, log, program).until_end()
+    while log.pump():
+        pass
+    left = len(processes.below(os.getpid()))
+    # Told first: what a program has left may take seconds to end.
+    _tell(
+        news,
+        ended=status,
+        most_bytes=usage.ru_maxrss * 1024,
+        cpu_s=usage.ru_utime + usage.ru_stime,
+        tail=log.tail.decode("utf-8", "replace"),
+        left=left,
+    )
+    grace_s = 0.0 if was_alone else min(_LEFT_GRACE_S, task.grace_s)
+    processes.end_all(lambda: processes.below(os.getpid()), grace_s)
+    lock.close()
+
+
+class _Watch:
+    """The keeper's loop over everything that it waits for."""
+
+    def __init__(self, task: Task, news: socket.socket, log: Log, program: int) -> None:
+        self._task, self._news, self._log, self._program = task, news, log, program
+        self._is_alone = False
+        """Whether nobody is there any more who wants the program."""
+        self._is_ending = False
+        self._kill_at_s = float("inf")
+        self._heard_s = _with_sleep_s()
+        self._poller = select.poll()
+        self._watched = set()
+        for pid, began in task.watch:
+            with contextlib.suppress(ProcessLookupError):
+                self._watched.add(watched := os.pidfd_open(pid))
+                self._poller.register(watched, select.POLLIN)
+            if processes.start_time(pid) != began:
+                self._is_alone = True
+        for ready in (news.fileno(), log.reading, os.pidfd_open(program)):
+            self._poller.register(ready, select.POLLIN)
+
+    def until_end(self) -> tuple[int, resource.struct_rusage, bool]:
+        """Return how the program ended, what it took, and whether its worker was gone."""
+        while True:
+            grace_s = self._take_news()
+            lease_s = self._task.lease_s
+            if lease_s is not None and not self._is_alone:
+                self._is_alone = _with_sleep_s() - self._heard_s > lease_s
+                if self._is_alone:
+                    self._log.append(_UNHEARD.format(lease_s).encode())
+            if self._is_alone and not self._is_ending:
+                grace_s = min(_ALONE_GRACE_S, self._task.grace_s)
+            if grace_s is not None:
+                self._is_ending = True
+                self._ask_to_end(grace_s)
+            if time.monotonic() >= self._kill_at_s:
+                processes.send(processes.below(os.getpid()), signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                while (ended := os.wait4(-1, os.WNOHANG))[0]:
+                    if ended[0] == self._program:
+                        return ended[1], ended[2], self._is_alone
+
+    def _take_news(self) -> float | None:
+        """Wait for something; return the seconds of grace of an order to end."""
+        grace_s = None
+        wait_s = min(_LONGEST_WAIT_S, max(0.0, self._kill_at_s - time.monotonic()))
+        for ready, event in self._poller.poll(wait_s * 1000):
+            if ready == self._news.fileno():
+                order = _receive(self._news)
+                if order is None:
+                    self._is_alone = True
+                    self._poller.unregister(ready)
+                else:
+                    self._heard_s = _with_sleep_s()
+                    grace_s = order.get("end", grace_s)
+            elif ready == self._log.reading:
+                if not self._log.pump() and event & select.POLLHUP:
+                    self._poller.unregister(ready)
+            elif ready in self._watched:
+                self._is_alone = True
+                self._poller.unregister(ready)
+        return grace_s
+
+    def _ask_to_end(self, grace_s: float) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._program, signal.SIGTERM)
+            os.killpg(self._program, signal.SIGCONT)  # a stopped process would not see it
+        self._kill_at_s = min(self._kill_at_s, time.monotonic() + grace_s)
+
+
+def _start(task: Task, log: Log, channel: int | None) -> int:
+    """Start the program in a session of its own; return its id."""
+    if task.module is not None:
+        return _fork(task, task.module, log, channel)
+    keeper = os.getpid()
+
+    def prepare() -> None:
+        _become_program(keeper)
+
+    # The process is waited for by its id.
+    return subprocess.Popen(  # noqa: S603 - what it is for
+        list(task.argv),
+        env=dict(task.env),
+        cwd=task.cwd,
+        stdin=subprocess.DEVNULL,
+        stdout=log.writing,
+        stderr=log.writing,
+        pass_fds=() if channel is None else (channel,),
+        start_new_session=True,
+        preexec_fn=prepare,  # noqa: PLW1509 - this process has one thread
+    ).pid
+
+
+def _fork(task: Task, module: str, log: Log, channel: int | None) -> int:
+    """Run a module of this product in a fork of this process; return its id."""
+    keeper = os.getpid()
+    program = os.fork()
+    if program != 0:
+        return program
+    code = os.EX_SOFTWARE
+    try:
+        os.setsid()
+        _become_program(keeper)
+        kept = {0: os.open(os.devnull, os.O_RDONLY), 1: log.writing, 2: log.writing}
+        for target, source in kept.items():
+            os.dup2(source, target)
+        for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
+            if int(name) not in {0, 1, 2, channel}:
+                with contextlib.suppress(OSError):
+                    os.close(int(name))
+        os.environ.clear()
+        os.environ.update(task.env)
+        os.chdir(task.cwd)
+        _draw_anew()
+        sys.argv = list(task.argv[1:])
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        code = 0
+    except SystemExit as asked:
+        code = asked.code if isinstance(asked.code, int) else int(asked.code is not None)
+    except BaseException:  # noqa: BLE001 - as the interpreter does
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _draw_anew() -> None:
+    """Have this fork draw other random numbers than its siblings, of the libraries that are there.
+
+    `random` does so by itself.
+    """
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed()
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.seed()
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+
+
+def _become_program(keeper: int) -> None:
+    """Undo what a keeper and Ray have set, and end with the keeper."""
+    for number in IGNORED:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray blocks SIGINT
+    with contextlib.suppress(OSError):  # before anything else the kernel is to choose programs
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
+    processes.prctl(processes.PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != keeper:  # it ended before this was asked for
+        os._exit(os.EX_UNAVAILABLE)
+
+
+def _lock(place: str) -> socket.socket:
+    """Wait for the keeper before, and return what keeps the next one out while it is open.
+
+    The kernel gives a name in the abstract namespace back when its process is gone.
+    """
+    lock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    digest = hashlib.sha256(os.fsencode(place)).hexdigest()[:24]
+    deadline_s = time.monotonic() + _LOCK_S
+    while True:
+        try:
+            lock.bind(f"\0orchestrator-kept-{digest}")
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            if time.monotonic() < deadline_s:
+                time.sleep(0.02)
+                continue
+            text = f"what ran in {place} before has not ended in {_LOCK_S:.0f} s"
+            raise PlaceTakenError(text) from None
+        return lock
+
+
+def _receive(news: socket.socket) -> dict[str, float] | None:
+    """Return an order; `None`: the worker is gone."""
+    try:
+        text = news.recv(_MESSAGE_BYTES)
+    except ConnectionResetError:  # told once, with news unread; what was sent is still there
+        text = news.recv(_MESSAGE_BYTES)
+    return json.loads(text) if text else None
+
+
+def _tell(news: socket.socket, **what: object) -> None:
+    with contextlib.suppress(OSError):  # the worker is gone
+        news.send(json.dumps(what).encode("ascii"))
+
+
+def _with_sleep_s() -> float:
+    """Return seconds that count while the PC is suspended, too."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)

@@ -1,0 +1,111 @@
+"""Processes of this PC, found in /proc and ended. Standard library alone, and Linux only.
+
+Does not start processes, and does not judge whether one hangs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final
+
+#: Of prctl(2) (linux/prctl.h).
+PR_SET_PDEATHSIG: Final = 1
+PR_SET_NAME: Final = 15
+PR_SET_CHILD_SUBREAPER: Final = 36
+
+prctl: Final = ctypes.CDLL(None, use_errno=True).prctl
+
+#: The 22nd field of /proc/PID/stat (man 5 proc), counted from the state on.
+_STARTTIME_FIELD: Final = 19
+
+#: Between two looks at what was told to end.
+_LOOK_S: Final = 0.01
+
+
+def stat_fields(pid: int) -> list[str] | None:
+    """Return the fields of a process from its state on; `None` if it is gone."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123
+        return file.read().rpartition(b")")[2].decode("ascii").split()
+    return None
+
+
+def start_time(pid: int) -> str | None:
+    """Return when a process began, in the kernel's ticks; `None` if it is gone or a zombie."""
+    fields = stat_fields(pid)
+    return None if fields is None or fields[0] in "ZX" else fields[_STARTTIME_FIELD]
+
+
+def below(root: int) -> list[int]:
+    """Return the live descendants of a process."""
+    children: dict[int, list[int]] = {}
+    for pid in _all():
+        fields = stat_fields(pid)
+        if fields is not None and fields[0] not in "ZX":
+            children.setdefault(int(fields[1]), []).append(pid)
+    found, waiting = [], [root]
+    while waiting:
+        waiting.extend(more := children.get(waiting.pop(), []))
+        found.extend(more)
+    return found
+
+
+def children(parent: int) -> list[int]:
+    """Return the children of a process with one thread, zombies too."""
+    with contextlib.suppress(OSError), open(f"/proc/{parent}/task/{parent}/children") as file:  # noqa: PTH123
+        return [int(word) for word in file.read().split()]
+    return []
+
+
+def marked(name: str, value: str) -> list[int]:
+    """Return the other live processes whose environment has `name` with this value."""
+    wanted, found = os.fsencode(f"{name}={value}"), []
+    for pid in _all():
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:  # noqa: PTH123
+            if pid != os.getpid() and wanted in file.read().split(b"\0"):
+                found.append(pid)
+    return [pid for pid in found if start_time(pid) is not None]
+
+
+def send(pids: Iterable[int], number: int) -> None:
+    """Send a signal to each process that is still there; a stopped one is continued by SIGTERM."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
+            if number == signal.SIGTERM:
+                os.kill(pid, signal.SIGCONT)
+
+
+def end_all(find: Callable[[], Iterable[int]], grace_s: float) -> int:
+    """End what `find` returns until it returns nothing, by SIGTERM and after `grace_s` by SIGKILL.
+
+    Return how many there were at first. Reaps this process's own children.
+    """
+    left, deadline_s = list(find()), time.monotonic() + grace_s
+    count = len(left)
+    if grace_s > 0:
+        send(left, signal.SIGTERM)
+    while left:
+        if time.monotonic() >= deadline_s:
+            send(left, signal.SIGKILL)
+        time.sleep(_LOOK_S)
+        reap()
+        left = list(find())
+    return count
+
+
+def reap() -> dict[int, int]:
+    """Take the wait status of each child that has ended."""
+    ended: dict[int, int] = {}
+    with contextlib.suppress(ChildProcessError):
+        while (child := os.waitpid(-1, os.WNOHANG))[0]:
+            ended[child[0]] = child[1]
+    return ended
+
+
+def _all() -> Iterator[int]:
+    return (int(name) for name in os.listdir("/proc") if name.isdecimal())  # noqa: PTH208
