@@ -126,7 +126,7 @@ def test_a_run_that_is_over_is_not_under_way(start: Starter, tmp_path: Path, why
         b'{"pid": 0}',  # every process of the group
         b'{"pid": -1}',  # every process
         b'{"pid": 1}',  # init
-        b'{"pid": %d}' % os.getpid(),  # `stop` itself
+        b'{"pid": OWN}',  # `stop` itself
         b'{"pid": 1e400}', b'{"pid": 1000000000000000000000000}',
     ],
     ids=lambda content: repr(content[:20]),
@@ -139,7 +139,8 @@ def test_a_note_that_no_head_wrote_signals_no_process(
     monkeypatch.setattr(
         psutil.Process, "send_signal", lambda self, number: signalled.append((self.pid, number))
     )
-    (recorded(tmp_path, 0) / "head.json").write_bytes(content)
+    own = content.replace(b"OWN", b"%d" % os.getpid())
+    (recorded(tmp_path, 0) / "head.json").write_bytes(own)
     assert none_in(tmp_path)
     assert signalled == []
 

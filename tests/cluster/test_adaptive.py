@@ -70,5 +70,6 @@ def test_too_large_sizes_fail_nowhere_and_are_kept(start: Starter, state_dir: Pa
     assert known["limits"]
     for limit in known["limits"]:
         assert limit["workload"].startswith("matmul@")
-        assert limit["workload"].endswith("size=16384")
+        # The second where this processor is too slow at bf16, and fp32 is rehearsed.
+        assert limit["workload"].endswith(("size=16384", "size=11584"))
         assert 0.85 * limit["cap_bytes"] <= limit["size"] <= limit["cap_bytes"]
