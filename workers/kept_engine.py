@@ -15,7 +15,7 @@ import sys
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from workers.command.files import LOG_BYTES, Log
 from workers.host.processes import oom_kills, worker_and_raylet
@@ -46,6 +46,10 @@ class ProgramEnded:
     """Whether the kernel killed a process of this PC for want of RAM while it was killed."""
 
 
+class UnbuildableError(Exception):
+    """No program of this slot can work on this PC: torch, or code of ours, is not there."""
+
+
 class KeptEngine:
     """The program of one slot, and those after it."""
 
@@ -57,6 +61,8 @@ class KeptEngine:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._log = Log(self._folder / "output.log")
         self._incarnation = -1
+        self._is_ready = False
+        """Whether the program has made its engine."""
         self._kept: Kept | None = None
         self._channel: Connection | None = None
         self._oom_kills = 0
@@ -67,15 +73,20 @@ class KeptEngine:
         return None if self._kept is None else self._kept.pid
 
     def run_slice(self, directive: Directive) -> Report | ProgramEnded:
-        """Have the program run a slice; start it first where it is a new incarnation's."""
+        """Have the program run a slice; start it first where it is a new incarnation's.
+
+        Raises:
+            UnbuildableError: The program cannot even make an engine.
+        """
         self._start(directive.incarnation)
         kept, channel = self._kept, self._channel
         assert kept is not None and channel is not None  # noqa: S101, PT018 - started
         report: Report | None = None
         try:
-            if not kept.is_over:
-                channel.send(directive)
-                report = self._report(kept, channel)
+            if not self._is_ready:
+                self._is_ready = _told(kept, channel) is not None
+            channel.send(directive)
+            report = _told(kept, channel)
         except (EOFError, OSError):
             report = None
         if report is None:
@@ -84,15 +95,6 @@ class KeptEngine:
             kept.end(0.0)
         return replace(report, output=self._log.take())
 
-    def _report(self, kept: Kept, channel: Connection) -> Report | None:
-        """Wait for the report of a slice; `None`: the program has ended without one."""
-        while not kept.is_over:
-            if channel.fileno() in select.select([channel.fileno(), kept.fileno()], [], [])[0]:
-                break
-            kept.listen(0.0)
-        report: Report | None = channel.recv() if channel.poll() else None
-        return report
-
     def _start(self, incarnation: int) -> None:
         if incarnation <= self._incarnation:
             return
@@ -100,7 +102,7 @@ class KeptEngine:
             self._kept.close()  # its keeper ends what may be left of it
         if self._channel is not None:
             self._channel.close()
-        self._incarnation = incarnation
+        self._incarnation, self._is_ready = incarnation, False
         if self._log.path.exists() and incarnation > 0:
             with contextlib.suppress(OSError), self._log.path.open("a", encoding="utf-8") as file:
                 file.write(_ANOTHER)
@@ -135,12 +137,23 @@ class KeptEngine:
         while not kept.is_over:  # it has closed its channel, and its end is about to be told
             kept.listen(_LOOK_S)
         if kept.refused is not None:
-            return ProgramEnded(text=f"its process cannot be started: {kept.refused}")
+            raise UnbuildableError(kept.refused)
         assert kept.ended is not None  # noqa: S101 - it is over
+        if kept.ended.status > 0 and not self._is_ready:
+            raise UnbuildableError(_in_words(kept.ended))
         killed = kept.ended.status == -signal.SIGKILL
         return ProgramEnded(
             text=_in_words(kept.ended), host_memory=killed and oom_kills() > self._oom_kills
         )
+
+
+def _told(kept: Kept, channel: Connection) -> Any:  # noqa: ANN401 - whatever it sends
+    """Wait for what the program tells next; `None`: it has ended before."""
+    while not kept.is_over:
+        if channel.fileno() in select.select([channel.fileno(), kept.fileno()], [], [])[0]:
+            break
+        kept.listen(0.0)
+    return channel.recv() if channel.poll() else None
 
 
 def _path() -> str:

@@ -1,4 +1,4 @@
-"""What the supervisor relies on, with real Ray: slots, slices, spares, and files of another PC.
+"""What the supervisor relies on, with real Ray: slots, slices, and files of another PC.
 
 One cluster serves all of these tests; each has a slot of its own. What a fleet may do in two ways is
 written down as two allowed outcomes.
@@ -23,26 +23,22 @@ from orchestrator.cluster.local_cluster import rehearsed
 from orchestrator.cluster.raylets import RayletPlan
 from orchestrator.core.fleet import (
     Fleet,
-    Reservation,
     SliceEnded,
     SliceFailed,
     SliceFailure,
     SliceReported,
 )
 from orchestrator.errors import NoClusterError, UsageError
-from tests.cluster.conftest import actors
-from tests.scene import ROOT, Patience, spec_of, wait_for
+from tests.scene import ROOT, Patience, spec_of
 from workers.learned_limits import STATE_DIR_VARIABLE
 from workers.messages import Directive, Report, ResumeState, Verdict
-from workers.settings import CommandSpec, WorkerSpec
+from workers.settings import WorkerSpec
 from workers.workloads.base import StepResult, Workload
 
 pytestmark = pytest.mark.ray
 
 #: With room for all slots, and with room for one.
 NODE, NARROW = "pc1", "pc2"
-
-WHOLE = Reservation(node=NARROW, num_cpus=1.0, num_gpus=0.0)
 
 
 class Steady(Workload):
@@ -302,41 +298,6 @@ def test_an_abandoned_slot_is_gone_until_it_is_placed_again(stage: Stage) -> Non
     stage.submit(gone, 0, incarnation=1)
     while (gone, 1) not in answered:
         answered += [(report.slot, report.incarnation) for report in stage.reports(1)]
-
-
-def has_torch(pid: int) -> bool:
-    return "libtorch_cpu" in Path(f"/proc/{pid}/maps").read_text(encoding="utf-8")
-
-
-def test_a_spare_is_taken_by_a_slot_and_gives_way_to_a_program(cluster: Cluster) -> None:
-    before = actors()
-
-    def fresh() -> set[int]:
-        return actors() - before
-
-    with contextlib.closing(Stage(cluster.owned, NARROW)) as stage:
-        stage.fleet.keep_spares((WHOLE,))
-        (spare,) = wait_for(fresh, "a spare")
-        wait_for(lambda: has_torch(spare), "torch in it")
-        slot = stage.place("taken")
-        stage.submit(slot, 0)
-        (report,) = stage.reports(1)
-        assert process_of(report) == spare
-        os.kill(spare, 9)
-        again = stage.report_of_new_process(slot, 1, report.resume)
-        assert process_of(again) != spare
-        assert (again.slot, again.incarnation) == (slot, 1)
-        stage.fleet.abandon(slot)
-
-        stage.fleet.keep_spares((WHOLE,))
-        (spare,) = wait_for(lambda: fresh() - {process_of(again)}, "another spare")
-        name = f"{NARROW}/program"
-        program = CommandSpec(argv=("true",))
-        spec = replace(spec_of(), slot=name, node=NARROW, command=program)
-        stage.submit(stage.place_as(name, spec), 0)  # the only CPU of the node was the spare's
-        stage.wait(1)
-        assert spare not in actors()
-        stage.fleet.keep_spares(())
 
 
 def test_checkpoints_come_in_pieces_from_their_node(cluster: Cluster, tmp_path: Path) -> None:

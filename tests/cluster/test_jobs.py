@@ -18,7 +18,7 @@ import pytest
 from orchestrator.jobs import inbox
 from orchestrator.jobs.journal import QUEUE_NAME, queue_of
 from orchestrator.jobs.model import ON_CARD, JobState, Said, Standing, Word
-from tests.cluster.conftest import SMALL, Head, Starter, actors
+from tests.cluster.conftest import SMALL, Head, Starter
 from tests.scene import ROOT, ended, orchestrator, python
 
 pytestmark = pytest.mark.ray
@@ -143,13 +143,10 @@ def two_pcs(start: Starter, short_tmp: Path) -> Iterator[Night]:
 def test_a_queue_survives_the_death_of_worker_and_head(start: Starter, short_tmp: Path) -> None:
     night = Night(start, short_tmp, "--rehearse")
     first = night.begin("--stay")
-    first.wait(lambda: len(actors()) == 2, "a spare on each card")
-    ready = actors()
     night.submit(night.file_of(NIGHT))
     first.wait(night.trains, "a checkpoint")
     name = str(night.trains())
     (pid,) = first.opened(name)
-    assert pid in ready, "the processes that waited have the jobs"
     os.kill(pid, 9)
     first.wait(
         lambda: [event for event in first.events() if event["event"] == "restored"],

@@ -1,19 +1,26 @@
 """The engine of a slot as a program of its own: `python -m workers.engine`, started by a keeper.
 
-It reads a `WorkerSpec` and then one `Directive` after the other from its channel, and answers each
-with a `Report`. It ends when nobody holds the other end any more. Decides nothing.
+It reads a `WorkerSpec` from its channel, says that its engine is made, then answers one `Directive`
+after the other with a `Report`. It ends when nobody holds the other end any more. Decides nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import faulthandler
+import io
 import os
 import signal
+import sys
 from multiprocessing.connection import Connection
+from typing import Final
 
 from workers.host.cuda_environment import set_for_cuda, workspace_of
 from workers.keeper.task import CHANNEL
 from workers.settings import WorkerSpec
+
+_LINE_BUFFERED: Final = 1  # _IOLBF of glibc and musl (stdio.h)
 
 
 def main() -> None:
@@ -21,6 +28,7 @@ def main() -> None:
     # Ctrl-C is the head's: a KeyboardInterrupt in this process is the workload's own error.
     signal.signal(signal.SIGINT, lambda _number, _frame: None)
     faulthandler.enable()
+    _print_by_lines()
     number = int(os.environ.pop(CHANNEL))
     os.set_inheritable(number, False)  # what this process starts does not hold it open
     channel = Connection(number)
@@ -31,10 +39,25 @@ def main() -> None:
 
     engine = Engine(spec)
     try:
+        channel.send(True)
         while True:
             channel.send(engine.run_slice(channel.recv()))
     except (EOFError, ConnectionError):
         return
+
+
+def _print_by_lines() -> None:
+    """Have Python and the C library hand on each line: what they still held when this process dies
+    would be lost.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)
+    with contextlib.suppress(AttributeError, OSError, ValueError):
+        library = ctypes.CDLL(None)
+        library.setvbuf(
+            ctypes.c_void_p.in_dll(library, "stdout"), None, _LINE_BUFFERED, ctypes.c_size_t(0)
+        )
 
 
 if __name__ == "__main__":
