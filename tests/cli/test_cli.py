@@ -273,7 +273,7 @@ LONG = Problem("--set " + "a" * 5000, None, "b" * 5000, "is too long", None)
             Problem("a\nb", 1, "k\x1b[2J", "t\r\u2028\ud800x", "v\0"),
             "a\\nb:1: k\\x1b[2J: t\\r\\u2028\\ud800x; valid: v\\x00",
         ),
-        (LONG, f"--set {'a' * 114}…{'a' * 60}: {'b' * 120}…{'b' * 60}: is too long"),
+        (LONG, f"--set {'a' * 127}…{'a' * 50}: {'b' * 133}…{'b' * 50}: is too long"),
     ],
 )
 def test_a_problem_is_one_short_printable_line(problem: Problem, expected: str) -> None:

@@ -197,5 +197,6 @@ def test_a_damaged_file_of_limits_ends_no_run(
     done = user.type("--duration", "1s", "--workload", "mine:Fine", "--set", setting)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "what fell short" not in done.stderr
-    assert user.events("limits_unavailable") == []
+    told = [event["reason"] for event in user.events("limits_unavailable")]
+    assert [f"{damaged} is damaged" in reason for reason in told] == [True] * remember
     assert (damaged.read_text() == "{") is not remember
