@@ -49,11 +49,13 @@ PLANTED = {
         ("workers/nvml/queries.py", "workers.host.processes"),
         ("workers/learned_limits.py", "workers.nvml.queries"),
         ("workers/messages.py", "workers.oom"),
+        ("workers/keeper/log.py", "workers.oom"),
     ],
     "The engine knows neither Ray nor the head": [
         ("workers/host/processes.py", "ray"),
         ("workers/units.py", "orchestrator.errors"),
     ],
+    "Keepers use the standard library alone": [("workers/keeper/keeper.py", "psutil")],
     "The head never imports torch": [("orchestrator/core/slot.py", "torch")],
     "Only the cluster folder imports ray": [
         ("orchestrator/run/terminal.py", "ray"),

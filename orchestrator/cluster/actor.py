@@ -14,11 +14,11 @@ from typing import Any
 
 import ray
 
+from orchestrator.cluster.kept_engine import KeptEngine, ProgramEnded
 from orchestrator.cluster.node_tasks import NODE_LABEL
 from orchestrator.core.fleet import Reservation
 from workers.command.engine import CommandEngine
 from workers.command.folder import CommandFolder
-from workers.kept_engine import KeptEngine, ProgramEnded
 from workers.messages import Directive, Report
 from workers.settings import WorkerSpec
 

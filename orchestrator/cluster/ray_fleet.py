@@ -26,6 +26,7 @@ from ray.exceptions import (
 
 from orchestrator.cluster.actor import new_actor
 from orchestrator.cluster.command_folder import sent_folder
+from orchestrator.cluster.kept_engine import ProgramEnded
 from orchestrator.cluster.liveness import Pulse
 from orchestrator.cluster.node_tasks import NODE_LABEL, ProcessWatch, in_a_line, status_command
 from orchestrator.cluster.raylets import Raylets, reap_keepers
@@ -40,7 +41,6 @@ from orchestrator.core.fleet import (
 )
 from orchestrator.errors import NoClusterError, PreflightError, UsageError
 from workers.host.machine import visible_cards
-from workers.kept_engine import ProgramEnded
 from workers.messages import Activity, Directive, Report
 from workers.settings import WorkerSpec
 

@@ -28,6 +28,7 @@ from orchestrator.doctor.report import Finding, Verdict, fail, ok, skip, warn
 from orchestrator.view.phrases import counted
 from workers.host.facts import Holder, MachineFacts
 from workers.host.machine import free_bytes
+from workers.host.processes import ENGINE_NAME
 from workers.units import GIB, MIB
 
 _Subject = TypeVar("_Subject")
@@ -173,8 +174,9 @@ def _held_by(holders: Sequence[Holder]) -> str:
 
 
 def _is_ours(holders: Sequence[Holder]) -> bool:
-    """Say whether a run is under way: nothing but workers of Ray holds the card."""
-    return bool(holders) and all((holder.name or "").startswith("ray::") for holder in holders)
+    """Say whether a run is under way: nothing but workers holds the card."""
+    names = [holder.name or "" for holder in holders]
+    return bool(names) and all(name == ENGINE_NAME or name.startswith("ray::") for name in names)
 
 
 def _persistence(machine: Machine) -> Iterator[Finding]:

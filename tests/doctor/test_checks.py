@@ -59,7 +59,7 @@ def test_a_machine_without_a_card_is_told_that_nothing_is_wrong() -> None:
 
 
 WORKERS = tuple(
-    Holder(pid=pid, name="ray::WorkerActor.run_slice", used_bytes=3 * GIB) for pid in range(7)
+    Holder(pid=pid, name="orch-engine", used_bytes=3 * GIB) for pid in range(7)
 )
 HOLDERS = (
     Holder(pid=900, name="Xorg", used_bytes=GIB // 2),

@@ -1,7 +1,7 @@
 """The engine of a slot as a program of its own: `python -m workers.engine`, started by a keeper.
 
 It reads a `WorkerSpec` from its channel, says that its engine is made, then answers one `Directive`
-after the other with a `Report`. It ends when nobody holds the other end any more. Decides nothing.
+after the other with a `Report`. It ends when the other end of the channel is closed. Decides nothing.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from multiprocessing.connection import Connection
 from typing import Final
 
 from workers.host.cuda_environment import set_for_cuda, workspace_of
+from workers.host.processes import ENGINE_NAME
+from workers.keeper import processes
 from workers.keeper.task import CHANNEL
 from workers.settings import WorkerSpec
 
@@ -27,6 +29,7 @@ def main() -> None:
     """Run slices until the other end of the channel is closed."""
     # Ctrl-C is the head's: a KeyboardInterrupt in this process is the workload's own error.
     signal.signal(signal.SIGINT, lambda _number, _frame: None)
+    processes.prctl(processes.PR_SET_NAME, ENGINE_NAME.encode(), 0, 0, 0)
     faulthandler.enable()
     _print_by_lines()
     number = int(os.environ.pop(CHANNEL))

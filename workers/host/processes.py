@@ -20,6 +20,9 @@ import pynvml
 from workers.messages import Activity
 from workers.nvml import queries
 
+#: What `ps` and `doctor` call the engine of a slot; at most 15 bytes.
+ENGINE_NAME: Final = "orch-engine"
+
 #: The 22nd field of /proc/PID/stat (man 5 proc), the 20th behind the name in parentheses.
 _STARTTIME_FIELD = 19
 

@@ -108,7 +108,7 @@ class _Watch:
     def __init__(self, task: Task, news: socket.socket, log: Log, program: int) -> None:
         self._task, self._news, self._log, self._program = task, news, log, program
         self._is_alone = False
-        """Whether nobody is there any more who wants the program."""
+        """Whether the worker is gone, or the head was not heard for the lease."""
         self._is_ending = False
         self._kill_at_s = float("inf")
         self._heard_s = _with_sleep_s()

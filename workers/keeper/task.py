@@ -18,8 +18,7 @@ from typing import Final
 #: when its keeper is gone.
 MARK: Final = "ORCHESTRATOR_KEPT_IN"
 
-#: Of the program's environment, the number of the socket on which it tells and is told
-#: (`channel.py`).
+#: Of the program's environment, the number of the socket on which it tells and is told.
 CHANNEL: Final = "ORCHESTRATOR_CHANNEL"
 
 
@@ -35,7 +34,7 @@ class Task:
     log_bytes: int
     """At this size the log is renamed to `output.log.1`, in place of the one before."""
     grace_s: float
-    """Between SIGTERM and SIGKILL, at most, where nobody asked it to end; and what a program leaves
+    """Between SIGTERM and SIGKILL, at most, where no order asked it to end; and what a program leaves
     running has so long to end after it."""
     lease_s: float | None = None
     """The program ends when no order came for so long; `None`: never."""

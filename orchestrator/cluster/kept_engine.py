@@ -158,7 +158,7 @@ def _told(kept: Kept, channel: Connection) -> Any:  # noqa: ANN401 - whatever it
 
 def _path() -> str:
     """Return where the program finds modules: where this process does."""
-    root = str(Path(__file__).parents[1])
+    root = str(Path(__file__).parents[2])
     return os.pathsep.join([root, *filter(None, sys.path)])
 
 
