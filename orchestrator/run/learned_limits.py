@@ -27,6 +27,8 @@ class LearnedLimits:
         self._latest: dict[str, tuple[StoredLimit, float | None, WorkerSpec]] = {}
         """Of each slot its limit, the best it has sustained, and its specification."""
         self._earlier: tuple[StoredLimit, ...] = ()
+        self._told: str | None = None
+        """The problem that the event log was told last."""
 
     def add_learned(self, plans: Sequence[SlotPlan], now_unix_s: float) -> tuple[SlotPlan, ...]:
         """Return the slots with workers that know what earlier runs learned of their workload."""
@@ -80,8 +82,9 @@ class LearnedLimits:
         self._tell(self._store)
 
     def _tell(self, store: LimitStore) -> None:
-        if store.problem is not None:
+        if store.problem is not None and store.problem != self._told:
             self._events.write("limits_unavailable", reason=store.problem)
+        self._told = store.problem
 
 
 def terms(spec: WorkerSpec) -> str:

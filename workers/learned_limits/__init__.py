@@ -163,7 +163,6 @@ class LimitStore:
             for limit in limits:
                 known[f"{limit.key.card} {limit.key.dtype} {limit.key.workload}"] = limit
             self._write(known)
-            self.problem = None  # of what was there before, which is whole now
 
     def clear(self, now_unix_s: float) -> int:
         """Delete all limits; return how many had not expired."""
