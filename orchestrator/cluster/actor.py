@@ -2,21 +2,16 @@
 
 Its constructor only keeps the worker's specification, so that Ray can start it again anywhere at
 any time, with the same arguments. It imports no torch: its program is a process of its own, which
-ends and is started again without Ray. The resume state travels in each directive. This is the one
-place where the head's code meets the workers'.
+ends and is started again without Ray. The resume state travels in each directive. Does not import
+Ray, which reads its settings when it is imported.
 """
 
 from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import Any
-
-import ray
 
 from orchestrator.cluster.kept_engine import KeptEngine, ProgramEnded
-from orchestrator.cluster.node_tasks import NODE_LABEL
-from orchestrator.core.fleet import Reservation
 from workers.command.engine import CommandEngine
 from workers.command.folder import CommandFolder
 from workers.messages import Directive, Report
@@ -60,17 +55,3 @@ def load_worker(spec: WorkerSpec, problem: str | None = None) -> KeptEngine | Co
     # What its PC says of torch is for it to read; only cards are numbered as NVML does.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     return CommandEngine(spec, problem)
-
-
-def new_actor(place: Reservation, spec: WorkerSpec, folder: Any) -> Any:  # noqa: ANN401 - of Ray
-    """Create the actor of a slot; `folder` is a reference to its `CommandFolder`, or `None`."""
-    # Ray hands the arguments to each new process of the actor, restarts it without a limit and
-    # never repeats a call: counting and waiting are the head's.
-    actor_class: Any = ray.remote(WorkerActor)
-    return actor_class.options(
-        num_cpus=place.num_cpus,
-        num_gpus=place.num_gpus,
-        label_selector={NODE_LABEL: place.node},
-        max_restarts=-1,
-        max_task_retries=0,
-    ).remote(spec, folder)

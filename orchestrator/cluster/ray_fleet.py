@@ -24,7 +24,7 @@ from ray.exceptions import (
     RuntimeEnvSetupError,
 )
 
-from orchestrator.cluster.actor import new_actor
+from orchestrator.cluster.actor import WorkerActor
 from orchestrator.cluster.command_folder import sent_folder
 from orchestrator.cluster.kept_engine import ProgramEnded
 from orchestrator.cluster.liveness import Pulse
@@ -182,7 +182,7 @@ class RayFleet:
     def place(self, spec: WorkerSpec, num_cpus: float, num_gpus: float) -> None:
         self._specs[spec.slot] = spec
         place = Reservation(node=spec.node, num_cpus=num_cpus, num_gpus=num_gpus)
-        self._actors[spec.slot] = new_actor(place, spec, self._folder(spec))
+        self._actors[spec.slot] = _new_actor(place, spec, self._folder(spec))
 
     def _folder(self, spec: WorkerSpec) -> Any:  # noqa: ANN401 - Ray's reference type has no name
         """Return where a command finds its folder on its node, once that is there; `None` on this
@@ -314,6 +314,20 @@ class RayFleet:
             self._process_of(flight.slot)
             self._watch.begin(self._specs[flight.slot].node)
         return SliceReported(report=told)
+
+
+def _new_actor(place: Reservation, spec: WorkerSpec, folder: Any) -> Any:  # noqa: ANN401 - of Ray
+    """Create the actor of a slot; `folder` is a reference to its `CommandFolder`, or `None`."""
+    # Ray hands the arguments to each new process of the actor, restarts it without a limit and
+    # never repeats a call: counting and waiting are the head's.
+    actor_class: Any = ray.remote(WorkerActor)
+    return actor_class.options(
+        num_cpus=place.num_cpus,
+        num_gpus=place.num_gpus,
+        label_selector={NODE_LABEL: place.node},
+        max_restarts=-1,
+        max_task_retries=0,
+    ).remote(spec, folder)
 
 
 def _cause_of_death(pid: int, address: str) -> DeathCause | None:

@@ -143,6 +143,7 @@ def two_pcs(start: Starter, short_tmp: Path) -> Iterator[Night]:
 def test_a_queue_survives_the_death_of_worker_and_head(start: Starter, short_tmp: Path) -> None:
     night = Night(start, short_tmp, "--rehearse")
     first = night.begin("--stay")
+    first.wait(lambda: list(night.runs.glob(f"*/{QUEUE_NAME}/journal.jsonl")), "a queue")
     night.submit(night.file_of(NIGHT))
     first.wait(night.trains, "a checkpoint")
     name = str(night.trains())

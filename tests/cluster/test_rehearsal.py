@@ -47,6 +47,9 @@ PROGRAMS = (
     "ray::WorkerActor",
     "ray::Observer",
     "ray::IDLE",
+    "orch-engine",
+    "job-keeper",
+    "keeper-server",
 )
 
 #: Leaves a file behind when the head, of all processes, loads torch.

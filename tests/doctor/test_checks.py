@@ -58,9 +58,7 @@ def test_a_machine_without_a_card_is_told_that_nothing_is_wrong() -> None:
     assert [finding for finding in findings if finding.verdict in {WARN, FAIL}] == [found]
 
 
-WORKERS = tuple(
-    Holder(pid=pid, name="orch-engine", used_bytes=3 * GIB) for pid in range(7)
-)
+WORKERS = tuple(Holder(pid=pid, name="orch-engine", used_bytes=3 * GIB) for pid in range(7))
 HOLDERS = (
     Holder(pid=900, name="Xorg", used_bytes=GIB // 2),
     Holder(pid=4711, name="game.exe", used_bytes=9 * GIB),
