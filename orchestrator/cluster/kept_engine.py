@@ -27,8 +27,9 @@ from workers.settings import WorkerSpec
 
 _PACKAGE: Final = "workers.engine"
 
-#: What every training imports: 2.3 s of a core.
-_LOADED: Final = ("workers.engine.engine", "workers.workloads.train", "torch._dynamo")
+_OF_ALL: Final = ("workers.engine.engine",)
+#: What every training imports as well: 2.3 s of a core.
+_OF_TRAININGS: Final = ("workers.workloads.train", "torch._dynamo")
 
 #: In what a slot has printed, between two of its processes.
 _ANOTHER: Final = "[the process ended here; another one begins]\n"
@@ -124,7 +125,7 @@ class KeptEngine:
                     module=_PACKAGE if is_forked else None,
                 ),
                 server=watched[-1],
-                modules=_LOADED if is_forked else (),
+                modules=_loaded_for(self._spec) if is_forked else (),
                 channel=theirs,
             )
         self._channel = Connection(ours.detach())
@@ -145,6 +146,11 @@ class KeptEngine:
         return ProgramEnded(
             text=_in_words(kept.ended), host_memory=killed and oom_kills() > self._oom_kills
         )
+
+
+def _loaded_for(spec: WorkerSpec) -> tuple[str, ...]:
+    is_training = spec.workload.name.endswith("train")
+    return (*_OF_ALL, *_OF_TRAININGS) if is_training else _OF_ALL
 
 
 def _told(kept: Kept, channel: Connection) -> Any:  # noqa: ANN401 - whatever it sends

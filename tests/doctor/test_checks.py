@@ -121,7 +121,7 @@ TI = card_facts(name="NVIDIA GeForce RTX 3070 Ti", total_bytes=8 * GIB)
         (laptop(cpu_governors=()), "cpu_governor", SKIP, "does not report it", None),
         (workstation(), "driver", OK, "580.65.06, runs CUDA up to 13.0, answers for 1 card", None),
         (laptop(torch=CUDA_TORCH), "torch", OK, "2.13.0+cu128, built for CUDA 12.8", None),
-        (workstation(cards=(card_facts(used_bytes=21 * GIB, holders=WORKERS),)), "vram", OK, "ray::Worker", None),
+        (workstation(cards=(card_facts(used_bytes=21 * GIB, holders=WORKERS),)), "vram", OK, "orch-engine", None),
         (
             workstation(cards=(card_facts(used_bytes=10 * GIB, holders=HOLDERS),)), "vram", WARN,
             "13.56 GiB free of 23.56; held by game.exe (pid 4711, 9.00 GiB), Xorg (pid 900, 0.50 GiB), unknown (pid 5)",
