@@ -17,13 +17,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final
 
-from workers.command.files import LOG_BYTES, Log
+from workers.command.files import Log
 from workers.host.processes import oom_kills, worker_and_raylet
 from workers.keeper.kept import Ended, Kept
 from workers.keeper.task import Task
 from workers.learned_limits import default_path
 from workers.messages import Directive, Report, Verdict
 from workers.settings import WorkerSpec
+from workers.units import MIB
 
 _PACKAGE: Final = "workers.engine"
 
@@ -119,7 +120,7 @@ class KeptEngine:
                     env=dict(os.environ) | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": _path()},
                     cwd=os.getcwd(),  # noqa: PTH109 - a word of a task
                     place=str(self._folder),
-                    log_bytes=LOG_BYTES,
+                    log_bytes=MIB,
                     grace_s=0.0,
                     watch=watched,
                     module=_PACKAGE if is_forked else None,

@@ -40,7 +40,7 @@ ONE_EACH = ("--set", "nodes.pc1.workers=1", "--set", "nodes.pc2.workers=1")
 #: (tests/run).
 PATIENT = tuple(f"--set=run.{name}_timeout_s={PATIENCE_S:.0f}" for name in ("start", "hang"))
 
-#: Whoever waits here gives up after a while without progress; this is for what waits elsewhere.
+#: A wait of this module ends after a while without progress; this is for what waits elsewhere.
 _LONGEST_S = 3600
 
 

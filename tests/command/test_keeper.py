@@ -36,7 +36,7 @@ os.rename("pids.new", "pids")
 time.sleep(600)
 """
 
-#: Each alone, and whoever might have noticed first; the keeper and the server at once have a test of
+#: Each alone, and pairs of which one might have noticed first; keeper and server at once have a test of
 #: their own.
 ORDERS = [
     ("worker",), ("keeper",), ("server",), ("program",),

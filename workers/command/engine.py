@@ -62,7 +62,7 @@ class CommandEngine:
 
     def __init__(self, spec: WorkerSpec, problem: str | None = None) -> None:
         """Touch nothing: the first directive starts the program, unless there is a `problem`."""
-        assert spec.command is not None  # noqa: S101 - `load_engine` asks
+        assert spec.command is not None  # noqa: S101 - `load_worker` asks
         self._spec, self._command = spec, spec.command
         self._attempt = self._command.env.get(ATTEMPT)
         self._folder = Path(self._command.env.get(JOB_DIR) or folder_of(spec))

@@ -15,7 +15,6 @@ import errno
 import hashlib
 import json
 import os
-import resource
 import runpy
 import select
 import signal
@@ -84,7 +83,7 @@ def keep(task: Task, news: socket.socket, channel: int | None) -> None:
             os.close(channel)
     os.close(log.writing)
     _tell(news, started=program, keeper=os.getpid())
-    status, usage, was_alone = _Watch(task, news, log, program).until_end()
+    status, was_alone = _Watch(task, news, log, program).until_end()
     while log.pump():
         pass
     left = len(processes.below(os.getpid()))
@@ -92,8 +91,6 @@ def keep(task: Task, news: socket.socket, channel: int | None) -> None:
     _tell(
         news,
         ended=status,
-        most_bytes=usage.ru_maxrss * 1024,
-        cpu_s=usage.ru_utime + usage.ru_stime,
         tail=log.tail.decode("utf-8", "replace"),
         left=left,
     )
@@ -123,8 +120,8 @@ class _Watch:
         for ready in (news.fileno(), log.reading, os.pidfd_open(program)):
             self._poller.register(ready, select.POLLIN)
 
-    def until_end(self) -> tuple[int, resource.struct_rusage, bool]:
-        """Return how the program ended, what it took, and whether its worker was gone."""
+    def until_end(self) -> tuple[int, bool]:
+        """Return how the program ended, and whether its worker was gone."""
         while True:
             grace_s = self._take_news()
             lease_s = self._task.lease_s
@@ -139,10 +136,8 @@ class _Watch:
                 self._ask_to_end(grace_s)
             if time.monotonic() >= self._kill_at_s:
                 processes.send(processes.below(os.getpid()), signal.SIGKILL)
-            with contextlib.suppress(ChildProcessError):
-                while (ended := os.wait4(-1, os.WNOHANG))[0]:
-                    if ended[0] == self._program:
-                        return ended[1], ended[2], self._is_alone
+            if (status := processes.reap().get(self._program)) is not None:
+                return status, self._is_alone
 
     def _take_news(self) -> float | None:
         """Wait for something; return the seconds of grace of an order to end."""

@@ -53,12 +53,8 @@ class Ended:
     """As of `os.waitstatus_to_exitcode`: an exit code, or a signal below 0."""
     tail: str = ""
     """The newest of what it printed; nothing where its keeper was killed."""
-    most_bytes: int | None = None
-    """The most resident memory that the program or one of its children had."""
     left: int = 0
     """So many of its processes were there after its end; its keeper ends them."""
-    is_keeper_lost: bool = False
-    """Its keeper was killed, and the kernel has ended the program with it."""
 
 
 class Kept:
@@ -150,7 +146,6 @@ class Kept:
             self.ended = Ended(
                 status=os.waitstatus_to_exitcode(news["ended"]),
                 tail=news["tail"],
-                most_bytes=news["most_bytes"],
                 left=news["left"],
             )
 
@@ -163,7 +158,7 @@ class Kept:
             return [*mine, *processes.marked(MARK, self._place)]
 
         count = processes.end_all(left, 0.0)
-        self.ended = Ended(status=-signal.SIGKILL, left=count, is_keeper_lost=True)
+        self.ended = Ended(status=-signal.SIGKILL, left=count)
 
 
 def _receive(channel: socket.socket) -> bytes | None:
