@@ -1,7 +1,7 @@
-"""What crosses processes: directives from the head to a worker, reports back.
+"""What crosses processes: orders from the head to a worker, statuses back.
 
 Covers the frozen dataclasses, the names of states, and the two errors that the engine turns into a
-`Verdict`. Does not cover how they travel (the head's business) nor how a slice is run (the
+`Verdict`. Does not cover how they travel (the head's business) nor what a worker does (the
 engine's). Imports neither torch nor ray. Bytes and seconds throughout; `None` means unknown.
 """
 
@@ -90,45 +90,54 @@ class ContextCorruptedError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Directive:
-    """One slice for one worker, which has had its `WorkerSpec` since its process began.
+class KeptBytes:
+    """How much of a file with a slot's state has reached the head."""
 
-    `incarnation` counts the processes that have lived in the slot; a worker that sees a new one
-    starts from `resume` instead of what it remembers. `sequence` counts the slices of the slot over
-    the whole run.
-    """
+    number: int
+    """As of `CheckpointPiece`."""
+    size_bytes: int
 
-    incarnation: int
-    sequence: int
-    duration_s: float
-    """Aim for this long; 0 returns after the first step that ends well, or fails for good."""
-    resume: ResumeState | None
-    step_limit: int | None = None
-    """The slice ends early after this many good steps, so that a slice that gives no report cannot
-    have done more; `None` sets no limit."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begin:
+    """What the process of an incarnation is told once, when it starts."""
+
+    resume: ResumeState | None = None
+    """The policy's state by the last status of the slot; `None`: there is none."""
+    fresh: bool = False
+    """Whether the slot begins its work: what an earlier run left on the disk is not its state."""
+    checkpoint: bytes | None = field(default=None, repr=False)
+    """The head's copy of the slot's state; `None`: there is none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Orders:
+    """What the head wants of a slot: all of it, so that orders that come twice change nothing."""
+
+    actor: str | None = None
+    """The process of the actor that is meant. Another one starts nothing, and tells its name:
+    the process before it has ended, and the program with it."""
+    incarnation: int = 0
+    """Counts the processes that have computed in the slot. A larger number than that of the present
+    process ends that one and starts another."""
+    begin: Begin | None = None
+    """For the process of this incarnation; `None` once a status has told that it was started."""
+    runs: bool = True
+    """Whether there is to be a process; `False` ends it."""
+    holds: bool = False
+    """Whether the process is to do no step. One that is asked to save goes on until it has."""
+    saves: int = 0
+    """Counts how often this process was asked to save its state as soon as it can."""
     lease_bytes: int | None = None
     """What the worker may hold now, its cap apart, so that those who share a card do not all grow
     into the same bytes; `None` does not limit it."""
-    checkpoint: bytes | None = None
-    """The head's copy of the slot's state, in the first slice of a process; `None`: there is none.
-    """
-    save: bool = False
-    """Whether the workload is asked to save its state as soon as it can."""
+    heard: int = 0
+    """Number of the last news that the head has from this process of the actor (`Status.news`)."""
+    kept: KeptBytes | None = None
+    """How much the head has of the file with the slot's state that it gets in pieces."""
 
-    def granted(self, lease_bytes: int | None, checkpoint: bytes | None) -> Directive:
-        """Return this slice with its lease and copy; `dataclasses.replace` takes 3 times as long,
-        and every slice has a lease.
-        """
-        return Directive(
-            incarnation=self.incarnation,
-            sequence=self.sequence,
-            duration_s=self.duration_s,
-            resume=self.resume,
-            step_limit=self.step_limit,
-            lease_bytes=lease_bytes,
-            checkpoint=checkpoint,
-            save=self.save,
-        )
+
+NO_ORDERS = Orders()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -358,18 +367,39 @@ class CheckpointPiece:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Activity:
-    """What a process and its children did between two looks at it."""
+class Quiet:
+    """What a process did since it last told anything, as its own PC sees it."""
 
-    interval_s: float
-    wanted_s: float
-    """Seconds in which its busiest thread ran, or was ready and waited for a CPU: on a full machine
-    a thread that computes gets little time and wants all of it."""
-    cpu_s: float
-    """Seconds in which that thread ran."""
-    on_card: bool = False
-    """Whether a card computed for it, or, where the driver does not tell for whom, for any process.
-    """
+    seconds: float
+    """For so long it has told nothing."""
+    idle_s: float
+    """For so long it was not seen to compute: `seconds` if it never was."""
+    computed_s: float = 0.0
+    """CPU seconds of its busiest thread while it computed; on a card seconds of wall time."""
+    stands_at: str | None = None
+    """The line of Python at which its step stands; `None`: it was not asked for, or is unknown."""
+
+
+class EndCause(StrEnum):
+    """Why the process of a slot ended."""
+
+    #: By itself, with an exit code.
+    EXITED = "exited"
+    #: By a signal: of a person, of the kernel, or of its own crash.
+    SIGNALLED = "signalled"
+    #: The kernel killed it for want of RAM on its PC.
+    HOST_MEMORY = "host memory"
+    #: It could not be started, or ended before it had made an engine: another try ends so too.
+    UNBUILDABLE = "unbuildable"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessEnd:
+    """How the process of a slot ended, whatever it computed."""
+
+    cause: EndCause
+    text: str
+    """In words, with the last line that it printed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -409,45 +439,72 @@ class Ending:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """The result of a slice, which is also the heartbeat. Its counts are of this slice alone."""
+class Status:
+    """How a slot's process is. All counters are those of the process since it began, so that a
+    status that is lost costs nothing.
+    """
 
     slot: str
-    incarnation: int
-    sequence: int
-    verdict: Verdict
-    state: WorkerState
-    reason: str
-    device: DeviceInfo | None
-    memory: MemoryInfo | None
-    size: int | None
-    batch: int | None
-    claim_bytes: int | None
+    incarnation: int | None = None
+    """Of the process that is there, or was there last; `None`: the actor has started none."""
+    actor: str = ""
+    """The actor's process; the actor itself fills it in, as all fields from `news` on."""
+    verdict: Verdict = Verdict.OK
+    state: WorkerState = WorkerState.WARMING
+    reason: str = "its process starts"
+    is_up: bool = False
+    """Whether the process has told anything itself."""
+    is_held: bool = False
+    """Whether it does no steps, as it was ordered."""
+    saves: int = 0
+    """`Orders.saves` that it has taken in."""
+    save_due: bool = False
+    """Whether it was asked to save its state and has not been able to since, or the head lacks a
+    part of what was saved."""
+    device: DeviceInfo | None = None
+    memory: MemoryInfo | None = None
+    size: int | None = None
+    batch: int | None = None
+    claim_bytes: int | None = None
+    lease_bytes: int | None = None
+    """`Orders.lease_bytes` that it obeys."""
     counts: StepCounts = NO_COUNTS
     wall_s: float = 0.0
+    """Time for which it worked, or rested from work, since it opened its device."""
     longest_step_s: float = 0.0
-    """Of the good steps of this slice."""
+    """Of its good steps."""
+    errors_in_a_row: int = 0
+    """Errors of the workload since its last good step."""
+    error: str | None = None
+    """Traceback of the workload's last exception, as text."""
     sensors: SensorReading | None = None
     """The last look at the sensors; `None` if there was none yet."""
     rss_bytes: int | None = None
-    """Resident memory of the worker's process on its host at the end of the slice."""
-    error: str | None = None
-    """Traceback of the workload's own exception, as text."""
-    events: tuple[WorkerEvent, ...] = ()
+    """Resident memory of the process on its host."""
     resume: ResumeState | None = None
     progress: Progress | None = None
-    """`None` of a workload without an end, and of a slice that failed before it could be asked."""
-    checkpoint: CheckpointPiece | None = None
-    """Of the state that the head is to keep, too."""
-    save_due: bool = False
-    """Whether the workload was asked to save its state, and has not been able to since."""
+    """`None` of a workload without an end, and before it could be asked."""
     learned: StoredLimit | None = None
     """What a later run under the same circumstances could start from; `None` if the policy learns
     nothing.
     """
-    output: PrintedOutput | None = None
-    """`None`: nothing was printed, or it is not captured."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The last of each figure by which a training, or a program of the user, judges itself."""
     ended: Ending | None = None
-    """How that program ended; `None` while it runs, and of a workload."""
+    """How a program of the user ended; `None` while it runs, and of a workload."""
+    saved: str | None = None
+    """The file with its state that is to be kept by the head as well, on its own PC."""
+    events: tuple[WorkerEvent, ...] = ()
+    """Those that the head has not acknowledged."""
+
+    news: int = 0
+    """Number of the last of `events` and of `output`; the head acknowledges it in `Orders.heard`.
+    """
+    output: PrintedOutput | None = None
+    """`None`: nothing new was printed, or it is not captured."""
+    quiet: Quiet | None = None
+    """What is seen of a process that tells nothing; `None`: it has just told something."""
+    died: ProcessEnd | None = None
+    """How the process ended; `None` while it lives, and of one that was ended as ordered."""
+    checkpoint: CheckpointPiece | None = None
+    """The next part of the state that the head is to keep."""

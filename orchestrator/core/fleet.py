@@ -6,13 +6,11 @@ Covers the messages and the protocol. Does not decide anything about slots.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Protocol, TypeAlias
 
 from workers.host.facts import MachineFacts
-from workers.messages import Activity, Directive, Report
+from workers.messages import Orders, Status
 from workers.settings import WorkerSpec
 
 
@@ -56,63 +54,33 @@ class NodeAnswer:
         return self.name or self.address
 
 
-class SliceFailure(StrEnum):
-    """Why a slice gave no report."""
-
-    #: The process died with the slice, or its node did; the actor comes back if it can.
-    DIED = "died"
-    #: The actor cannot be reached right now; the slice may have run.
-    UNAVAILABLE = "unavailable"
-    #: The slice never left: the actor's process is not there, or not there yet.
-    UNSENT = "unsent"
-    #: The actor cannot even be made: its code is missing on the node, or of another version.
-    UNBUILDABLE = "unbuildable"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SliceReported:
-    """A slice ended with a report, which names its slot, incarnation and sequence."""
+class Told:
+    """An actor answered a poll."""
 
-    report: Report
+    status: Status
 
     @property
     def slot(self) -> str:
         """The slot that was asked."""
-        return self.report.slot
+        return self.status.slot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SliceFailed:
-    """A slice ended without a report."""
+class Unreached:
+    """A poll came to nothing: the actor's process is not there, or cannot be reached. Polls go on;
+    what the next answer says of `Status.actor` tells whether the process has ended.
+    """
 
     slot: str
-    incarnation: int
-    sequence: int
-    failure: SliceFailure
     text: str
-
-    @classmethod
-    def of(cls, slot: str, sent: Directive, failure: SliceFailure, text: str) -> SliceFailed:
-        """Return the failure of a slice that was sent."""
-        return cls(
-            slot=slot,
-            incarnation=sent.incarnation,
-            sequence=sent.sequence,
-            failure=failure,
-            text=text,
-        )
+    is_unbuildable: bool = False
+    """Whether the actor cannot even be made: its code is missing on the node, or of another
+    version.
+    """
 
 
-SliceEnded: TypeAlias = SliceReported | SliceFailed
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeathCause:
-    """What the cluster wrote down about the end of a process."""
-
-    host_memory: bool
-    """It was killed because its machine was running out of RAM."""
-    text: str
+Heard: TypeAlias = Told | Unreached
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,35 +113,18 @@ class Fleet(Protocol):
         Admission only: nothing here limits use. Each of its processes is told `spec` once.
         """
 
-    def submit(self, slot: str, directive: Directive) -> None:
-        """Queue a slice behind those the slot's actor has."""
-
-    def wait(self, timeout_s: float) -> tuple[SliceEnded, ...]:
-        """Wait for the first slice that ends, then take along all that have."""
-
-    def forget(self, slot: str) -> None:
-        """Give up the slot's slices under way: their failures are not returned, only reports that
-        still arrive.
+    def order(self, slot: str, orders: Orders) -> None:
+        """Say what is wanted of the slot from now on. Its next poll takes that along: at once where
+        none is under way, else within a second.
         """
 
-    def restart(self, slot: str) -> None:
-        """End the slot's process; the cluster starts a fresh one for the same actor."""
+    def wait(self, timeout_s: float) -> tuple[Heard, ...]:
+        """Keep one poll under way for each placed slot that has orders; wait for the first that
+        comes back, and take along all that have.
+        """
 
     def abandon(self, slot: str) -> None:
-        """End the slot's actor for good."""
-
-    def why_ended(self, slot: str) -> DeathCause | None:
-        """Return why the slot's last process ended.
-
-        `None` if the cluster does not know it (yet).
-        """
-
-    def watch(self, silent: Collection[str]) -> Mapping[str, Activity | None]:
-        """Ask what the processes of these slots do, and return what is known by now; never waits.
-
-        `None`: its node was asked and has not answered yet. A slot whose process has not come up,
-        or cannot be seen, is left out.
-        """
+        """End the slot's actor for good, and its program with it."""
 
     def end_node(self, node: str) -> None:
         """End a raylet with everything on it, as a power cut would.
