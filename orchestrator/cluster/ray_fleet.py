@@ -6,7 +6,9 @@ thing to Ray.
 
 from __future__ import annotations
 
+import contextlib
 import math
+import socket
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -78,6 +80,7 @@ class RayFleet:
         """
         self._raylets = raylets
         self._address = address
+        self._head_door = _door(address)
         self._pulse = Pulse()
         self._head_pulse = Pulse()
         self._head_away_since_s: float | None = None
@@ -94,8 +97,7 @@ class RayFleet:
         if self._raylets is not None:
             reap_keepers()
         now_s = time.monotonic()
-        host, _, port = self._address.rpartition(":")
-        self._head_pulse.silent({_HEAD: (host.strip("[]"), int(port))}, now_s)
+        self._head_pulse.silent({_HEAD: self._head_door}, now_s)
         if not self._head_pulse.answered(_HEAD, now_s):
             self._head_away_since_s = (
                 now_s if self._head_away_since_s is None else self._head_away_since_s
@@ -236,6 +238,14 @@ class RayFleet:
             return Unreached(
                 slot=slot, text=in_a_line(error), is_unbuildable=_is_unbuildable(error)
             )
+
+
+def _door(address: str) -> tuple[str, int]:
+    """Return the address of a head as a number: its name is looked up once, before the run."""
+    host, _, port = address.rpartition(":")
+    with contextlib.suppress(OSError):
+        host = str(socket.getaddrinfo(host.strip("[]"), int(port))[0][4][0])
+    return host, int(port)
 
 
 def _new_actor(place: Reservation, spec: WorkerSpec, folder: Any) -> Any:  # noqa: ANN401 - of Ray
