@@ -10,6 +10,7 @@ import contextlib
 import os
 import re
 import select
+import shutil
 import signal
 import socket
 import sys
@@ -40,6 +41,9 @@ from workers.units import MIB
 
 _PACKAGE: Final = "workers.engine"
 
+#: Of the files of the engines of a run, below that of the run's state.
+_FOLDER: Final = ".engines"
+
 _OF_ALL: Final = ("workers.engine.engine",)
 #: What every training imports as well: 2.3 s of a core.
 _OF_TRAININGS: Final = ("workers.workloads.train", "torch._dynamo")
@@ -60,6 +64,10 @@ _LINE: Final = re.compile(r'Stack \(most recent call first\):\s+File "(.+)", lin
 #: A process prints where it stands within some milliseconds, and its keeper passes it on.
 _LOCATE_S: Final = 0.5
 
+#: What an engine prints is in the run folder as well. Its own file stays for so long after it was
+#: written last.
+_LOG_KEPT_S: Final = 7 * 86400.0
+
 #: SIGKILL ends a process in milliseconds, unless the kernel is in the middle of a system call.
 _END_S: Final = 5.0
 
@@ -79,9 +87,10 @@ class KeptEngine:
     def __init__(self, spec: WorkerSpec) -> None:
         """Start nothing: the first orders of an incarnation do."""
         self._spec = spec
-        self._folder = default_path().parent / "state" / (spec.run_id or "no-run") / ".engines"
-        self._folder /= spec.slot
+        state = default_path().parent / "state"
+        self._folder = state / (spec.run_id or "no-run") / _FOLDER / spec.slot
         self._folder.mkdir(parents=True, exist_ok=True)
+        _remove_old(state)
         self._log = Log(self._folder / "output.log")
         self._kept: Kept | None = None
         self._channel: socket.socket | None = None
@@ -278,6 +287,15 @@ class KeptEngine:
                     where, line, name = found.groups()
                     return f"{Path(where).name}:{line} in {name}"
         return None
+
+
+def _remove_old(state: Path) -> None:
+    """Remove what the engines of earlier runs have printed on this PC."""
+    oldest_unix_s = time.time() - _LOG_KEPT_S
+    for folder in state.glob(f"*/{_FOLDER}"):
+        with contextlib.suppress(OSError):
+            if all(path.stat().st_mtime < oldest_unix_s for path in folder.rglob("*")):
+                shutil.rmtree(folder)
 
 
 def _loaded_for(spec: WorkerSpec) -> tuple[str, ...]:
