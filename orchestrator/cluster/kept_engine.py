@@ -19,10 +19,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from workers.engine.channel import ClosedError, receive_all, send, write_spec
-from workers.engine.pieces import SavedPieces
-
 from workers.command.files import Log
+from workers.engine.channel import ClosedError, receive_all, send
+from workers.engine.pieces import SavedPieces
+from workers.engine.spec_file import write_spec
 from workers.host.processes import ActivityMeter, oom_kills, worker_and_raylet
 from workers.keeper.kept import Ended, Kept
 from workers.keeper.task import Task
