@@ -224,7 +224,6 @@ def _stopped(slot: Slot) -> Transition:
 Handler: TypeAlias = Callable[[Slot, Any, Moment], Transition]
 
 _NOT_A_TIME = "the slot waits for its node, not for a time"
-_AWAY = "the slot's node is away: what its process told is told again when that is back"
 _NOT_AWAITED = "no process is awaited"
 _RULE_5 = "rule 5"
 _FINAL = "the slot has ended; the supervisor still tells every slot"
@@ -258,7 +257,7 @@ _TABLE: Mapping[type[Event], Mapping[Phase, Handler | str]] = {
         Phase.DONE: _RULE_6,
     },
     Told: {
-        Phase.ABSENT: _AWAY,
+        Phase.ABSENT: processes.told_away,
         Phase.WORKING: processes.told,
         **dict.fromkeys((Phase.PAUSING, Phase.HELD, Phase.STOPPED), processes.told_aside),
         Phase.QUARANTINED: _RULE_5,

@@ -117,6 +117,14 @@ def told_aside(slot: Slot, event: Told, moment: Moment) -> Transition:
     return slot, ()
 
 
+def told_away(slot: Slot, event: Told, moment: Moment) -> Transition:
+    """Count what a process has done on a node that has left: it is not gone with it at once."""
+    if event.status.incarnation != slot.incarnation:
+        return slot, ()
+    counted = _with_status(slot, event.status, moment)
+    return replace(counted, heard_at_s=slot.heard_at_s), ()
+
+
 def unreached(slot: Slot, event: Unreached, moment: Moment) -> Transition:
     """Distinguish code that cannot work from an actor that cannot be reached yet."""
     if event.is_unbuildable:
