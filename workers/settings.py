@@ -1,6 +1,6 @@
 """What a worker gets once: its specification, and the values that make it up.
 
-Does not cover what travels with each slice (`messages`). Imports neither torch nor ray. Bytes and
+Does not cover what is told later (`messages`). Imports neither torch nor ray. Bytes and
 seconds throughout; `None` means unknown or off.
 """
 
@@ -246,8 +246,8 @@ class CommandSpec:
     grace_s: float = 30.0
     """Between SIGTERM and SIGKILL."""
     lease_s: float | None = None
-    """It ends if its worker gets no slice for so long: another PC may have begun it anew. `None`:
-    none can.
+    """It ends if its worker is not asked for so long: another PC may have begun it anew. `None`: none
+    can.
     """
     cap: bool = True
     """Whether a Python script is started by `workers.capped` with the job's memory."""
@@ -297,6 +297,8 @@ class WorkerSpec:
     """Share of its time that checks of its results may take; 0 checks nothing."""
     run_id: str | None = None
     """Under which a workload keeps its state on the node; `None` keeps none."""
+    poll_s: float = 1.0
+    """So often its engine tells how it is."""
     command: CommandSpec | None = None
     """What this slot runs in place of an engine; then `policy`, `memory` and `workload` mean
     nothing to it.

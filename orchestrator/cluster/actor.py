@@ -2,50 +2,94 @@
 
 Its constructor only keeps the worker's specification, so that Ray can start it again anywhere at
 any time, with the same arguments. It imports no torch: its program is a process of its own, which
-ends and is started again without Ray. The resume state travels in each directive. Does not import
-Ray, which reads its settings when it is imported.
+ends and is started again without Ray. Does not import Ray, which reads its settings when it is
+imported, and decides nothing.
 """
 
 from __future__ import annotations
 
 import os
+import uuid
 from dataclasses import replace
+from typing import Final
 
-from orchestrator.cluster.kept_engine import KeptEngine, ProgramEnded
+from orchestrator.cluster.kept_engine import KeptEngine
 from workers.command.engine import CommandEngine
 from workers.command.folder import CommandFolder
-from workers.messages import Directive, Report
+from workers.messages import Orders, PrintedOutput, Status, WorkerEvent
 from workers.settings import WorkerSpec
+
+#: Of what was printed and is not acknowledged, at most so much is kept: the newest.
+_PRINTED_CHARS: Final = 64 * 2**10
 
 
 class WorkerActor:
-    """One slot's worker, driven by directives."""
+    """One slot's worker, which answers what the head asks."""
 
     def __init__(self, spec: WorkerSpec, folder: CommandFolder | None = None) -> None:
         """Start nothing. `folder` is where a program of the user finds its own."""
         self._spec = spec
+        self._name = uuid.uuid4().hex
         self._problem: str | None = None
         if folder is not None and spec.command is not None:
             self._problem = folder.problem
             self._spec = replace(spec, command=replace(spec.command, cwd=folder.path))
         self._worker: KeptEngine | CommandEngine | None = None
+        self._news = _News()
 
-    def process_ids(self, incarnation: int) -> tuple[int, int | None]:
-        """Return the id of this process, and of the one that computes, which it starts.
+    def poll(self, orders: Orders, wait_s: float) -> Status:
+        """See to what the head wants, and return how the slot's process is: at once when there is
+        news of it, else after `wait_s`.
 
-        Asked before its first slice, it tells that both have come up.
+        Orders for another process of this actor change nothing: they may be those of a process that
+        was killed, and its program with it.
         """
-        worker, own = self._opened(), os.getpid()
-        return own, worker.process_id(incarnation) if isinstance(worker, KeptEngine) else own
-
-    def run_slice(self, directive: Directive) -> Report | ProgramEnded:
-        """Run one slice and report."""
-        return self._opened().run_slice(directive)
-
-    def _opened(self) -> KeptEngine | CommandEngine:
+        if orders.actor != self._name:
+            return Status(slot=self._spec.slot, actor=self._name)
         if self._worker is None:
             self._worker = load_worker(self._spec, self._problem)
-        return self._worker
+        self._news.acknowledge(orders.heard)
+        status = self._worker.poll(orders, wait_s)
+        return self._news.added(replace(status, actor=self._name))
+
+
+class _News:
+    """What has happened and was printed, until the head has acknowledged it: an answer may be lost."""
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._events: list[tuple[int, WorkerEvent]] = []
+        self._output: tuple[int, PrintedOutput] | None = None
+
+    def acknowledge(self, heard: int) -> None:
+        """Forget what the head has."""
+        self._events = [each for each in self._events if each[0] > heard]
+        if self._output is not None and self._output[0] <= heard:
+            self._output = None
+
+    def added(self, status: Status) -> Status:
+        """Return a status with all that the head lacks."""
+        if status.events or status.output is not None:
+            self._number += 1
+        self._events += [(self._number, event) for event in status.events]
+        if status.output is not None:
+            before = None if self._output is None else self._output[1]
+            self._output = self._number, _joined(before, status.output)
+        return replace(
+            status,
+            news=self._number,
+            events=tuple(event for _, event in self._events),
+            output=None if self._output is None else self._output[1],
+        )
+
+
+def _joined(before: PrintedOutput | None, output: PrintedOutput) -> PrintedOutput:
+    if before is None:
+        return output
+    text = before.text + output.text
+    cut = max(0, len(text) - _PRINTED_CHARS)
+    dropped_bytes = before.dropped_bytes + output.dropped_bytes + cut
+    return PrintedOutput(text=text[cut:], dropped_bytes=dropped_bytes)
 
 
 def load_worker(spec: WorkerSpec, problem: str | None = None) -> KeptEngine | CommandEngine:

@@ -80,6 +80,12 @@ def driver(address: str, *, has_token: bool, raylets: Raylets | None = None) -> 
     # good. Ours never are, and the delay makes the restart late (seen with Ray 2.60: 1.5 s instead
     # of 0.03 s until the head knows).
     os.environ.setdefault("RAY_timeout_ms_task_wait_for_death_info", "0")
+    if raylets is None:
+        # A poll over a cable that was cut then fails after 5 s, and the next one is answered within
+        # a second of its return (measured with Ray 2.60; without it TCP's own pauses decide). In
+        # this process alone: with it a raylet is taken for dead after 15 s, and stays that.
+        os.environ.setdefault("RAY_grpc_client_keepalive_time_ms", "2000")
+        os.environ.setdefault("RAY_grpc_client_keepalive_timeout_ms", "3000")
     import ray  # noqa: PLC0415 - reads the authentication settings when it is imported
 
     from orchestrator.cluster.ray_fleet import RayFleet  # noqa: PLC0415 - imports ray

@@ -1,32 +1,48 @@
 """The engine of a slot as a program that is kept, seen from the process that answers the head.
 
 The program ends and starts without this process: each incarnation of the slot is a program of its
-own. Imports no torch, and judges nothing.
+own. Imports no torch, decides nothing, and waits for nothing longer than it is asked to.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
+import shutil
 import signal
 import socket
 import sys
+import time
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from workers.command.files import Log
-from workers.host.processes import oom_kills, worker_and_raylet
+from workers.engine.channel import ClosedError, receive_all, send
+from workers.engine.pieces import SavedPieces
+from workers.engine.spec_file import write_spec
+from workers.host.processes import ActivityMeter, oom_kills, worker_and_raylet
 from workers.keeper.kept import Ended, Kept
 from workers.keeper.task import Task
 from workers.learned_limits import default_path
-from workers.messages import Directive, Report, Verdict
+from workers.messages import (
+    EndCause,
+    Orders,
+    ProcessEnd,
+    Quiet,
+    Status,
+    Verdict,
+    WorkerEvent,
+)
 from workers.settings import WorkerSpec
 from workers.units import MIB
 
 _PACKAGE: Final = "workers.engine"
+
+#: Of the files of the engines of a run, below that of the run's state.
+_FOLDER: Final = ".engines"
 
 _OF_ALL: Final = ("workers.engine.engine",)
 #: What every training imports as well: 2.3 s of a core.
@@ -35,88 +51,103 @@ _OF_TRAININGS: Final = ("workers.workloads.train", "torch._dynamo")
 #: In what a slot has printed, between two of its processes.
 _ANOTHER: Final = "[the process ended here; another one begins]\n"
 
-#: Between two looks at a program that starts.
-_LOOK_S: Final = 1.0
+#: A process that has told nothing for so much longer than it should have is looked at.
+_LATE_S: Final = 1.0
+
+#: A thread that computes wants a CPU all the time; one that wakes up on a timer wants one for less
+#: than this share of the time, also on a full machine.
+_ACTIVE_SHARE: Final = 0.2
+
+#: What faulthandler prints of a thread (Lib/test/test_faulthandler.py), its innermost call first.
+_LINE: Final = re.compile(r'Stack \(most recent call first\):\s+File "(.+)", line (\d+) in (\S+)')
+
+#: A process prints where it stands within some milliseconds, and its keeper passes it on.
+_LOCATE_S: Final = 0.5
+
+#: What an engine prints is in the run folder as well. Its own file stays for so long after it was
+#: written last.
+_LOG_KEPT_S: Final = 7 * 86400.0
+
+#: SIGKILL ends a process in milliseconds, unless the kernel is in the middle of a system call.
+_END_S: Final = 5.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProgramEnded:
-    """A slice that gives no report: its program has ended."""
+@dataclass(slots=True)
+class _Silence:
+    """What was seen of a process since it last told anything."""
 
-    text: str
-    host_memory: bool = False
-    """Whether the kernel killed a process of this PC for want of RAM while it was killed."""
-
-
-class UnbuildableError(Exception):
-    """No program of this slot can work on this PC: torch, or code of ours, is not there."""
+    since_s: float
+    active_at_s: float | None = None
+    computed_s: float = 0.0
 
 
 class KeptEngine:
     """The program of one slot, and those after it."""
 
     def __init__(self, spec: WorkerSpec) -> None:
-        """Start nothing: the first directive of an incarnation does."""
+        """Start nothing: the first orders of an incarnation do."""
         self._spec = spec
-        self._folder = default_path().parent / "state" / (spec.run_id or "no-run") / ".engines"
-        self._folder /= spec.slot
+        state = default_path().parent / "state"
+        self._folder = state / (spec.run_id or "no-run") / _FOLDER / spec.slot
         self._folder.mkdir(parents=True, exist_ok=True)
+        _remove_old(state)
         self._log = Log(self._folder / "output.log")
-        self._incarnation = -1
-        self._is_ready = False
-        """Whether the program has made its engine."""
         self._kept: Kept | None = None
-        self._channel: Connection | None = None
+        self._channel: socket.socket | None = None
+        self._status = Status(slot=spec.slot)
+        """The last that the present or the last process has told."""
+        self._events: list[WorkerEvent] = []
+        self._sent: Orders | None = None
+        self._pieces = SavedPieces()
+        self._meter = ActivityMeter()
+        self._silence = _Silence(time.monotonic())
         self._oom_kills = 0
 
-    def process_id(self, incarnation: int) -> int | None:
-        """Return the id of the program of an incarnation, once it is started."""
-        self._start(incarnation)
-        return None if self._kept is None else self._kept.pid
-
-    def run_slice(self, directive: Directive) -> Report | ProgramEnded:
-        """Have the program run a slice; start it first where it is a new incarnation's.
-
-        Raises:
-            UnbuildableError: The program cannot even make an engine.
+    def poll(self, orders: Orders, wait_s: float) -> Status:
+        """See to what is ordered, and return how the process is: at once when there is news of it,
+        else after `wait_s`.
         """
-        self._start(directive.incarnation)
-        kept, channel = self._kept, self._channel
-        assert kept is not None and channel is not None  # noqa: S101, PT018 - started
-        report: Report | None = None
-        try:
-            if not self._is_ready:
-                self._is_ready = _told(kept, channel) is not None
-            channel.send(directive)
-            report = _told(kept, channel)
-        except (EOFError, OSError):
-            report = None
-        if report is None:
-            return self._ending(kept)
-        if report.verdict is Verdict.CONTEXT_CORRUPTED:
-            kept.end(0.0)
-        return replace(report, output=self._log.take())
+        self._follow(orders)
+        until_s = time.monotonic() + (0.0 if self._is_hurried(orders) else wait_s)
+        while not self._hears(max(0.0, until_s - time.monotonic())):
+            if time.monotonic() >= until_s:
+                break
+        return self._told(orders)
 
-    def _start(self, incarnation: int) -> None:
-        if incarnation <= self._incarnation:
-            return
-        if self._kept is not None:
-            self._kept.close()  # its keeper ends what may be left of it
-        if self._channel is not None:
-            self._channel.close()
-        self._incarnation, self._is_ready = incarnation, False
+    def _follow(self, orders: Orders) -> None:
+        is_other = orders.incarnation != self._status.incarnation
+        if self._kept is not None and (is_other or not orders.runs):
+            self._end()
+        if is_other and orders.runs and orders.begin is not None:
+            self._start(orders)
+        wanted = replace(orders, actor=None, begin=None, heard=0, kept=None)
+        if self._channel is not None and wanted != self._sent and send(self._channel, wanted):
+            self._sent = wanted
+
+    def _is_hurried(self, orders: Orders) -> bool:
+        """Say whether the head waits for the state of a process that does nothing any more."""
+        waits = self._status.is_held or self._status.verdict is Verdict.DONE
+        return waits and self._pieces.pending(self._status.saved, orders.kept)
+
+    def _start(self, orders: Orders) -> None:
+        begin, incarnation = orders.begin, orders.incarnation
+        assert begin is not None  # noqa: S101 - asked by the caller
+        self._status = Status(slot=self._spec.slot, incarnation=incarnation)
+        self._sent, self._pieces = None, SavedPieces()
+        self._silence = _Silence(time.monotonic())
         if self._log.path.exists() and incarnation > 0:
             with contextlib.suppress(OSError), self._log.path.open("a", encoding="utf-8") as file:
                 file.write(_ANOTHER)
         self._oom_kills = oom_kills()
-        ours, theirs = socket.socketpair()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         watched = worker_and_raylet()
         # On a card no fork was ever seen to see its devices and its allocator as a fresh process.
         is_forked = self._spec.device == "cpu"
         with theirs:
+            path = write_spec(self._folder, self._spec, incarnation, begin)
             self._kept = Kept(
                 Task(
-                    argv=[sys.executable, "-m", _PACKAGE],
+                    argv=[sys.executable, "-m", _PACKAGE, str(path)],
                     env=dict(os.environ) | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": _path()},
                     cwd=os.getcwd(),  # noqa: PTH109 - a word of a task
                     place=str(self._folder),
@@ -129,38 +160,147 @@ class KeptEngine:
                 modules=_loaded_for(self._spec) if is_forked else (),
                 channel=theirs,
             )
-        self._channel = Connection(ours.detach())
-        while self._kept.pid is None and not self._kept.is_over:
-            self._kept.listen(_LOOK_S)
-        if not self._kept.is_over:
-            self._channel.send(self._spec)
+        self._channel = ours
 
-    def _ending(self, kept: Kept) -> ProgramEnded:
-        while not kept.is_over:  # it has closed its channel, and its end is about to be told
-            kept.listen(_LOOK_S)
+    def _hears(self, wait_s: float) -> bool:
+        """Wait for news of the process, and take it in; say whether there was any."""
+        kept, channel = self._kept, self._channel
+        if kept is None:
+            time.sleep(wait_s)
+            return False
+        # The channel of a process that has ended stays readable.
+        ready = [kept.fileno(), *([] if channel is None else [channel.fileno()])]
+        if not select.select(ready, [], [], wait_s)[0]:
+            return False
+        has_told = self._listen()
+        kept.listen(0.0)
+        if kept.is_over:
+            self._listen()  # what it told before its end
+            self._note_end(kept)
+        return has_told or self._status.died is not None
+
+    def _listen(self) -> bool:
+        """Take in what the process has told; say whether it has told anything."""
+        if self._channel is None:
+            return False
+        has_told = False
+        try:
+            for told in receive_all(self._channel):
+                has_told = True
+                self._events += told.events
+                self._status = replace(told, events=())
+        except ClosedError:
+            self._channel.close()
+            self._channel = None
+        if has_told:
+            self._silence = _Silence(time.monotonic())
+        return has_told
+
+    def _note_end(self, kept: Kept) -> None:
         if kept.refused is not None:
-            raise UnbuildableError(kept.refused)
-        assert kept.ended is not None  # noqa: S101 - it is over
-        if kept.ended.status > 0 and not self._is_ready:
-            raise UnbuildableError(_in_words(kept.ended))
-        killed = kept.ended.status == -signal.SIGKILL
-        return ProgramEnded(
-            text=_in_words(kept.ended), host_memory=killed and oom_kills() > self._oom_kills
+            end = ProcessEnd(cause=EndCause.UNBUILDABLE, text=kept.refused)
+        else:
+            assert kept.ended is not None  # noqa: S101 - it is over
+            cause = self._cause_of(kept.ended)
+            end = ProcessEnd(cause=cause, text=_in_words(kept.ended))
+        self._status = replace(self._status, died=end)
+        self._let_go()
+
+    def _cause_of(self, ended: Ended) -> EndCause:
+        if ended.status > 0 and not self._status.is_up:
+            return EndCause.UNBUILDABLE
+        if ended.status == -signal.SIGKILL and oom_kills() > self._oom_kills:
+            return EndCause.HOST_MEMORY
+        return EndCause.SIGNALLED if ended.status < 0 else EndCause.EXITED
+
+    def _end(self) -> None:
+        """End the process, after it has been seen where one that is silent stands."""
+        kept = self._kept
+        assert kept is not None  # noqa: S101 - asked by the caller
+        quiet = self._quiet()
+        if quiet is not None and kept.pid is not None:
+            quiet = replace(quiet, stands_at=self._stands_at(kept.pid))
+        kept.end(0.0)
+        until_s = time.monotonic() + _END_S
+        while not kept.is_over and time.monotonic() < until_s:
+            self._listen()  # what it tells meanwhile counts
+            kept.listen(_LOCATE_S)
+        self._listen()
+        self._status = replace(self._status, quiet=quiet)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if self._kept is not None:
+            self._kept.close()  # its keeper ends what may be left of it
+        if self._channel is not None:
+            self._channel.close()
+        self._kept = self._channel = None
+
+    def _told(self, orders: Orders) -> Status:
+        status, self._events, events = self._status, [], tuple(self._events)
+        is_pending = self._pieces.pending(status.saved, orders.kept)
+        is_done = status.verdict is Verdict.DONE and not is_pending
+        return replace(
+            status,
+            # The process ends after that: first all of its state must have left it.
+            verdict=Verdict.OK
+            if status.verdict is Verdict.DONE and not is_done
+            else status.verdict,
+            save_due=status.save_due or is_pending,
+            events=events,
+            output=self._log.take(),
+            quiet=status.quiet if self._kept is None else self._quiet(),
+            checkpoint=self._pieces.piece(status.saved, orders.kept),
         )
+
+    def _quiet(self) -> Quiet | None:
+        """Return what a process does that has told nothing for long; `None` of any other."""
+        seen, now_s = self._silence, time.monotonic()
+        seconds = now_s - seen.since_s
+        if self._kept is None or seconds < self._spec.poll_s + _LATE_S:
+            return None
+        pid = self._kept.pid
+        look = {} if pid is None else self._meter.look({pid: self._spec.device == "cuda"})
+        for activity in look.values():
+            if activity.on_card or activity.wanted_s > _ACTIVE_SHARE * activity.interval_s:
+                seen.active_at_s = now_s
+                seen.computed_s += max(
+                    activity.cpu_s, activity.interval_s if activity.on_card else 0.0
+                )
+        idle_s = seconds if seen.active_at_s is None else now_s - seen.active_at_s
+        return Quiet(seconds=seconds, idle_s=idle_s, computed_s=seen.computed_s)
+
+    def _stands_at(self, pid: int) -> str | None:
+        """Have a process print where it stands, and return that; `None` if it does not."""
+        path = self._log.path
+        with contextlib.suppress(OSError):
+            before = path.stat().st_size
+            os.kill(pid, signal.SIGUSR1)
+            os.kill(pid, signal.SIGCONT)  # one that is stopped would not print
+            until_s = time.monotonic() + _LOCATE_S
+            while time.monotonic() < until_s:
+                time.sleep(0.02)
+                with path.open("rb") as file:
+                    file.seek(before if path.stat().st_size >= before else 0)
+                    found = _LINE.search(file.read().decode("utf-8", "replace"))
+                if found is not None:
+                    where, line, name = found.groups()
+                    return f"{Path(where).name}:{line} in {name}"
+        return None
+
+
+def _remove_old(state: Path) -> None:
+    """Remove what the engines of earlier runs have printed on this PC."""
+    oldest_unix_s = time.time() - _LOG_KEPT_S
+    for folder in state.glob(f"*/{_FOLDER}"):
+        with contextlib.suppress(OSError):
+            if all(path.stat().st_mtime < oldest_unix_s for path in folder.rglob("*")):
+                shutil.rmtree(folder)
 
 
 def _loaded_for(spec: WorkerSpec) -> tuple[str, ...]:
     is_training = spec.workload.name.endswith("train")
     return (*_OF_ALL, *_OF_TRAININGS) if is_training else _OF_ALL
-
-
-def _told(kept: Kept, channel: Connection) -> Any:  # noqa: ANN401 - whatever it sends
-    """Wait for what the program tells next; `None`: it has ended before."""
-    while not kept.is_over:
-        if channel.fileno() in select.select([channel.fileno(), kept.fileno()], [], [])[0]:
-            break
-        kept.listen(0.0)
-    return channel.recv() if channel.poll() else None
 
 
 def _path() -> str:

@@ -92,13 +92,12 @@ class Pulse:
 def _knock(door: _Port, address: tuple[str, int], now_s: float) -> None:
     family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
     try:
+        socket.inet_pton(family, address[0])  # to look up a name may take seconds
         door.attempt = socket.socket(family, socket.SOCK_STREAM)
         door.attempt.setblocking(False)
         door.began_at_s = now_s
         code = door.attempt.connect_ex(address)
-    except (
-        OSError
-    ):  # no descriptor left, or a name that does not resolve right now: says nothing about the node
+    except OSError:  # no descriptor left, or a name: says nothing about the node
         _close(door)
         return
     if code not in {0, errno.EINPROGRESS}:

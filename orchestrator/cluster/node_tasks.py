@@ -3,10 +3,9 @@ too.
 
 - `survey` asks every node for facts about its machine, its clock, and the ports that it reaches.
 - `with_cards_set` has an actor set the cards of each node that needs it, and put them back.
-- `ProcessWatch` asks what the processes of silent slots do, and waits for nothing.
 
-Needs a connection (`connect.py`) and judges nothing: `orchestrator.doctor`, `run/node_setup.py` and
-`core/silence.py` do.
+Needs a connection (`connect.py`) and judges nothing: `orchestrator.doctor` and `run/node_setup.py`
+do.
 """
 
 from __future__ import annotations
@@ -29,8 +28,6 @@ from orchestrator.core.fleet import NodeAnswer
 from workers.card_settings import CardSettingError, WantedSettings, put_back_own, set_cards
 from workers.host.facts import MachineFacts
 from workers.host.machine import look_around
-from workers.host.processes import ActivityMeter
-from workers.messages import Activity
 
 #: The label that names a node. Set by `ray start --labels=node=pc1`.
 NODE_LABEL = "node"
@@ -208,62 +205,6 @@ def _sentences(node: str, ref: Any) -> tuple[str, ...]:  # noqa: ANN401
         # What `CardSettingsActor.end` returns.
         return ray.get(ref, timeout=0)  # type: ignore[no-any-return]
     return (f"{node}: its cards could not be put back; type on it: python -m orchestrator stop",)
-
-
-class Observer:
-    """Looks at the processes of its node. An actor, so that it remembers the look before."""
-
-    def __init__(self) -> None:
-        self._meter = ActivityMeter()
-
-    def look(self, pids: Mapping[int, bool]) -> dict[int, Activity]:
-        """See `ActivityMeter.look`."""
-        return self._meter.look(pids)
-
-
-class ProcessWatch:
-    """The observers of a run, at most one on each node, and the one question that each has been
-    asked.
-    """
-
-    def __init__(self) -> None:
-        self._observers: dict[str, Any] = {}
-        self._asked: dict[str, tuple[Any, frozenset[int]]] = {}
-
-    def begin(self, node: str) -> None:
-        """Start the node's observer, unless it has one: it must be up before something hangs."""
-        if node not in self._observers:
-            options = {
-                "num_cpus": 0,
-                "label_selector": {NODE_LABEL: node},
-                "max_restarts": -1,
-                "max_task_retries": 0,
-            }
-            self._observers[node] = ray.remote(Observer).options(**options).remote()
-
-    def look(self, node: str, pids: Mapping[int, bool]) -> dict[int, Activity | None]:
-        """Return what the node's processes did, as far as it is known by now, and ask again; never
-        waits.
-
-        `None`: the node was asked and has not answered yet. A process that is gone is left out. The
-        value in `pids` says whether to look for the process on the node's cards too.
-        """
-        self.begin(node)
-        ref, requests = self._asked.get(node, (None, frozenset()))
-        if ref is not None and not ray.wait([ref], timeout=0)[0]:
-            return dict.fromkeys(requests & pids.keys())
-        answer: dict[int, Activity] = {}
-        if ref is not None:
-            try:
-                answer = ray.get(ref)
-            except RayError:  # it comes back with its node
-                requests = frozenset()
-        self._asked[node] = (
-            (self._observers[node].look.remote(dict(pids)), frozenset(pids))
-            if pids
-            else (None, frozenset())
-        )
-        return {pid: answer.get(pid) for pid in pids if pid in answer or pid not in requests}
 
 
 def status_command() -> str:

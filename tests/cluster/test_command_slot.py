@@ -23,16 +23,16 @@ from workers.learned_limits import STATE_DIR_VARIABLE
 
 pytestmark = pytest.mark.ray
 
-#: A head: has a card set twice, places a command on each of two nodes, and goes on sending slices.
+#: A head: has a card set twice, places a command on each of two nodes, and polls them.
 HEAD = """
 import contextlib, dataclasses, json, os, sys, time
 from pathlib import Path
 from orchestrator.cluster.local_cluster import rehearsed
 from orchestrator.cluster.raylets import RayletPlan
-from orchestrator.core.fleet import SliceReported
+from orchestrator.core.fleet import Told
 from tests.command.scenes import command_spec
 from workers.card_settings import WantedSettings
-from workers.messages import Directive
+from workers.messages import Begin, Orders
 
 def tell(name, value):
     Path(name + ".new").write_text(json.dumps(value))
@@ -68,7 +68,7 @@ with rehearsed([RayletPlan(name="pc1", cpus=5, gpus=1), RayletPlan(name="pc2", c
         spec = command_spec("-c", FORKS, slot=name, cwd=os.getcwd(), grace_s=1.0)
         fleet.place(dataclasses.replace(spec, node=node), 1, 0)
         assert fleet._folder(dataclasses.replace(spec, node=node)) is None, "it is on this PC"
-        fleet.submit(name, Directive(incarnation=0, sequence=0, duration_s=0.0, resume=None))
+        fleet.order(name, Orders(begin=Begin()))
     from orchestrator.cluster import command_folder
     fleet._own_address = lambda: "another PC"
     command_folder.look = lambda cwd: None  # and it has no copy of the folder
@@ -76,18 +76,17 @@ with rehearsed([RayletPlan(name="pc1", cpus=5, gpus=1), RayletPlan(name="pc2", c
     Path("project", "train.py").write_text("print(1)")
     spec = command_spec("-c", FORKS, slot="sent", cwd=str(Path("project").absolute()), grace_s=1.0)
     fleet.place(dataclasses.replace(spec, node="pc1"), 1, 0)
-    fleet.submit("sent", Directive(incarnation=0, sequence=0, duration_s=0.0, resume=None))
+    fleet.order("sent", Orders(begin=Begin()))
     workers = {}
     while True:
-        for ended in fleet.wait(0.5):
-            if isinstance(ended, SliceReported):
-                report = ended.report
-                workers[report.slot] = report.device.pid
-                sequence = report.sequence + 1
-                fleet.submit(
-                    report.slot,
-                    Directive(incarnation=0, sequence=sequence, duration_s=0.5, resume=None),
-                )
+        for heard in fleet.wait(0.5):
+            if isinstance(heard, Told):
+                status = heard.status
+                if status.device is not None:
+                    workers[status.slot] = status.device.pid
+                begin = Begin() if status.incarnation is None else None
+                orders = Orders(actor=status.actor, begin=begin, heard=status.news)
+                fleet.order(status.slot, orders)
         tell("workers", workers)
 """
 

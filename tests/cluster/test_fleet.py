@@ -1,4 +1,4 @@
-"""What the supervisor relies on, with real Ray: slots, slices, and files of another PC.
+"""What the supervisor relies on, with real Ray: slots, polls, and files of another PC.
 
 One cluster serves all of these tests; each has a slot of its own. What a fleet may do in two ways is
 written down as two allowed outcomes.
@@ -9,29 +9,26 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
+import psutil
 import pytest
 import torch
 
 from orchestrator.cluster.local_cluster import rehearsed
 from orchestrator.cluster.raylets import RayletPlan
-from orchestrator.core.fleet import (
-    Fleet,
-    SliceEnded,
-    SliceFailed,
-    SliceFailure,
-    SliceReported,
-)
+from orchestrator.core.fleet import Fleet, Heard, Told, Unreached
 from orchestrator.errors import NoClusterError, UsageError
-from tests.scene import ROOT, Patience, spec_of
+from tests.cluster.conftest import actors
+from tests.scene import PATIENCE_S, ROOT, Patience, spec_of
 from workers.learned_limits import STATE_DIR_VARIABLE
-from workers.messages import Directive, Report, ResumeState, Verdict
+from workers.messages import Begin, EndCause, Orders, Status, Verdict, WorkerEvent
 from workers.settings import WorkerSpec
 from workers.workloads.base import StepResult, Workload
 
@@ -52,11 +49,15 @@ class Steady(Workload):
         pass
 
 
-class Slow(Steady):
-    """A step takes a quarter of a second."""
+class Hangs(Steady):
+    """The third step does not end."""
+
+    steps = 0
 
     def step(self, size: int, batch: int) -> StepResult:
-        time.sleep(0.25)
+        self.steps += 1
+        while self.steps == 3:
+            time.sleep(0.1)
         return super().step(size, batch)
 
 
@@ -107,11 +108,12 @@ def cluster() -> Iterator[Cluster]:
 
 
 class Stage:
-    """A fleet, and slots on one of its nodes."""
+    """A fleet, and slots on one of its nodes that are asked as a head asks them."""
 
     def __init__(self, fleet: Fleet, node: str) -> None:
         self.fleet, self.node = fleet, node
-        self._slots: list[str] = []
+        self.orders: dict[str, Orders] = {}
+        self.events: dict[str, list[WorkerEvent]] = {}
 
     def place(self, slot: str, workload: type[Workload] = Steady) -> str:
         """Place a slot of this name; return the name."""
@@ -121,64 +123,58 @@ class Stage:
         return self.place_as(name, replace(spec, slot=name, node=self.node, workload=settings))
 
     def place_as(self, name: str, spec: WorkerSpec) -> str:
-        """Place a slot with a specification of its own."""
-        self._slots.append(name)
+        """Place a slot with a specification of its own, and want it to work."""
         self.fleet.place(spec, num_cpus=1.0, num_gpus=0.0)
+        self.orders[name] = Orders(begin=Begin())
+        self.events[name] = []
+        self.order(name)
         return name
 
-    def submit(
-        self,
-        slot: str,
-        *sequences: int,
-        incarnation: int = 0,
-        duration_s: float = 0.0,
-        resume: ResumeState | None = None,
-    ) -> None:
-        """Ask a slot for slices."""
-        for sequence in sequences:
-            directive = Directive(
-                incarnation=incarnation, sequence=sequence, duration_s=duration_s, resume=resume
-            )
-            self.fleet.submit(slot, directive)
+    def order(self, slot: str, **changes: Any) -> None:
+        """Want something else of a slot."""
+        self.orders[slot] = replace(self.orders[slot], **changes)
+        self.fleet.order(slot, self.orders[slot])
 
-    def wait(self, count: int) -> list[SliceEnded]:
-        """Wait until so many slices have ended."""
-        ended: list[SliceEnded] = []
-        patience = Patience(lambda: len(ended))
-        while len(ended) < count:
-            assert not patience.is_over(), f"{len(ended)} of {count} slices ended: {ended}"
-            ended += self.fleet.wait(1.0)
-        assert len(ended) == count, ended
-        return ended
-
-    def reports(self, count: int) -> list[Report]:
-        """Wait until so many slices have ended, all of them with a report."""
-        ended = self.wait(count)
-        reports = [each.report for each in ended if isinstance(each, SliceReported)]
-        assert len(reports) == count, ended
-        assert all(report.verdict is not Verdict.INCOMPATIBLE for report in reports), reports
-        return reports
-
-    def report_of_new_process(
-        self, slot: str, sequence: int, resume: ResumeState | None = None
-    ) -> Report:
-        """Ask for a slice until a process reports, as the lifecycle does: the old one may still take some with it."""
-        patience = Patience()
+    def hear(self, slot: str, ask: Callable[[Heard], bool], what: str) -> Heard:
+        """Poll until a slot answers so."""
+        patience = Patience(lambda: heard)
+        heard: list[Heard] = []
         while not patience.is_over():
-            self.submit(slot, sequence, incarnation=1, resume=resume)
-            (ended,) = self.wait(1)
-            if isinstance(ended, SliceReported):
-                if "device_opened" in names(ended.report):
-                    return ended.report
-            else:
-                assert ended.failure is not SliceFailure.UNBUILDABLE, ended
-            sequence += 1
-            time.sleep(0.2)
-        raise AssertionError(f"{slot} has no new process")
+            for each in self.fleet.wait(1.0):
+                if isinstance(each, Told):
+                    self._take(each.status)
+                if each.slot == slot:
+                    heard.append(each)
+                    if ask(each):
+                        return each
+        raise AssertionError(f"{slot} tells no {what}: {heard[-5:]}")
+
+    def _take(self, status: Status) -> None:
+        orders = self.orders[status.slot]
+        is_new = status.actor != orders.actor
+        if is_new and orders.actor is not None:
+            return  # a test says what follows from the end of a process
+        begin = None if status.incarnation == orders.incarnation else orders.begin
+        self.events[status.slot] += status.events
+        self.order(status.slot, actor=status.actor, begin=begin, heard=status.news)
+
+    def status(self, slot: str, ask: Callable[[Status], bool], what: str) -> Status:
+        """Poll until a slot tells such a status."""
+        heard = self.hear(slot, lambda each: isinstance(each, Told) and ask(each.status), what)
+        assert isinstance(heard, Told)
+        return heard.status
+
+    def at_work(self, slot: str, incarnation: int = 0) -> Status:
+        """Poll until a process of a slot has done some steps."""
+        return self.status(
+            slot,
+            lambda told: told.incarnation == incarnation and told.counts.steps_ok > 2,
+            "good step",
+        )
 
     def close(self) -> None:
         """End the slots that are left."""
-        for slot in self._slots:
+        for slot in self.orders:
             self.fleet.abandon(slot)
 
 
@@ -188,14 +184,9 @@ def stage(cluster: Cluster) -> Iterator[Stage]:
         yield made
 
 
-def names(report: Report) -> list[str]:
-    """The names of what happened in a slice."""
-    return [event.name for event in report.events]
-
-
-def process_of(report: Report) -> int:
-    assert report.device is not None
-    return report.device.pid
+def process_of(status: Status) -> int:
+    assert status.device is not None
+    return status.device.pid
 
 
 def test_it_shows_its_nodes_and_ends_none_of_the_users(stage: Stage) -> None:
@@ -204,100 +195,121 @@ def test_it_shows_its_nodes_and_ends_none_of_the_users(stage: Stage) -> None:
     assert all(each.answers and not each.refuses and each.address for each in nodes.values())
     assert nodes[NODE].cpus == 32
     assert stage.fleet.count_cards(NODE) >= 0
-    assert stage.fleet.wait(0.1) == (), "nothing is under way"
+    assert stage.fleet.wait(0.1) == (), "no slot is asked"
     for change in (stage.fleet.end_node, stage.fleet.start_node):
         with pytest.raises(UsageError, match=NODE):
             change(NODE)
     assert len(stage.fleet.nodes()) == 2
 
 
-def test_slices_run_in_order_in_one_process_for_each_slot(stage: Stage) -> None:
-    slot, other = stage.place("ordered"), stage.place("other")
-    stage.submit(slot, 7, incarnation=3)
-    stage.submit(slot, 8, incarnation=3, duration_s=0.2)
-    stage.submit(other, 0)
-    reports = stage.reports(3)
-    first, second = (report for report in reports if report.slot == slot)
-    (of_other,) = (report for report in reports if report.slot == other)
-    assert [(report.incarnation, report.sequence) for report in (first, second)] == [(3, 7), (3, 8)]
-    assert (first.verdict, first.error) == (Verdict.OK, None), first.reason
-    assert process_of(first) == process_of(second) != process_of(of_other)
-    assert [names(report).count("device_opened") for report in (first, second, of_other)] == [
-        1,
-        0,
-        1,
-    ]
-    assert second.wall_s >= 0.2
-    assert stage.fleet.why_ended(slot) is None, "its process has not ended"
+def test_each_slot_works_in_a_process_of_its_own_and_counts_up(stage: Stage) -> None:
+    slot, other = stage.place("one"), stage.place("other")
+    first, of_other = stage.at_work(slot), stage.at_work(other)
+    later = stage.status(
+        slot, lambda told: told.counts.steps_ok > first.counts.steps_ok, "more steps"
+    )
+    assert process_of(first) == process_of(later) != process_of(of_other)
+    assert later.counts.busy_s > first.counts.busy_s
+    assert later.wall_s > first.wall_s
+    assert [event.name for event in stage.events[slot]].count("device_opened") == 1
 
 
-def test_a_step_that_fails_is_a_report_and_no_failure(stage: Stage) -> None:
+def test_a_step_that_fails_is_told_and_ends_nothing(stage: Stage) -> None:
     slot = stage.place("failing", Faulty)
-    stage.submit(slot, 0, 1)
-    for report in stage.reports(2):
-        assert report.verdict is Verdict.OK
-        assert "no such column" in str(report.error)
+    told = stage.status(slot, lambda told: told.errors_in_a_row > 1, "errors")
+    assert told.verdict is Verdict.OK
+    assert "no such column" in str(told.error)
 
 
 def test_an_engine_that_cannot_be_made_is_unbuildable(stage: Stage) -> None:
     name = f"{NODE}/unbuildable"
     spec = SimpleNamespace(slot=name, node=NODE, device="cpu", command=None)
-    stage.submit(stage.place_as(name, cast("WorkerSpec", spec)), 0)
-    (ended,) = stage.wait(1)
-    assert isinstance(ended, SliceFailed)
-    assert (ended.slot, ended.incarnation, ended.sequence) == (name, 0, 0)
-    assert ended.failure is SliceFailure.UNBUILDABLE
-    assert "AttributeError" in ended.text
+    stage.place_as(name, cast("WorkerSpec", spec))
+    heard = stage.hear(name, lambda each: isinstance(each, Unreached), "failure")
+    assert isinstance(heard, Unreached)
+    assert heard.is_unbuildable
+    assert "AttributeError" in heard.text
 
 
-def test_of_what_was_given_up_no_failure_is_told(stage: Stage) -> None:
-    slot = stage.place("forgotten", Slow)
-    stage.submit(slot, 0)
-    stage.reports(1)
-    stage.submit(slot, 1, 2)
-    stage.fleet.forget(slot)
-    stage.submit(slot, 3)
-    sequences: list[int] = []
-    while 3 not in sequences:
-        sequences += [report.sequence for report in stage.reports(1)]
-    assert sequences in ([3], [1, 3], [2, 3], [1, 2, 3]), (
-        "a report that comes all the same may be told"
+def test_a_held_process_does_no_step_and_goes_on(stage: Stage) -> None:
+    slot = stage.place("held")
+    before = stage.at_work(slot)
+    stage.order(slot, holds=True)
+    held = stage.status(slot, lambda told: told.is_held, "hold")
+    again = stage.status(slot, lambda told: told.is_held, "hold")
+    assert again.counts.steps_ok == held.counts.steps_ok
+    stage.order(slot, holds=False)
+    after = stage.status(
+        slot, lambda told: told.counts.steps_ok > held.counts.steps_ok, "more steps"
     )
+    assert process_of(after) == process_of(before)
 
 
-def test_a_restarted_slot_answers_from_a_fresh_engine(stage: Stage) -> None:
-    """With the same specification, also after its device broke."""
+def test_another_incarnation_is_another_process_that_goes_on(stage: Stage) -> None:
+    """Also after its device broke."""
     slot = stage.place("broken", BreaksDevice)
-    stage.submit(slot, 0, 1)
-    good, bad = stage.reports(2)
-    assert (good.verdict, bad.verdict) == (Verdict.OK, Verdict.CONTEXT_CORRUPTED)
-    stage.fleet.forget(slot)
-    stage.fleet.restart(slot)
-    after = stage.report_of_new_process(slot, 2, good.resume)
-    assert (after.slot, after.incarnation, after.verdict) == (slot, 1, Verdict.OK)
-    assert {"device_opened", "resumed"} <= set(names(after))
-    assert (after.size, after.batch) == (good.size, good.batch)
+    bad = stage.status(slot, lambda told: told.verdict is not Verdict.OK, "verdict")
+    assert bad.verdict is Verdict.CONTEXT_CORRUPTED
+    stage.order(slot, incarnation=1, begin=Begin(resume=bad.resume))
+    after = stage.status(
+        slot, lambda told: told.incarnation == 1 and told.counts.steps_ok > 0, "good step"
+    )
+    assert process_of(after) != process_of(bad)
+    assert (after.size, after.batch) == (bad.size, bad.batch)
+    assert "resumed" in [event.name for event in stage.events[slot]]
+
+
+def test_the_end_of_a_process_is_told_with_its_cause(stage: Stage) -> None:
+    slot = stage.place("killed")
+    os.kill(process_of(stage.at_work(slot)), signal.SIGKILL)
+    ended = stage.status(slot, lambda told: told.died is not None, "end")
+    assert ended.died is not None
+    assert ended.died.cause in {EndCause.SIGNALLED, EndCause.HOST_MEMORY}
+    assert "SIGKILL" in ended.died.text
+    stage.order(slot, incarnation=1, begin=Begin(resume=ended.resume))
+    stage.at_work(slot, incarnation=1)
+
+
+def test_an_actor_that_is_killed_comes_back_under_another_name(stage: Stage) -> None:
+    """Its program ends with it, and orders for the one before start nothing."""
+    slot = stage.place("actor")
+    before = stage.at_work(slot)
+    program = psutil.Process(process_of(before))
+    for pid in actors():
+        os.kill(pid, signal.SIGKILL)
+    other = stage.status(slot, lambda told: told.actor != before.actor, "other process")
+    assert other.incarnation is None
+    psutil.wait_procs([program], timeout=PATIENCE_S)
+    assert not program.is_running()
+    stage.order(slot, actor=other.actor, heard=0, incarnation=1, begin=Begin())
+    stage.at_work(slot, incarnation=1)
+
+
+def test_a_silent_process_is_seen_from_outside_and_where_it_stands(stage: Stage) -> None:
+    slot = stage.place("hangs", Hangs)
+    silent = stage.status(slot, lambda told: told.quiet is not None, "silence")
+    assert silent.quiet is not None
+    assert silent.counts.steps_ok == 2
+    stage.order(slot, runs=False)
+    ended = stage.status(
+        slot, lambda told: told.quiet is not None and bool(told.quiet.stands_at), "line"
+    )
+    assert ended.quiet is not None
+    assert "in step" in str(ended.quiet.stands_at)
+    assert ended.died is None
 
 
 def test_an_abandoned_slot_is_gone_until_it_is_placed_again(stage: Stage) -> None:
     """And the others work."""
-    gone, stays = stage.place("gone", Slow), stage.place("stays")
-    stage.submit(gone, 0)
-    stage.reports(1)
-    stage.submit(gone, 1)
-    stage.submit(stays, 0)
+    gone, stays = stage.place("gone"), stage.place("stays")
+    stage.at_work(gone)
     stage.fleet.abandon(gone)
     stage.fleet.abandon(gone)
     with pytest.raises(KeyError):
-        stage.submit(gone, 2)
-    answered: list[object] = []
-    while stays not in answered:
-        answered += [report.slot for report in stage.reports(1)]
-    assert set(answered) <= {gone, stays}, "a report that comes all the same may be told"
+        stage.fleet.order(gone, Orders())
+    stage.at_work(stays)
     stage.place("gone")
-    stage.submit(gone, 0, incarnation=1)
-    while (gone, 1) not in answered:
-        answered += [(report.slot, report.incarnation) for report in stage.reports(1)]
+    stage.at_work(gone)
 
 
 def test_checkpoints_come_in_pieces_from_their_node(cluster: Cluster, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import psutil
 
 from tests.scene import ROOT, Patience, computed, spec_of, wait_for
 from workers.command.engine import CommandEngine
-from workers.messages import Directive, Report
+from workers.messages import Orders, Status
 from workers.settings import CommandSpec, WorkerSpec
 from workers.units import GIB
 
@@ -31,61 +31,52 @@ def command_spec(
 
 
 class Slot:
-    """Sends slices to an engine in this process, as the head does to a worker."""
+    """Asks an engine in this process, as the head does with a worker."""
 
     def __init__(self, spec: WorkerSpec, incarnation: int = 0, problem: str | None = None) -> None:
         self.engine = CommandEngine(spec, problem)
-        self.incarnation, self.sent = incarnation, 0
+        self.orders = Orders(incarnation=incarnation)
         self.events: dict[str, Mapping[str, Any]] = {}
         self.printed = ""
 
-    def slice(self, duration_s: float = 0.2, *, save: bool = False) -> Report:
-        duration_s = duration_s if self.sent else 0.0
-        self.sent += 1
-        directive = Directive(
-            incarnation=self.incarnation,
-            sequence=self.sent,
-            duration_s=duration_s,
-            resume=None,
-            save=save,
-        )
-        report = self.engine.run_slice(directive)
-        self.events |= {event.name: event.detail for event in report.events}
-        self.printed += "" if report.output is None else report.output.text
-        return report
+    def poll(self, wait_s: float = 0.2, **orders: Any) -> Status:
+        """Ask once; what is ordered stays ordered."""
+        self.orders = replace(self.orders, **orders)
+        status = self.engine.poll(self.orders, wait_s)
+        self.events |= {event.name: event.detail for event in status.events}
+        self.printed += "" if status.output is None else status.output.text
+        return status
 
-    def until(self, holds: Callable[[Report], bool]) -> Report:
-        """Send slices until a report is as wanted."""
+    def until(self, holds: Callable[[Status], bool]) -> Status:
+        """Ask until a status is as wanted."""
         patience = Patience(lambda: computed(os.getpid()))
-        while not holds(report := self.slice()):
-            assert not patience.is_over(), f"it never came: {report}"
-        return report
+        while not holds(status := self.poll()):
+            assert not patience.is_over(), f"it never came: {status}"
+        return status
 
-    def rest(self) -> Report:
+    def rest(self) -> Status:
         """Have the program save and end, as the head does with a slot that is to rest."""
-        report = self.slice(save=True)
-        while report.save_due:
-            report = self.slice()
-        return report
+        self.poll(holds=True, saves=self.orders.saves + 1)
+        return self.until(lambda status: status.is_held)
 
-    def end(self) -> Report:
-        """Send slices until the program has ended."""
-        return self.until(lambda report: report.ended is not None)
+    def end(self) -> Status:
+        """Ask until the program has ended."""
+        return self.until(lambda status: status.ended is not None)
 
 
-#: What a worker process runs: slices until it is killed. The argument is a pickle of the spec.
+#: What a worker process does: it asks its engine until it is killed. The argument is a pickle of the spec.
 WORKER = """
 import pickle, sys
 from pathlib import Path
 from tests.command.scenes import Slot
 slot = Slot(pickle.loads(Path(sys.argv[1]).read_bytes()))
 while True:
-    slot.slice(0.2)
+    slot.poll(0.2)
 """
 
 
 def start_worker(spec: WorkerSpec, folder: Path) -> subprocess.Popen[bytes]:
-    """Start a worker process that sends itself slices."""
+    """Start a worker process that asks itself."""
     import pickle
 
     given = folder / "spec"

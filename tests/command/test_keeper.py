@@ -94,7 +94,7 @@ time.sleep(600)
 def test_next_attempt_ends_what_kills_left(tmp_path: Path, state_dir: Path) -> None:
     spec = command_spec("-c", FORKS, cwd=str(tmp_path), grace_s=0.3)
     slot = Slot(spec)
-    slot.slice()
+    slot.poll()
     program, child = told(tmp_path / "pids")
     kill_keepers(program)
     wait_for(lambda: is_gone(program), "the program's end by the kernel")
@@ -106,9 +106,9 @@ def test_next_attempt_ends_what_kills_left(tmp_path: Path, state_dir: Path) -> N
 
 def test_worker_ends_what_its_keepers_left(tmp_path: Path, state_dir: Path) -> None:
     slot = Slot(command_spec("-c", STUBBORN, cwd=str(tmp_path)))
-    slot.slice()
+    slot.poll()
     program, child = told(tmp_path / "pids")
-    slot.slice()
+    slot.poll()
     kill_keepers(program)
     report = slot.end()
     assert report.ended is not None
@@ -127,7 +127,7 @@ def test_worker_that_ignores_its_children_learns_the_end(state_dir: Path) -> Non
 
 def test_a_program_ends_when_the_head_is_silent(tmp_path: Path, state_dir: Path) -> None:
     slot = Slot(command_spec("-c", "import time; time.sleep(600)", cwd=str(tmp_path), lease_s=1.0))
-    slot.slice()
+    slot.poll()
     program = slot.engine._pid
     wait_for(lambda: is_gone(program), "the end of the program")
 
@@ -141,6 +141,6 @@ def test_slices_keep_a_program_alive(tmp_path: Path, state_dir: Path) -> None:
     slot = Slot(command_spec("-c", "import time; time.sleep(600)", cwd=str(tmp_path), lease_s=5.0))
     until_s = time.monotonic() + 7.0
     while time.monotonic() < until_s:
-        report = slot.slice(1.0)
+        report = slot.poll(1.0)
     assert report.ended is None
     slot.rest()

@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from tests.engine.scene import slices
+from tests.engine.scene import turns
 from tests.scene import MIB
-from workers.messages import Progress, Report
+from workers.messages import Progress, Status
 from workers.settings import FailureKind, WorkerSpec
 from workers.testing import OomInjector, injected_error
 from workers.workloads.base import Rung, StepResult, Workload, WorkloadContext
@@ -106,6 +106,6 @@ class HardToUnpark(Counting):
 
 def counted(
     spec: WorkerSpec, directives: list[dict[str, Any]]
-) -> tuple[list[Report], list[tuple[str, Any]], list[int]]:
-    """Run slices; return the reports, what the engine called, and the micro-batches."""
-    return slices(spec, directives), Counting.calls, Counting.samples
+) -> tuple[list[Status], list[tuple[str, Any]], list[int]]:
+    """Drive turns; return the statuses, what the engine called, and the micro-batches."""
+    return turns(spec, directives), Counting.calls, Counting.samples

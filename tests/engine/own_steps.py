@@ -11,10 +11,9 @@ from typing import ClassVar
 
 import torch
 
-from tests.engine.scene import slice_of
+from tests.engine.scene import begun, turn
 from tests.scene import MIB
-from workers.engine.engine import Engine
-from workers.messages import Report
+from workers.messages import Status
 from workers.settings import WorkerSpec
 from workers.verification.check import Check
 from workers.workloads.base import StepResult, Workload, WorkloadContext
@@ -152,14 +151,14 @@ class Greedy(Squares):
         return None
 
 
-def greedy(spec: WorkerSpec, where: str) -> tuple[list[Report], list[str], list[str]]:
+def greedy(spec: WorkerSpec, where: str) -> tuple[list[Status], list[str], list[str]]:
     """Run a few steps of a workload that takes too much in one place: how often it tried there, and what it obtained.
 
     What the engine does only now and then or only on a card is done once more.
     """
     Greedy.where, Greedy.took_bytes = where, 2 * spec.budget_bytes
-    engine = Engine(spec)
-    reports = [slice_of(engine, sequence, duration_s=0.2) for sequence in range(4)]
+    engine = begun(spec)
+    reports = [turn(engine, duration_s=0.2) for _ in range(4)]
     session = engine._session
     if session is not None:
         for call in (session.shed, session.bandwidth):

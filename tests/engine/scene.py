@@ -1,38 +1,61 @@
-"""What the scenarios of the engine share: slices in a row, the names of workloads and of events."""
+"""What the scenarios of the engine share: turns in a row, the names of workloads and of events."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from workers.engine.engine import Engine
-from workers.messages import Directive, Report, Verdict, WorkerEvent, WorkerState
+from workers.messages import (
+    Begin,
+    Orders,
+    Status,
+    StepCounts,
+    Verdict,
+    WorkerEvent,
+    WorkerState,
+)
 from workers.settings import WorkerSpec
 
 
-def slice_of(engine: Engine, sequence: int = 0, **directive: Any) -> Report:
-    """Run one slice, which ends with its first good step unless it is told otherwise."""
-    fields: dict[str, Any] = {
-        "incarnation": 0,
-        "sequence": sequence,
-        "duration_s": 0.0,
-        "resume": None,
-        **directive,
-    }
-    return engine.run_slice(Directive(**fields))
+def begun(spec: WorkerSpec, incarnation: int = 0, **begin: Any) -> Engine:
+    """Return the engine of a slot's first process, or of another one."""
+    return Engine(spec, Begin(fresh=not incarnation, **begin), incarnation)
 
 
-def slices(spec: WorkerSpec, directives: Sequence[Mapping[str, Any]]) -> list[Report]:
-    """Run slices one after the other in a fresh engine.
+def turn(engine: Engine, *, duration_s: float = 0.0, **orders: Any) -> Status:
+    """Drive one turn, which ends with its first good step unless it is told otherwise.
 
-    Each directive names what is different in it.
+    Its counters are those of this turn alone.
     """
-    engine = Engine(spec)
-    return [
-        slice_of(engine, sequence, **directive) for sequence, directive in enumerate(directives)
-    ]
+    before = engine.status()
+    status = engine.turn(Orders(**orders), duration_s)
+    return replace(
+        status,
+        counts=difference(status.counts, before.counts),
+        wall_s=status.wall_s - before.wall_s,
+        events=(*before.events, *status.events),
+    )
+
+
+def difference(counts: StepCounts, before: StepCounts) -> StepCounts:
+    """Return what was counted since."""
+    return StepCounts(
+        **{
+            each.name: getattr(counts, each.name) - getattr(before, each.name)
+            for each in fields(StepCounts)
+        }
+    )
+
+
+def turns(
+    spec: WorkerSpec, orders: Sequence[Mapping[str, Any]], begin: Mapping[str, Any] | None = None
+) -> list[Status]:
+    """Drive turns one after the other in a fresh engine; each names what is wanted in it."""
+    engine = begun(spec, **(begin or {}))
+    return [turn(engine, **each) for each in orders]
 
 
 def with_ooms(spec: WorkerSpec, rate: float) -> WorkerSpec:
@@ -47,28 +70,28 @@ def own(workload: type) -> str:
     return f"{workload.__module__.rpartition('.')[2]}:{workload.__name__}"
 
 
-def events(reports: Report | Sequence[Report], *names: str) -> list[WorkerEvent]:
+def events(statuses: Status | Sequence[Status], *names: str) -> list[WorkerEvent]:
     """Return the events of these names, or all."""
-    every = [reports] if isinstance(reports, Report) else reports
+    every = [statuses] if isinstance(statuses, Status) else statuses
     return [
-        event for report in every for event in report.events if not names or event.name in names
+        event for status in every for event in status.events if not names or event.name in names
     ]
 
 
-def names(reports: Report | Sequence[Report]) -> list[str]:
-    return [event.name for event in events(reports)]
+def names(statuses: Status | Sequence[Status]) -> list[str]:
+    return [event.name for event in events(statuses)]
 
 
-def all_is_well(reports: Sequence[Report]) -> bool:
+def all_is_well(statuses: Sequence[Status]) -> bool:
     """Whether nothing failed and nothing waited."""
     return all(
-        (report.verdict, report.state) == (Verdict.OK, WorkerState.RUNNING)
+        (status.verdict, status.state) == (Verdict.OK, WorkerState.RUNNING)
         and (
-            report.counts.steps_oom,
-            report.counts.oom_count,
-            report.counts.emergency_count,
-            report.counts.steps_error,
+            status.counts.steps_oom,
+            status.counts.oom_count,
+            status.counts.emergency_count,
+            status.counts.steps_error,
         )
         == (0, 0, 0, 0)
-        for report in reports
+        for status in statuses
     )

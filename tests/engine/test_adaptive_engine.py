@@ -20,11 +20,11 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from tests.engine.scene import all_is_well, events, names, own, slices
+from tests.engine.scene import all_is_well, events, names, own, turns
 from tests.in_child import InChild
 from tests.scene import MIB, spec_of
 from workers.devices.base import alone_on
-from workers.messages import Report, Verdict, WorkerState
+from workers.messages import Status, Verdict, WorkerState
 from workers.settings import LimitKey, WorkerSpec
 from workers.workloads.base import StepResult, Workload
 from workers.workloads.matmul import matrix_bytes
@@ -100,11 +100,11 @@ def leases(*leases_bytes: int | None) -> list[dict[str, Any]]:
     return [{"lease_bytes": lease_bytes} for lease_bytes in leases_bytes]
 
 
-def failures(reports: Sequence[Report]) -> int:
+def failures(reports: Sequence[Status]) -> int:
     return sum(report.counts.oom_count for report in reports)
 
 
-def share_held(report: Report) -> float:
+def share_held(report: Status) -> float:
     """Share of the cap in live tensors."""
     assert report.memory is not None
     assert report.device is not None
@@ -114,7 +114,7 @@ def share_held(report: Report) -> float:
 def test_it_holds_the_cap_from_the_first_step_on(in_child: InChild) -> None:
     """65536 where about 3400 fits: the guides' formula needs nine failures for that."""
     too_large = spec_of(policy="adaptive", budget_bytes=144 * MIB, size=65536, dtype="fp32")
-    reports = in_child(slices, too_large, [{}] * 5)
+    reports = in_child(turns, too_large, [{}] * 5)
     assert all_is_well(reports)
     assert not events(reports, "oom", "backoff", "emergency")
     assert len({report.claim_bytes for report in reports}) <= 4, (
@@ -138,7 +138,7 @@ class TestLease:
     """What the head lets a worker hold goes down and up again."""
 
     def test_it_gives_way_in_the_next_step_and_grows_back(self, in_child: InChild) -> None:
-        reports = in_child(slices, ALL_SQUARES, leases(*SQUEEZED, *[None] * 12))
+        reports = in_child(turns, ALL_SQUARES, leases(*SQUEEZED, *[None] * 12))
         assert all_is_well(reports)
         for report, lease_bytes in zip(reports, SQUEEZED, strict=False):
             assert ("share" in report.reason) == (lease_bytes is not None), "it says why"
@@ -160,7 +160,7 @@ class TestLease:
         assert "grew" in dict(told[last_cut:])
 
     def test_less_than_its_smallest_step_is_an_emergency(self, in_child: InChild) -> None:
-        reports = in_child(slices, ALL_SQUARES, leases(None, MIB // 2, MIB // 2, *[None] * 27))
+        reports = in_child(turns, ALL_SQUARES, leases(None, MIB // 2, MIB // 2, *[None] * 27))
         states = [report.state for report in reports]
         assert states == ["RUNNING", "EMERGENCY", "EMERGENCY", *["RUNNING"] * 27]
         assert failures(reports) == 0
@@ -173,17 +173,17 @@ def rows(workload: type = Rows, **changes: Any) -> WorkerSpec:
     return spec_of(name=own(workload), policy="adaptive", **settings)
 
 
-def taken_bytes(report: Report) -> int:
+def taken_bytes(report: Status) -> int:
     assert report.batch is not None
     return Rows.fixed_bytes + report.batch * Rows.row_bytes
 
 
 @pytest.fixture(scope="module")
-def measured(in_child: InChild) -> list[Report]:
-    return in_child(slices, rows(), [{}] * 40)
+def measured(in_child: InChild) -> list[Status]:
+    return in_child(turns, rows(), [{}] * 40)
 
 
-def test_from_nothing_to_nearly_the_cap_without_a_failure(measured: list[Report]) -> None:
+def test_from_nothing_to_nearly_the_cap_without_a_failure(measured: list[Status]) -> None:
     assert all_is_well(measured)
     cap_bytes = measured[-1].device.cap_bytes
     assert measured[0].batch <= 16384 / 64, "the first step of all is small"
@@ -192,9 +192,9 @@ def test_from_nothing_to_nearly_the_cap_without_a_failure(measured: list[Report]
     assert {report.size for report in measured} == {512}, "what does not move memory stays as asked"
 
 
-def lying(spec: WorkerSpec, times: float, count: int) -> list[Report]:
+def lying(spec: WorkerSpec, times: float, count: int) -> list[Status]:
     Liar.times = times
-    return slices(spec, [{}] * count)
+    return turns(spec, [{}] * count)
 
 
 class TestLies:
@@ -212,7 +212,7 @@ class TestLies:
 
 
 class TestLearned:
-    def test_what_was_measured_is_told_with_where_it_holds(self, measured: list[Report]) -> None:
+    def test_what_was_measured_is_told_with_where_it_holds(self, measured: list[Status]) -> None:
         device, stored = measured[-1].device, measured[-1].learned
         version = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
         assert stored.key == LimitKey(
@@ -230,10 +230,10 @@ class TestLearned:
         assert stored.peak_bytes == pytest.approx(taken_bytes(measured[-1]), rel=0.02)
 
     def test_a_worker_that_is_sent_it_starts_there(
-        self, in_child: InChild, measured: list[Report]
+        self, in_child: InChild, measured: list[Status]
     ) -> None:
         spec = replace(rows(), learned=(measured[-1].learned,))
-        reports = in_child(slices, spec, [{}] * 2)
+        reports = in_child(turns, spec, [{}] * 2)
         assert names(reports).count("remembered") == 1
         assert all_is_well(reports)
         assert taken_bytes(reports[0]) >= 0.95 * taken_bytes(measured[-1])
@@ -241,11 +241,9 @@ class TestLearned:
 
 def test_it_waits_for_its_share_and_gives_all_back(in_child: InChild) -> None:
     resume = {"policy": "adaptive", "units": 20 * MIB, "fixed_bytes": 0.0, "unit_bytes": 1.0}
-    directives = [
-        {**each, "resume": resume} for each in leases(0, 0, 40 * MIB, None, None, 0, None)
-    ]
+    orders = leases(0, 0, 40 * MIB, None, None, 0, None)
     first, second, leased, *free, waiting, last = in_child(
-        slices, spec_of(policy="adaptive"), directives
+        turns, spec_of(policy="adaptive"), orders, {"resume": resume}
     )
     for report in (first, second, waiting):
         assert (report.verdict, report.state) == (Verdict.OK, WorkerState.WARMING)

@@ -13,13 +13,12 @@ from typing import Any, TypeAlias
 import pytest
 
 from tests.cards import script_cards, scripted_card
-from tests.engine.scene import events, own, slice_of, slices
+from tests.engine.scene import begun, events, own, turn, turns
 from tests.in_child import InChild
 from tests.scene import spec_of
+from workers.engine.account import Account
 from workers.engine.between_steps import ResultChecks, ThermalControl
-from workers.engine.engine import Engine
-from workers.engine.slice_stats import SliceStats
-from workers.messages import Directive, Report, Verdict, WorkerState
+from workers.messages import Status, Verdict, WorkerState
 from workers.policy.base import Run
 from workers.readings import SensorReading, Throttle
 from workers.settings import THERMAL_OFF, FailureKind, ThermalSettings, WorkerSpec
@@ -48,22 +47,22 @@ def hot(thermal: ThermalSettings | None = None) -> WorkerSpec:
 
 
 def until(
-    spec: WorkerSpec, then: dict[str, Any], reached: Callable[[Report], bool]
-) -> list[Report]:
-    """Run slices until a report is as asked; the card changes after the first."""
-    engine = Engine(spec)
-    reports = [slice_of(engine, 0, duration_s=0.5)]
+    spec: WorkerSpec, then: dict[str, Any], reached: Callable[[Status], bool]
+) -> list[Status]:
+    """Drive turns until a status is as asked; the card changes after the first."""
+    engine = begun(spec)
+    reports = [turn(engine, duration_s=0.5)]
     script_cards(Path(os.environ["NVML_SCRIPT"]), then)
     while not reached(reports[-1]):
-        reports.append(slice_of(engine, len(reports), duration_s=0.5))
+        reports.append(turn(engine, duration_s=0.5))
     return reports
 
 
-def works(report: Report) -> bool:
+def works(report: Status) -> bool:
     return report.counts.steps_ok > 0
 
 
-def is_lost(report: Report) -> bool:
+def is_lost(report: Status) -> bool:
     return report.sensors is not None and report.sensors.lost
 
 
@@ -83,7 +82,7 @@ class TestHeat:
         self, in_child: InChild, card: Scripts
     ) -> None:
         card(temperature_c=99, power_w=205)
-        (report,) = in_child(slices, hot(THERMAL_OFF), [{}])
+        (report,) = in_child(turns, hot(THERMAL_OFF), [{}])
         assert (report.state, report.counts.steps_ok) == (WorkerState.RUNNING, 1)
         assert report.sensors is not None
         assert (report.sensors.temperature_c, report.sensors.power_w) == (99, 205)
@@ -92,7 +91,7 @@ class TestHeat:
         self, in_child: InChild, card: Scripts
     ) -> None:
         card(temperature_c=65, throttle=int(Throttle.HARDWARE_THERMAL))
-        reports = in_child(slices, hot(), [{"duration_s": 1.0}] * 3)
+        reports = in_child(turns, hot(), [{"duration_s": 1.0}] * 3)
         (raised,) = events(reports, "alarm_raised")
         assert raised.detail["alarm"] == "thermal slowdown by the hardware"
         assert reports[-1].state is WorkerState.THROTTLED
@@ -116,7 +115,7 @@ class TestMps:
         self, in_child: InChild, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
-        (report,) = in_child(slices, replace(spec_of(), mps=True, thread_share=0.6), [{}])
+        (report,) = in_child(turns, replace(spec_of(), mps=True, thread_share=0.6), [{}])
         assert report.verdict is Verdict.INCOMPATIBLE
         assert f"no MPS control daemon answers in {tmp_path}" in report.reason
         assert "type there: nvidia-cuda-mps-control -d" in report.reason
@@ -133,47 +132,46 @@ class TestMps:
 
 
 def mps_limits(spec: WorkerSpec) -> tuple[str | None, str | None]:
-    """Run a slice, and return what CUDA would read."""
-    slice_of(Engine(spec), 0, duration_s=0.1)
+    """Drive a turn, and return what CUDA would read."""
+    turn(begun(spec), duration_s=0.1)
     names = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
     return os.environ.get(names[0]), os.environ.get(names[1])
 
 
 @pytest.fixture
-def stats() -> SliceStats:
-    directive = Directive(incarnation=0, sequence=0, duration_s=0.0, resume=None)
-    return SliceStats(slot="pc1/0", directive=directive)
+def account() -> Account:
+    return Account(slot="pc1/0")
 
 
-def test_a_hot_processor_is_no_cause_for_alarm(stats: SliceStats) -> None:
+def test_a_hot_processor_is_no_cause_for_alarm(account: Account) -> None:
     heat = ThermalControl(replace(spec_of(), thermal=ThermalSettings()), None)
-    heat.sample(stats)
+    heat.sample(account)
     assert heat.reading is not None
     assert heat.reading.of_processor
     assert heat.decision.reason == "thermal limits are off"
 
 
 def test_the_memory_is_timed_once_in_a_while(
-    stats: SliceStats, monkeypatch: pytest.MonkeyPatch
+    account: Account, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heat, timed = ThermalControl(spec_of(), None), []
     heat.reading = SensorReading(memory_clock_mhz=9751)
     for now_s in (1e9, 1e9 + 1, 1e9 + 29, 1e9 + 31):
         monkeypatch.setattr(time, "monotonic", lambda now_s=now_s: now_s)
-        heat.measure_bandwidth(lambda now_s=now_s: timed.append(now_s), stats)
+        heat.measure_bandwidth(lambda now_s=now_s: timed.append(now_s), account)
     assert timed == [1e9, 1e9 + 31]
 
 
 class TestResults:
     def test_right_results_are_checked_now_and_then(self, in_child: InChild) -> None:
-        reports = in_child(slices, replace(spec_of(), check_share=0.2), [HALF] * 2)
+        reports = in_child(turns, replace(spec_of(), check_share=0.2), [HALF] * 2)
         assert sum(report.counts.verify_checks for report in reports) >= 1
         assert [report.counts.verify_errors for report in reports] == [0, 0]
         assert reports[-1].state is WorkerState.RUNNING
 
     def test_a_flipped_bit_is_found_and_never_forgotten(self, in_child: InChild) -> None:
         spec = replace(spec_of(name="tests.flips:Flipping"), check_share=0.3)
-        reports = in_child(slices, spec, [HALF] * 3)
+        reports = in_child(turns, spec, [HALF] * 3)
         assert sum(report.counts.verify_errors for report in reports) >= 2
         assert reports[-1].state is WorkerState.CORRUPT
         assert reports[-1].counts.steps_ok > 0, "it goes on, and goes on being checked"
@@ -207,7 +205,7 @@ def test_a_check_that_cannot_run_costs_the_worker_nothing(
     in_child: InChild, workload: type, kind: str, told: int | None
 ) -> None:
     spec = replace(spec_of(name=own(workload)), check_share=0.2)
-    reports = in_child(slices, spec, [{"duration_s": 0.2}] * 2)
+    reports = in_child(turns, spec, [{"duration_s": 0.2}] * 2)
     failed = events(reports, "check_failed")
     assert {event.detail["kind"] for event in failed} == {kind}
     assert told is None or len(failed) == told, "a bug is told once"
@@ -236,8 +234,8 @@ class Instant:
         """Nothing is held."""
 
 
-def test_only_failed_checks_in_a_row_end_the_checks(stats: SliceStats) -> None:
+def test_only_failed_checks_in_a_row_end_the_checks(account: Account) -> None:
     checks, workload = ResultChecks(0.5, "pc1/0"), RunsOutAtTimes(None)
     run = Run(size=64, batch=1)
-    costs_time = [checks.after_step(Instant(), workload, run, 1.0, stats) > 0 for _ in range(20)]
+    costs_time = [checks.after_step(Instant(), workload, run, 1.0, account) > 0 for _ in range(20)]
     assert costs_time == [False, True] * 10

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from tests.engine.scene import events, names, slices, with_ooms
+from tests.engine.scene import events, names, turns, with_ooms
 from tests.in_child import InChild
 from tests.scene import spec_of
-from workers.messages import Report, Verdict
+from workers.messages import Status, Verdict
 
 
-def told(report: Report) -> int:
+def told(report: Status) -> int:
     """How many faults a report tells of; one event at most."""
     counts = [event.detail["count"] for event in events(report, "chaos")]
     assert len(counts) <= 1
@@ -19,7 +19,7 @@ def told(report: Report) -> int:
 
 def test_a_rate_of_oom_is_met_repeats_and_is_survived_by_real_recoveries(in_child: InChild) -> None:
     spec = with_ooms(spec_of(size=64), 0.2)
-    reports, again = (in_child(slices, spec, [{}] * count) for count in (100, 20))
+    reports, again = (in_child(turns, spec, [{}] * count) for count in (100, 20))
     failed = [told(report) for report in reports]
     assert failed[:20] == [told(report) for report in again]
     assert all(report.verdict is Verdict.OK and report.error is None for report in reports)

@@ -13,7 +13,7 @@ from tests.engine.trainings import fork_planner, trained, training_spec
 from tests.hf.folders import make_folder
 from tests.in_child import InChild
 from tests.scene import MIB, ROOT
-from workers.messages import Report, Verdict
+from workers.messages import Status, Verdict
 from workers.settings import WorkerSpec
 
 WHOLE = {"duration_s": 600.0}
@@ -53,14 +53,14 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(hf_child: InChild, alone: Path, gpt2: str) -> Report:
+def undisturbed(hf_child: InChild, alone: Path, gpt2: str) -> Status:
     """It is evaluated on the way, which changes no bit."""
     wanted = spec(model=gpt2, validate_every=2, validation=README)
     (report,) = hf_child(trained, str(alone), wanted, [WHOLE], fork_planner)
     return report
 
 
-def test_a_folder_is_trained_to_the_end(undisturbed: Report) -> None:
+def test_a_folder_is_trained_to_the_end(undisturbed: Status) -> None:
     assert undisturbed.verdict is Verdict.DONE, undisturbed.reason
     assert not events(undisturbed, "not_planned")
     told = undisturbed.progress
@@ -72,16 +72,16 @@ def test_a_folder_is_trained_to_the_end(undisturbed: Report) -> None:
 
 
 def test_another_process_goes_on_to_the_same_bits(
-    hf_child: InChild, tmp_path: Path, gpt2: str, undisturbed: Report
+    hf_child: InChild, tmp_path: Path, gpt2: str, undisturbed: Status
 ) -> None:
     often = spec(model=gpt2, validation=README, save_every_s=0.001)
     hf_child(trained, str(tmp_path), often, [{}] * 7, fork_planner)
-    (last,) = hf_child(trained, str(tmp_path), often, [{**WHOLE, "incarnation": 1}], fork_planner)
+    (last,) = hf_child(trained, str(tmp_path), often, [WHOLE], fork_planner, {"incarnation": 1})
     assert events(last, "restored")
     assert last.progress.weights_sha256 == undisturbed.progress.weights_sha256
 
 
-def test_the_best_state_is_kept(undisturbed: Report, alone: Path) -> None:
+def test_the_best_state_is_kept(undisturbed: Status, alone: Path) -> None:
     losses = {
         told.detail["step"]: told.detail["validation_loss"]
         for told in events(undisturbed, "evaluated")

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from tests.engine import own_steps
-from tests.engine.scene import events, own, slices
+from tests.engine.scene import events, own, turns
 from tests.in_child import InChild
 from tests.scene import MIB, spec_of
-from workers.messages import Report, Verdict, WorkerState
+from workers.messages import Status, Verdict, WorkerState
 from workers.settings import WorkerSpec
 
 #: As a worker of the rehearsal has.
@@ -30,11 +30,11 @@ def spec(workload: type, **changes: object) -> WorkerSpec:
     return spec_of(name=own(workload), **{**usual, "size_floor": 64, **changes})
 
 
-def failures(reports: Sequence[Report]) -> int:
+def failures(reports: Sequence[Status]) -> int:
     return sum(report.counts.steps_oom for report in reports)
 
 
-def share_of_cap(report: Report) -> float:
+def share_of_cap(report: Status) -> float:
     assert report.memory is not None
     assert report.device is not None
     return report.memory.peak_bytes / report.device.cap_bytes
@@ -43,7 +43,7 @@ def share_of_cap(report: Report) -> float:
 @pytest.mark.parametrize("workload", [own_steps.Squares, own_steps.KeepsError])
 def test_size_of_a_step_that_frees_everything(in_child: InChild, workload: type) -> None:
     """It is found with three failures, and nothing is taken for a leak."""
-    reports = in_child(slices, spec(workload), [{}] * 13)
+    reports = in_child(turns, spec(workload), [{}] * 13)
     assert failures(reports) <= 3
     assert failures(reports[8:]) == 0
     assert [report.state for report in reports[8:]] == [WorkerState.RUNNING] * 5
@@ -55,7 +55,7 @@ def test_size_of_a_step_that_frees_everything(in_child: InChild, workload: type)
 
 
 def test_what_stays_is_reported_long_before_nothing_fits(in_child: InChild) -> None:
-    reports = in_child(slices, spec(own_steps.Leaking), [{}] * 60)
+    reports = in_child(turns, spec(own_steps.Leaking), [{}] * 60)
     kept = [
         report.memory.kept_bytes
         for report in reports
@@ -71,7 +71,7 @@ def test_what_stays_is_reported_long_before_nothing_fits(in_child: InChild) -> N
 
 
 def test_what_stays_is_found_without_any_failure_too(in_child: InChild) -> None:
-    reports = in_child(slices, spec(own_steps.Leaking, size=256), [{}] * 50)
+    reports = in_child(turns, spec(own_steps.Leaking, size=256), [{}] * 50)
     assert failures(reports) == 0
     assert 60 * MIB <= reports[-1].memory.kept_bytes <= 110 * MIB
 
@@ -79,7 +79,7 @@ def test_what_stays_is_found_without_any_failure_too(in_child: InChild) -> None:
 def test_many_small_tensors_are_no_leak(in_child: InChild) -> None:
     """Their 47 MiB stay on malloc's free lists, almost a quarter of the cap."""
     reports = in_child(
-        slices, spec(own_steps.Small, size=40_000, policy="classic", cleanup_every=2), [{}] * 6
+        turns, spec(own_steps.Small, size=40_000, policy="classic", cleanup_every=2), [{}] * 6
     )
     assert failures(reports) == 0
     kept = [report.memory.kept_bytes for report in reports if report.memory is not None]
@@ -105,7 +105,7 @@ def test_a_constructor_larger_than_the_cap_is_refused(in_child: InChild) -> None
 
 
 def test_an_oom_tells_what_the_step_would_have_held(in_child: InChild) -> None:
-    reports = in_child(slices, spec(own_steps.Squares), [{}])
+    reports = in_child(turns, spec(own_steps.Squares), [{}])
     told = [
         (event.detail["size"], event.detail["at_least_bytes"]) for event in events(reports, "oom")
     ]

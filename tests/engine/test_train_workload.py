@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.run.run_dir import CheckpointKeeper
 from tests.engine.scene import events, names
 from tests.engine.trainings import trained
 from tests.engine.trainings import training_spec as spec
 from tests.in_child import InChild
 from tests.scene import MIB
-from workers.messages import Report, Verdict, WorkerState
+from workers.messages import Status, Verdict, WorkerState
 
 WHOLE = {"duration_s": 600.0}
 
@@ -25,12 +24,12 @@ def task(name: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(in_child: InChild, tmp_path_factory: pytest.TempPathFactory) -> Report:
+def undisturbed(in_child: InChild, tmp_path_factory: pytest.TempPathFactory) -> Status:
     (report,) = in_child(trained, str(tmp_path_factory.mktemp("alone")), spec(), [WHOLE])
     return report
 
 
-def test_a_training_ends_by_done_with_all_that_the_table_shows(undisturbed: Report) -> None:
+def test_a_training_ends_by_done_with_all_that_the_table_shows(undisturbed: Status) -> None:
     assert (undisturbed.verdict, undisturbed.state) == (Verdict.DONE, WorkerState.DONE)
     told = undisturbed.progress
     assert told is not None
@@ -111,7 +110,7 @@ def test_an_edited_file_is_another_training_and_told(in_child: InChild, tmp_path
     wanted = spec(data=str(path), documents="lines", packing=True, save_every_s=0.001)
     in_child(trained, str(tmp_path), wanted, [{}] * 7)
     path.write_text("\n".join([lines[0].replace("0", "9"), *lines[1:]]))
-    (last,) = in_child(trained, str(tmp_path), wanted, [{**WHOLE, "incarnation": 1}])
+    (last,) = in_child(trained, str(tmp_path), wanted, [WHOLE], None, {"incarnation": 1})
     told = [str(each.detail["reason"]) for each in events(last, "checkpoint_refused")]
     assert "it was trained with data_fingerprint=lines" in told[0]
     assert told[-1] == "training begins anew"
@@ -121,12 +120,12 @@ def test_an_edited_file_is_another_training_and_told(in_child: InChild, tmp_path
 
 
 def test_another_process_goes_on_to_the_same_bits(
-    in_child: InChild, tmp_path: Path, undisturbed: Report
+    in_child: InChild, tmp_path: Path, undisturbed: Status
 ) -> None:
     often = {"save_every_s": 0.001}
     first = in_child(trained, str(tmp_path), spec(**often), [{}] * 7)
     assert first[-1].progress.train_step == 3
-    (last,) = in_child(trained, str(tmp_path), spec(**often), [{**WHOLE, "incarnation": 1}])
+    (last,) = in_child(trained, str(tmp_path), spec(**often), [WHOLE], None, {"incarnation": 1})
     (restored,) = events(last, "restored")
     assert 0 < restored.detail["step"] <= 3
     assert last.counts.steps_ok == 2 * (6 - restored.detail["step"])
@@ -136,36 +135,30 @@ def test_another_process_goes_on_to_the_same_bits(
 
 
 def test_a_node_without_its_disk_goes_on_from_the_heads_copy(
-    in_child: InChild, tmp_path: Path, undisturbed: Report
+    in_child: InChild, tmp_path: Path, undisturbed: Status
 ) -> None:
-    keeper = CheckpointKeeper(tmp_path / "head")
     wanted = spec(save_every_s=0.001, checkpoints="head")
     first = in_child(trained, str(tmp_path / "one"), wanted, [{}] * 8)
-    for report in first:
-        keeper.take(report)
-    copy = keeper.copy_for("pc1/0", 1)
-    assert copy is not None
+    assert first[-1].saved is not None
+    copy = Path(first[-1].saved).read_bytes()
     last = in_child(
         trained,
         str(tmp_path / "other"),
         wanted,
-        [{**WHOLE, "incarnation": 1, "checkpoint": copy}] * 2,
+        [WHOLE],
+        None,
+        {"incarnation": 1, "checkpoint": copy},
     )
     (restored,) = events(last, "restored")
     assert 0 < restored.detail["step"] <= 4
     assert last[-1].verdict is Verdict.DONE
     assert last[-1].progress.weights_sha256 == undisturbed.progress.weights_sha256
-    for report in last:
-        keeper.take(report)
-    whole = keeper.copy_for("pc1/0", 2)
-    assert whole in {path.read_bytes() for path in (tmp_path / "other").rglob("generation-?.pt")}, (
-        "all of it has left"
-    )
+    assert last[-1].saved in {str(path) for path in (tmp_path / "other").rglob("generation-?.pt")}
 
 
 @pytest.mark.parametrize("lease_bytes", [MIB, 0])
 def test_without_memory_it_is_parked_and_ends_with_the_same_bits(
-    in_child: InChild, tmp_path: Path, undisturbed: Report, lease_bytes: int
+    in_child: InChild, tmp_path: Path, undisturbed: Status, lease_bytes: int
 ) -> None:
     directives = [{}] * 5 + [{"lease_bytes": lease_bytes}] * 3 + [{}] * 30
     reports = in_child(trained, str(tmp_path), spec(), directives)
@@ -181,9 +174,7 @@ def test_without_memory_it_is_parked_and_ends_with_the_same_bits(
     assert parked[-1].progress.train_step == reports[4].progress.train_step, (
         "it can be asked while it is parked"
     )
-    assert reports[8].state is WorkerState.RUNNING, (
-        "the next slice after memory is back does a step"
-    )
+    assert reports[8].state is WorkerState.RUNNING, "the next turn after memory is back does a step"
     assert reports[-1].progress.weights_sha256 == undisturbed.progress.weights_sha256
     assert sum(report.counts.steps_oom + report.counts.steps_error for report in reports) == 0
 
@@ -236,7 +227,7 @@ def test_a_hazard_is_told_once_in_a_training_and_named_in_its_reason(
     (told,) = events(first, "hazard")
     assert "attention_dropout" in told.detail["reason"]
     assert first[-1].reason.startswith("hazard: the model draws from torch's own random numbers")
-    later = in_child(trained, str(tmp_path), wanted, [{"incarnation": 1}] * 3)
+    later = in_child(trained, str(tmp_path), wanted, [{}] * 3, None, {"incarnation": 1})
     assert "restored" in names(later[0])
     assert events(later, "hazard") == []
     assert later[-1].reason == first[-1].reason
@@ -279,7 +270,7 @@ def test_a_save_that_was_asked_for_waits_for_the_step_to_end(
     in_child: InChild, tmp_path: Path
 ) -> None:
     quarters = spec(micro=2, save_every_s=36000)  # an optimiser step is four parts
-    parts = [{}, {"save": True}, {}, {}, {"save": True}]
+    parts = [{}, *[{"saves": 1}] * 3, {"saves": 2}]
     reports = in_child(trained, str(tmp_path), quarters, parts)
     assert [report.save_due for report in reports] == [False, True, True, False, False]
     assert [report.progress.saved_step for report in reports] == [None, None, None, 1, 1], (

@@ -1,4 +1,4 @@
-"""Trainings for the tests of the workload `train`: tasks with defects, and a way to run slices in a folder."""
+"""Trainings for the tests of the workload `train`: tasks with defects, and a way to drive turns in a folder."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from tests.engine.scene import slice_of
+from tests.engine.scene import begun, turn
 from tests.scene import MIB, spec_of
-from workers.engine.engine import Engine
-from workers.messages import Report, Verdict
+from workers.messages import Status, Verdict
 from workers.settings import FailureKind, WorkerSpec
 from workers.testing import injected_error
 from workers.training import planner_process
@@ -144,15 +143,16 @@ def trained(
     spec: WorkerSpec,
     directives: Sequence[Mapping[str, Any]],
     before: Callable[[str], None] | None = None,
-) -> list[Report]:
-    """Run slices on a machine that keeps states in this folder, until all is done."""
+    begin: Mapping[str, Any] | None = None,
+) -> list[Status]:
+    """Drive turns on a machine that keeps states in this folder, until all is done."""
     os.environ["ORCHESTRATOR_STATE_DIR"] = folder
     if before is not None:
         before(folder)
-    engine = Engine(spec)
+    engine = begun(spec, **(begin or {}))
     reports = []
-    for sequence, directive in enumerate(directives):
-        reports.append(slice_of(engine, sequence, **directive))
+    for directive in directives:
+        reports.append(turn(engine, **directive))
         if reports[-1].verdict is not Verdict.OK:
             break
     return reports

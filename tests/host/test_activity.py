@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.scene import wait_for
-from workers.host.processes import ActivityMeter
-from workers.messages import Activity
+from workers.host.processes import Activity, ActivityMeter
 
 SPIN = "while True: pass"
 SLEEP = "import time; time.sleep(1000)"

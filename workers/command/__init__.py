@@ -1,1 +1,1 @@
-"""Runs a program of the user as it is, in place of an engine: a slot's slices watch it."""
+"""Runs a program of the user as it is, in place of an engine, and watches it."""

@@ -1,6 +1,6 @@
-"""A slot whose work is a program of the user: a slice starts it or watches it, and reports.
+"""A slot whose work is a program of the user: started, watched and ended as the head wants it.
 
-The program runs on between slices; a slice only waits, so it is never late, whatever the program
+The program runs on between two polls, and a poll only waits: it is never late, whatever the program
 does. Imports no torch and does not judge why the program ended (`orchestrator/jobs/causes.py`
 does). A keeper starts and ends it (`workers/keeper/`).
 """
@@ -31,10 +31,10 @@ from workers.keeper.kept import Ended, Kept
 from workers.keeper.task import Task
 from workers.messages import (
     DeviceInfo,
-    Directive,
     Ending,
     MemoryInfo,
-    Report,
+    Orders,
+    Status,
     StepCounts,
     Verdict,
     WorkerEvent,
@@ -61,7 +61,7 @@ class CommandEngine:
     """The worker of one slot, in this process."""
 
     def __init__(self, spec: WorkerSpec, problem: str | None = None) -> None:
-        """Touch nothing: the first directive starts the program, unless there is a `problem`."""
+        """Touch nothing: the first poll starts the program, unless there is a `problem`."""
         assert spec.command is not None  # noqa: S101 - `load_worker` asks
         self._spec, self._command = spec, spec.command
         self._attempt = self._command.env.get(ATTEMPT)
@@ -72,6 +72,8 @@ class CommandEngine:
         self._record = Record()
         self._began_s = self._began_unix_s = 0.0
         self._cwd = ""
+        self._incarnation, self._saves = 0, 0
+        self._counts, self._wall_s, self._counted_s = StepCounts(), 0.0, 0.0
         self._is_stopping = False
         self._was_asked = False
         self._out_of_time = False
@@ -85,34 +87,61 @@ class CommandEngine:
         self._note = ""
         """What is to be known of its code."""
 
-    def run_slice(self, directive: Directive) -> Report:
-        """Watch the program for about `directive.duration_s`, or start it and return at once."""
-        began_s = time.monotonic()
-        if self._ending is not None and self._ending.was_asked and not directive.save:
+    def poll(self, orders: Orders, wait_s: float) -> Status:
+        """Start the program or have it end, as far as that is wanted, and say how it is.
+
+        Watch it for at most so long before; return at once when it has started or ended.
+        """
+        rests = orders.holds or not orders.runs
+        if orders.incarnation > self._incarnation and self._kept is None:
+            self._incarnation, self._saves, self._ending = orders.incarnation, 0, None
+            self._counts, self._wall_s = StepCounts(), 0.0
+        if self._ending is not None and self._ending.was_asked and not rests:
             self._ending = None  # its slot is to work again
-        ended_before = self._ending is not None
-        if not ended_before and self._kept is None:
-            if directive.save:
-                # Nothing runs, and nothing is to.
-                self._ending = Ending(was_asked=True, text="it had not begun")
-            else:
-                self._begin(directive)
-        if self._ending is None and self._kept is not None:
+        has_ended = self._ending is not None
+        if self._kept is not None:
             self._kept.on()
-        if directive.save and self._ending is None:
-            self._stop()
-            self._was_asked = True
+            if rests or orders.saves > self._saves or orders.incarnation > self._incarnation:
+                self._stop()
+                self._was_asked = True
+            self._watch(wait_s)
+        elif rests and not has_ended:
+            # Nothing runs, and nothing is to.
+            self._ending = Ending(was_asked=True, text="it had not begun")
+            has_ended = True
+        elif not has_ended:
+            self._counted_s = time.monotonic()
+            self._begin(orders.incarnation)
+            self._watch(0.0)
+        if orders.incarnation == self._incarnation:
+            self._saves = orders.saves
+        if not has_ended:
+            self._count()
+        return self._status(orders)
+
+    def _watch(self, wait_s: float) -> None:
+        until_s = time.monotonic() + wait_s
         while self._ending is None:
-            self._look(min(_POLL_S, max(0.0, began_s + directive.duration_s - time.monotonic())))
+            self._look(min(_POLL_S, max(0.0, until_s - time.monotonic())))
             limit_s = self._command.time_limit_s
             if limit_s is not None and time.monotonic() - self._began_s > limit_s:
                 self._out_of_time = self._out_of_time or not self._is_stopping
                 self._stop()
-            if time.monotonic() - began_s >= directive.duration_s:
+            if time.monotonic() >= until_s:
                 break
-        return self._report(directive, time.monotonic() - began_s, ended_before)
 
-    def _begin(self, directive: Directive) -> None:
+    def _count(self) -> None:
+        """Count a good step for each second that it ran, and its end."""
+        ending, now_s = self._ending, time.monotonic()
+        self._wall_s += now_s - self._counted_s
+        self._counted_s = now_s
+        is_good = ending is None or ending.exit_code == 0 or ending.was_asked
+        steps_ok = 1 + int(self._wall_s) if is_good else self._counts.steps_ok
+        self._counts = StepCounts(
+            steps_ok=steps_ok, steps_error=int(not is_good), busy_s=self._wall_s
+        )
+
+    def _begin(self, incarnation: int) -> None:
         """Start the program, or find that its attempt has ended already."""
         record = Record.of(self._folder)
         if self._attempt is not None and record.attempt == self._attempt and record.ending:
@@ -124,7 +153,7 @@ class CommandEngine:
             self._end(Ending(started=False, text=self._problem))
             return
         # A job's processes are counted over all its places: its attempt says whether it continues.
-        is_later = directive.incarnation > 0 and ATTEMPT not in self._command.env
+        is_later = incarnation > 0 and ATTEMPT not in self._command.env
         resumes = is_later or record.starts > 0
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -268,12 +297,9 @@ class CommandEngine:
             self._held_bytes = held_bytes
             self._peak_bytes = max(held_bytes, most_bytes, self._peak_bytes or 0)
 
-    def _report(self, directive: Directive, wall_s: float, ended_before: bool) -> Report:
+    def _status(self, orders: Orders) -> Status:
         self._results.read()
-        ending, verdict, counts = self._ending, Verdict.OK, StepCounts()
-        if ending is None or not ended_before:
-            good = ending is None or ending.exit_code == 0 or ending.was_asked
-            counts = StepCounts(steps_ok=int(good), steps_error=int(not good), busy_s=wall_s)
+        ending, verdict = self._ending, Verdict.OK
         if ending is None:
             words = "was told to end" if self._is_stopping else "runs"
             note = "" if self._is_stopping else self._note
@@ -285,20 +311,21 @@ class CommandEngine:
             verdict, reason = Verdict.DONE, f"{in_words(ending)}{self._note}"
             state = WorkerState.DONE if ending.exit_code == 0 else WorkerState.STOPPED
         events, self._events = tuple(self._events), []
-        return Report(
+        return Status(
             slot=self._spec.slot,
-            incarnation=directive.incarnation,
-            sequence=directive.sequence,
+            incarnation=self._incarnation,
             verdict=verdict,
             state=state,
             reason=reason,
+            is_up=True,
+            is_held=orders.holds and ending is not None,
+            saves=self._saves,
             device=self._device,
             memory=self._memory(),
-            size=None,
-            batch=None,
-            claim_bytes=None,
-            counts=counts,
-            wall_s=wall_s,
+            lease_bytes=orders.lease_bytes,
+            counts=self._counts,
+            wall_s=self._wall_s,
+            errors_in_a_row=self._counts.steps_error,
             events=events,
             # Always: so the head has it save, which is to end, before its slot rests.
             progress=self._results.progress,

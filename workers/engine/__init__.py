@@ -1,1 +1,1 @@
-"""One worker: runs slices of steps, survives out-of-memory, reports."""
+"""One worker: runs steps, survives out-of-memory, tells how it is."""

@@ -1,7 +1,8 @@
-"""The engine of a slot as a program of its own: `python -m workers.engine`, started by a keeper.
+"""The engine of a slot as a program of its own: `python -m workers.engine SPEC.json`.
 
-It reads a `WorkerSpec` from its channel, says that its engine is made, then answers one `Directive`
-after the other with a `Report`. It ends when the other end of the channel is closed. Decides nothing.
+A keeper starts it with a channel, on which it tells how it is and takes orders. It works on by
+itself, whatever the other end does, and ends when that is closed. Started by hand, without a
+channel, it prints what it would tell, until its work is done. Decides nothing.
 """
 
 from __future__ import annotations
@@ -10,43 +11,164 @@ import contextlib
 import ctypes
 import faulthandler
 import io
+import itertools
 import os
+import pickle
+import select
 import signal
+import socket
 import sys
-from multiprocessing.connection import Connection
+import time
+from dataclasses import replace
+from pathlib import Path
 from typing import Final
 
+from workers.engine import channel
+from workers.engine.spec_file import read_spec
 from workers.host.cuda_environment import set_for_cuda, workspace_of
 from workers.host.processes import ENGINE_NAME
 from workers.keeper import processes
 from workers.keeper.task import CHANNEL
-from workers.settings import WorkerSpec
+from workers.messages import NO_ORDERS, Orders, Status, Verdict, WorkerEvent
 
 _LINE_BUFFERED: Final = 1  # _IOLBF of glibc and musl (stdio.h)
 
+#: Events that wait for a keeper that does not read; the newest are kept.
+_MOST_EVENTS: Final = 1_000
+_EVENTS_BYTES: Final = channel.MOST_BYTES // 2
+#: A text in a status, or in one of its events.
+_MOST_CHARS: Final = 8_192
+
+
+class Channel:
+    """The orders that come, and the statuses that go, where a keeper has started the engine."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
+        self._events: list[WorkerEvent] = []
+        self.orders: Orders | None = None
+        """The newest; `None` before the first."""
+        self.is_closed = False
+
+    def wait(self, seconds: float) -> bool:
+        """Wait at most so long for orders that change something; say whether there are some, or the
+        channel is closed.
+        """
+        until_s = time.monotonic() + seconds
+        while not self.is_closed:
+            left_s = max(0.0, until_s - time.monotonic())
+            if not select.select([self._end], [], [], left_s)[0]:
+                return False
+            if self._receive():
+                return True
+        return True
+
+    def tell(self, status: Status) -> None:
+        """Send it, unless the other end is busy: the next status makes up for it, and events wait."""
+        self._events = [*self._events, *map(_cut, status.events)][-_MOST_EVENTS:]
+        short = replace(status, reason=status.reason[:_MOST_CHARS])
+        while True:
+            count = _fitting(self._events)
+            told = replace(short, events=tuple(self._events[:count]))
+            if not channel.send(self._end, told):
+                return
+            del self._events[:count]
+            if not self._events:
+                return
+
+    def _receive(self) -> bool:
+        """Take in what has come; say whether it changes anything."""
+        before = self.orders
+        try:
+            for orders in channel.receive_all(self._end):
+                self.orders = replace(orders, actor=None, begin=None, heard=0, kept=None)
+        except channel.ClosedError:
+            self.is_closed = True
+        return self.is_closed or self.orders != before
+
+
+class Terminal:
+    """In place of a channel, where a person has started the engine."""
+
+    orders: Orders | None = NO_ORDERS
+    is_closed = False
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for so long: no orders come."""
+        time.sleep(seconds)
+        return False
+
+    def tell(self, status: Status) -> None:
+        """Print how it is as a line, after what has happened. With a verdict all is over."""
+        self.is_closed = status.verdict is not Verdict.OK
+        lines = [
+            f"{event.name}: " + ", ".join(f"{name} {text}" for name, text in event.detail.items())
+            for event in status.events
+        ]
+        if status.errors_in_a_row:
+            lines.append(status.error or "")
+        counts = status.counts
+        lines.append(
+            f"{status.state}: {counts.steps_ok} steps, {counts.steps_oom} out of memory, size "
+            f"{status.size}, batch {status.batch}: {status.reason or 'it works'}"
+        )
+        sys.stdout.write("".join(f"{line}\n" for line in lines))
+
 
 def main() -> None:
-    """Run slices until the other end of the channel is closed."""
-    # Ctrl-C is the head's: a KeyboardInterrupt in this process is the workload's own error.
-    signal.signal(signal.SIGINT, lambda _number, _frame: None)
-    processes.prctl(processes.PR_SET_NAME, ENGINE_NAME.encode(), 0, 0, 0)
+    """Work until the other end of the channel is closed, or the work is done."""
+    # Before torch is loaded: a SIGUSR1 has the engine print where it stands.
     faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=False, chain=False)
+    processes.prctl(processes.PR_SET_NAME, ENGINE_NAME.encode(), 0, 0, 0)
     _print_by_lines()
-    number = int(os.environ.pop(CHANNEL))
-    os.set_inheritable(number, False)  # what this process starts does not hold it open
-    channel = Connection(number)
-    spec: WorkerSpec = channel.recv()
-    set_for_cuda(os.environ, workspace_of(spec.workload.settings))
+    number = os.environ.pop(CHANNEL, None)
+    other: Channel | Terminal = Terminal()
+    if number is not None:
+        # Ctrl-C is the head's: a KeyboardInterrupt in this process is the workload's own error.
+        signal.signal(signal.SIGINT, lambda _number, _frame: None)
+        os.set_inheritable(int(number), False)  # what this process starts does not hold it open
+        other = Channel(socket.socket(fileno=int(number)))
+    else:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if len(sys.argv) == 1:
+        sys.exit("type: python -m workers.engine SPEC.json")
+    start = read_spec(Path(sys.argv[-1]))  # a fork has the name of its package before it
+    set_for_cuda(os.environ, workspace_of(start.spec.workload.settings))
     # What CUDA reads from the environment must be there before torch is loaded.
     from workers.engine.engine import Engine  # noqa: PLC0415
 
-    engine = Engine(spec)
-    try:
-        channel.send(True)
-        while True:
-            channel.send(engine.run_slice(channel.recv()))
-    except (EOFError, ConnectionError):
-        return
+    engine = Engine(start.spec, start.begin(), start.incarnation)
+    duration_s = 0.0  # the first turn is told with its first step
+    other.tell(engine.status())
+    while not other.is_closed:
+        orders = other.orders
+        if orders is None:  # what it may hold is not known
+            other.wait(start.spec.poll_s)
+            continue
+        if engine.is_open:
+            status = engine.turn(orders, duration_s, other.wait)
+            duration_s = start.spec.poll_s
+        else:
+            status = engine.open(orders)
+        other.tell(status)
+        if status.is_held or status.verdict is not Verdict.OK:
+            other.wait(start.spec.poll_s)
+
+
+def _fitting(events: list[WorkerEvent]) -> int:
+    """Return how many of the first of them one message can carry; each alone can be."""
+    sizes_bytes = itertools.accumulate(len(pickle.dumps(event)) for event in events)
+    return sum(size_bytes <= _EVENTS_BYTES for size_bytes in sizes_bytes)
+
+
+def _cut(event: WorkerEvent) -> WorkerEvent:
+    detail = {
+        name: value[:_MOST_CHARS] if isinstance(value, str) else value
+        for name, value in event.detail.items()
+    }
+    cut = replace(event, detail=detail)
+    return cut if len(pickle.dumps(cut)) <= _EVENTS_BYTES else replace(event, detail={})
 
 
 def _print_by_lines() -> None:

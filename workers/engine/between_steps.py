@@ -15,7 +15,7 @@ from typing import Final
 
 from workers import oom
 from workers.devices.base import Device
-from workers.engine.slice_stats import SliceStats
+from workers.engine.account import Account
 from workers.messages import ContextCorruptedError, StepCounts
 from workers.nvml.sensors import open_sampler
 from workers.policy.base import Run
@@ -60,16 +60,16 @@ class ThermalControl:
         """Whether an alarm is raised, such as a card that is gone."""
         return bool(self._state.alarms.standing)
 
-    def sample(self, stats: SliceStats) -> None:
+    def sample(self, account: Account) -> None:
         """Read the sensors if that is due, and ask the governor."""
         now_s = time.monotonic()
         reading = self._sampler.sample_if_due(now_s)
         if reading is None:
             return
         self.reading = reading
-        self._follow(self._governor.after_reading(self._state, reading, now_s), stats)
+        self._follow(self._governor.after_reading(self._state, reading, now_s), account)
 
-    def measure_bandwidth(self, measure: Callable[[], float | None], stats: SliceStats) -> None:
+    def measure_bandwidth(self, measure: Callable[[], float | None], account: Account) -> None:
         """Measure the bandwidth of the card's memory if that is due.
 
         `measure` returns bytes per second, if it can.
@@ -82,22 +82,22 @@ class ThermalControl:
         bytes_per_s = measure()
         if bytes_per_s is not None:
             self._follow(
-                self._governor.after_bandwidth(self._state, bytes_per_s, clock_mhz, now_s), stats
+                self._governor.after_bandwidth(self._state, bytes_per_s, clock_mhz, now_s), account
             )
 
-    def _follow(self, decided: tuple[ThermalState, ThermalDecision], stats: SliceStats) -> None:
+    def _follow(self, decided: tuple[ThermalState, ThermalDecision], account: Account) -> None:
         before = self.decision
         self._state, self.decision = decided
         decision = self.decision
         for alarm in decision.alarms:
-            stats.event(
+            account.event(
                 "alarm_raised" if alarm.raised else "alarm_cleared",
                 alarm=alarm.name,
                 text=alarm.text,
             )
         if decision.band is not None and before.band not in {None, decision.band}:
             temperature_c = None if self.reading is None else self.reading.temperature_c
-            stats.event(
+            account.event(
                 "thermal_band",
                 band=decision.band.value,
                 temperature_c=temperature_c,
@@ -122,12 +122,11 @@ class DutyCycle:
         if 0.0 < duty < 1.0:
             self._owed_s += busy_s * (1.0 / duty - 1.0)
 
-    def rest(self, most_s: float) -> bool:
-        """Sleep for what is owed, at most `most_s`; say whether some of it stays owed."""
-        pause_s = min(self._owed_s, most_s)
+    def rest(self, account: Account) -> bool:
+        """Sleep for what is owed, at most until the turn ends; say whether some of it stays owed."""
+        pause_s = min(self._owed_s, account.remaining_s) if self._owed_s else 0.0
         if pause_s > 0:
-            time.sleep(pause_s)
-            self.rested(pause_s)
+            self.rested(account.sleep(pause_s))
         return self._owed_s > 0
 
     def rested(self, seconds: float) -> None:
@@ -155,7 +154,7 @@ class ResultChecks:
         self._failures = 0
 
     def after_step(
-        self, device: Device, workload: Workload, run: Run, seconds: float, stats: SliceStats
+        self, device: Device, workload: Workload, run: Run, seconds: float, account: Account
     ) -> float:
         """Check the result of a step if that is due; return the seconds for which the check kept
         the device busy.
@@ -176,30 +175,30 @@ class ResultChecks:
         except Exception as error:  # noqa: BLE001 - classified below, outside the handler
             failure = oom.classify(error)
         if failure is not None:
-            self._after_failure(failure, device, stats)
+            self._after_failure(failure, device, account)
             seconds = time.perf_counter() - began_s  # giving memory back is a part of what it cost
         else:
             self._failures = 0
         self._schedule.after_check(seconds)
         if check is not None:
-            stats.counts += StepCounts(verify_checks=1, verify_errors=int(not check.ok))
+            account.counts += StepCounts(verify_checks=1, verify_errors=int(not check.ok))
             if not check.ok:
                 self.reason = f"wrong result on {self._where}: {check.detail}"
                 worst = check.worst if math.isfinite(check.worst) else None
-                stats.event(
+                account.event(
                     "corrupt", kind=check.kind, where=self._where, detail=check.detail, worst=worst
                 )
         return seconds
 
-    def _after_failure(self, failure: oom.Failure, device: Device, stats: SliceStats) -> None:
+    def _after_failure(self, failure: oom.Failure, device: Device, account: Account) -> None:
         if failure.kind is FailureKind.CONTEXT_CORRUPTED:
             raise ContextCorruptedError(failure.text)
         if not self._failures:
-            stats.event("check_failed", kind=failure.kind.value, text=failure.text)
+            account.event("check_failed", kind=failure.kind.value, text=failure.text)
         self._failures += 1
         device.release()
         # A check that cannot run is a bug of the workload, or never gets its memory: results go
         # unchecked from here on.
         self._broken = failure.kind is FailureKind.OTHER or self._failures >= _MAX_FAILURES_IN_A_ROW
         if self._broken:
-            stats.event("checks_ended", text=failure.text)
+            account.event("checks_ended", text=failure.text)

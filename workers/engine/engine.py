@@ -1,30 +1,33 @@
-"""One slice: ask the policy, run steps, rest between them, report.
+"""The engine of a slot: ask the policy, run steps, rest between them, tell how it is.
 
-The engine lives as long as the worker's process. It never decides a size (the policy does). What
-follows a step that fails is in `oom_recovery.py`. No exception leaves `run_slice` except a request
-to stop the process (a signal's handler raised it): failures are text in the report, and a
-SystemExit of the workload is one of them.
+It lives as long as the slot's process, and is driven in turns by who holds it: `__main__.py` where
+it is a program. It never decides a size (the policy does). What follows a step that fails is in
+`oom_recovery.py`. No exception leaves a turn except a request to stop the process (a signal's
+handler raised it): failures are text in the status, and a SystemExit of the workload is one of them.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import islice
 from typing import Final
 
 import psutil
 
 from workers import oom
+from workers.engine.account import Account, Wait, no_orders
 from workers.engine.oom_recovery import claim_memory, recover, stay_in_emergency
 from workers.engine.session import Session, open_session
-from workers.engine.slice_stats import SliceStats
 from workers.messages import (
+    Begin,
     ContextCorruptedError,
-    Directive,
     IncompatibleError,
     MemoryInfo,
+    Orders,
     Progress,
-    Report,
+    Status,
     StepCounts,
     Verdict,
     WorkerState,
@@ -34,171 +37,215 @@ from workers.policy.base import Decision, Release, Run, StepOk
 from workers.settings import FailureKind, WorkerSpec
 from workers.workloads.base import StepResult
 
-#: Length of a slice without work, and time between two sensor readings of a card that is too hot.
-#: It is short, because the head may change the lease at any time.
-_IDLE_POLL_S: Final = 0.1
+#: Between two readings of the sensors of a card that is too hot.
+_COOL_POLL_S: Final = 0.1
+
+#: Figures of a workload in a status, which has to stay small.
+_MOST_METRICS: Final = 1_000
 
 
 class Engine:
     """The worker of one slot, in this process."""
 
-    def __init__(self, spec: WorkerSpec) -> None:
-        """Touch nothing: the first directive opens the device."""
-        self._spec = spec
+    def __init__(self, spec: WorkerSpec, begin: Begin, incarnation: int = 0) -> None:
+        """Touch nothing: `open` does, or the first turn."""
+        self._spec, self._begin, self._incarnation = spec, begin, incarnation
         self._session: Session | None = None
-        self._corrupted: str | None = None
+        self._account = Account(slot=spec.slot)
+        self._verdict = Verdict.OK
+        self._is_held = False
+        self._lease_bytes: int | None = None
+        self._memory: MemoryInfo | None = None
+        """As the present turn leaves it; `None` if it ended by a failure."""
+        self._progress: Progress | None = None
 
-    def run_slice(self, directive: Directive) -> Report:
-        """Work for about `directive.duration_s`.
+    @property
+    def is_open(self) -> bool:
+        """Whether it has opened its device."""
+        return self._session is not None
 
-        The report's verdict says whether this process may continue.
+    def open(self, orders: Orders) -> Status:
+        """Open the device and the workload, unless it is to hold; do no step."""
+        return self._told(orders, lambda: self._open(orders))
+
+    def turn(self, orders: Orders, duration_s: float, wait: Wait = no_orders) -> Status:
+        """Work for about so long, or until `wait` says that there are new orders.
+
+        With a duration of 0, return after the first step that ends well, or fails for good. A turn
+        also ends with what is to be told at once, such as an error of the workload. After a verdict
+        other than OK nothing is done any more.
         """
-        stats = SliceStats(slot=self._spec.slot, directive=directive)
-        memory: MemoryInfo | None = None
-        progress: Progress | None = None
-        verdict = Verdict.OK
+        return self._told(orders, lambda: self._turn(orders, duration_s, wait))
+
+    def _told(self, orders: Orders, work: Callable[[], None]) -> Status:
+        """Do it, and say how that has ended."""
+        account, self._memory = self._account, None
         try:
-            if self._corrupted is not None:
-                # A slice queued behind the one that found out.
-                raise ContextCorruptedError(self._corrupted)  # noqa: TRY301
-            if self._session is None:
-                self._session = open_session(self._spec, stats)
-            self._session.begin_slice(stats)
-            if not self._session.workload.finished and _prepare(self._session, stats):
-                _work(self._session, stats)
-            progress = self._session.progress()
-            if self._session.workload.finished:
-                # The process ends after that: first all of its state must have left it.
-                if not self._session.pieces.pending(self._session.workload.saved):
-                    verdict = Verdict.DONE
-                stats.settle(WorkerState.DONE, "all its work is done")
-            memory = replace(self._session.device.memory(), kept_bytes=self._session.kept_bytes)
+            if self._verdict is Verdict.OK:
+                work()
+            if self._session is not None and self._verdict in {Verdict.OK, Verdict.DONE}:
+                device = self._session.device
+                self._memory = replace(device.memory(), kept_bytes=self._session.kept_bytes)
         except IncompatibleError as error:
-            verdict = error.verdict
-            stats.settle(WorkerState.STOPPED, str(error))
+            self._verdict = error.verdict
+            account.settle(WorkerState.STOPPED, str(error))
         except ContextCorruptedError as error:
-            verdict = self._give_up(stats, str(error))
+            self._give_up(str(error))
         # A user's release, resize or needed_bytes may raise anything too.
         except BaseException as error:  # noqa: BLE001
             failure = oom.failure_of_workload(error)
-            stats.error = oom.traceback_text(error)
+            traceback = oom.traceback_text(error)
             if failure.kind is FailureKind.CONTEXT_CORRUPTED:
-                verdict = self._give_up(stats, failure.text)
-            else:  # an error of the workload: it ends the slice and nothing else
-                stats.counts += StepCounts(steps_error=1)
-                stats.settle(
-                    WorkerState.BACKOFF, f"the workload failed outside its step: {failure.text}"
-                )
-        return replace(self._report(stats, verdict, memory), progress=progress)
+                account.error = traceback
+                self._give_up(failure.text)
+            else:  # an error of the workload: it ends the turn and nothing else
+                reason = f"the workload failed outside its step: {failure.text}"
+                account.workload_failed(reason, traceback)
+        self._lease_bytes = orders.lease_bytes
+        return self.status()
 
-    def _give_up(self, stats: SliceStats, reason: str) -> Verdict:
-        self._corrupted = reason
-        stats.settle(WorkerState.STOPPED, f"the device no longer answers this process: {reason}")
-        stats.event("poisoned", reason=reason)
-        return Verdict.CONTEXT_CORRUPTED
+    def _open(self, orders: Orders) -> None:
+        self._is_held = orders.holds
+        if orders.holds:
+            self._account.settle(WorkerState.WARMING, "its device is not open: it is held")
+        elif self._session is None:
+            self._session = open_session(self._spec, self._begin, self._incarnation, self._account)
+            self._account.settle(WorkerState.WARMING, "its device is open")
 
-    def _report(self, stats: SliceStats, verdict: Verdict, memory: MemoryInfo | None) -> Report:
-        """Close the slice; `memory` is `None` if it ended by a failure."""
-        session, directive = self._session, stats.directive
-        report = Report(
-            slot=stats.slot,
-            incarnation=directive.incarnation,
-            sequence=directive.sequence,
-            verdict=verdict,
-            state=stats.state,
-            reason=stats.reason,
-            device=None,
-            memory=memory,
-            size=stats.size,
-            batch=stats.batch,
-            claim_bytes=None,
-            counts=stats.counts,
-            wall_s=stats.elapsed_s,
-            longest_step_s=stats.longest_step_s,
+    def _turn(self, orders: Orders, duration_s: float, wait: Wait) -> None:
+        account = self._account
+        if self._session is None:
+            self._open(orders)
+        session = self._session
+        if session is None:
+            return
+        account.begin_turn(duration_s, wait)
+        try:
+            session.begin_turn(orders, account)
+            self._is_held = session.holds(orders, account)
+            if (
+                not session.workload.finished
+                and not self._is_held
+                and _prepare(session, self._begin, account)
+            ):
+                _work(session, account)
+            self._progress = session.progress()
+        finally:
+            if not self._is_held:
+                account.end_turn()
+        if session.workload.finished:
+            self._verdict = Verdict.DONE
+            account.settle(WorkerState.DONE, "all its work is done")
+
+    def _give_up(self, reason: str) -> None:
+        self._verdict = Verdict.CONTEXT_CORRUPTED
+        account = self._account
+        account.settle(WorkerState.STOPPED, f"the device no longer answers this process: {reason}")
+        account.event("poisoned", reason=reason)
+
+    def status(self) -> Status:
+        """Say how it is; the events in it are not told again."""
+        account, session = self._account, self._session
+        events, account.events = account.events, []
+        status = Status(
+            slot=account.slot,
+            incarnation=self._incarnation,
+            verdict=self._verdict,
+            state=account.state,
+            reason=account.reason,
+            is_up=True,
+            is_held=self._is_held,
+            memory=self._memory,
+            size=account.size,
+            batch=account.batch,
+            lease_bytes=self._lease_bytes,
+            counts=account.counts,
+            wall_s=account.wall_s,
+            longest_step_s=account.longest_step_s,
+            errors_in_a_row=account.errors_in_a_row,
+            error=account.error,
             rss_bytes=psutil.Process().memory_info().rss,
-            error=stats.error,
-            events=tuple(stats.events),
+            resume=self._begin.resume,
+            progress=self._progress,
+            events=tuple(events),
         )
         if session is None:
-            return report
+            return status
+        workload, memory = session.workload, self._memory
         return replace(
-            report,
-            events=(*report.events, *session.told.taken()),
-            checkpoint=session.pieces.next(session.workload.saved),
-            save_due=session.workload.save_due
-            or (directive.save and session.pieces.pending(session.workload.saved)),
+            status,
+            events=(*status.events, *session.told.taken()),
+            saves=session.saves,
+            save_due=workload.save_due,
+            saved=None if workload.saved is None else str(workload.saved),
             # After every failure too: without it the head takes an out-of-memory for a card that is
             # full.
             device=session.device.info,
             sensors=session.thermal.reading,
             claim_bytes=None if memory is None else session.claim_bytes,
-            resume=directive.resume
-            if session.state is None
-            else session.policy.dump(session.state),
-            metrics=dict(session.workload.metrics),
+            resume=status.resume if session.state is None else session.policy.dump(session.state),
+            metrics=dict(islice(workload.metrics.items(), _MOST_METRICS)),
             learned=None if memory is None else session.learned_limit(memory.peak_bytes),
         )
 
 
-def _prepare(session: Session, stats: SliceStats) -> bool:
+def _prepare(session: Session, begin: Begin, account: Account) -> bool:
     """Find out what memory there is, and give the policy its state, unless that is done; say
     whether it is.
 
-    A lease of 0 bytes asks a process that shares its card to open it and to report what memory
-    there is, and no more: progressive allocation waits until the head has said how many bytes are
+    A lease of 0 bytes asks a process that shares its card to open it and to tell what memory there
+    is, and no more: progressive allocation waits until the head has said how many bytes are
     for this worker.
     """
     if session.lease_bytes == 0:
         if session.state is not None:
-            session.park(stats)
+            session.park(account)
         waits = "its device is open; it waits for its share of the card"
-        stats.settle(*session.waiting_state(WorkerState.WARMING, waits))
-        time.sleep(min(stats.remaining_s, _IDLE_POLL_S))
+        account.settle(*session.waiting_state(WorkerState.WARMING, waits))
+        account.sleep(account.remaining_s)
         return False
     if session.state is None:
         with session.device.alone():
-            claim_memory(session, stats)
-        session.load_policy_state(stats)
+            claim_memory(session, account)
+        session.load_policy_state(begin.resume, account)
     return True
 
 
-def _work(session: Session, stats: SliceStats) -> None:
-    """Follow the policy until the slice is over.
+def _work(session: Session, account: Account) -> None:
+    """Follow the policy until the turn is over.
 
     An error of the workload ends it, so that the head learns of it. So does a save that was asked
     for: what follows may be the end of this process, and its work would be lost.
     """
-    if session.last_run is not None:
-        stats.use(session.last_run.size, session.last_run.batch)
-    if _has_saved(session, stats):
-        stats.settle(*session.working_state("its state is saved, as it was asked to"))
+    if session.has_saved():
+        account.settle(*session.working_state("its state is saved, as it was asked to"))
         return
-    if session.duty.rest(stats.remaining_s) and stats.directive.duration_s > 0:
-        stats.settle(*session.working_state("resting, as its duty asks after a long step"))
+    if session.duty.rest(account) and account.duration_s > 0:
+        account.settle(*session.working_state("resting, as its duty asks after a long step"))
         return
     session.release_if_grown()  # a step follows, which takes again what it needs
     decision: Decision | None = session.ask(session.pressure())
     while isinstance(decision, Run | Release):
         if isinstance(decision, Run):
-            decision = _step(session, stats, decision)
+            decision = _step(session, account, decision)
         else:
             session.device.release()
             decision = session.ask(session.pressure())
     if decision is not None:
-        stay_in_emergency(session, stats, decision.reason)
+        stay_in_emergency(session, account, decision.reason)
 
 
-def _step(session: Session, stats: SliceStats, run: Run) -> Decision | None:
+def _step(session: Session, account: Account, run: Run) -> Decision | None:
     """Run one step, rest, and return what the policy wants next.
 
-    `None` ends the slice: its time is over, all work is done, the workload failed by its own fault,
+    `None` ends the turn: its time is over, all work is done, the workload failed by its own fault,
     or the card is too hot.
     """
-    if not _wait_until_cool(session, stats):
+    if not _wait_until_cool(session, account):
         return None
     failure: Failure | None = None
-    session.start_step(run, stats)
-    stats.use(run.size, run.batch)
+    session.start_step(run, account)
+    account.use(run.size, run.batch)
     try:
         result, seconds = session.device.timed(lambda: session.step(run), session.largest(run))
         done = _checked(result)
@@ -215,18 +262,17 @@ def _step(session: Session, stats: SliceStats, run: Run) -> Decision | None:
             oom.drop_frames(error)
     if failure is not None:
         at_least_bytes = max(held_bytes, session.device.step_peak_bytes())
-        return recover(session, stats, run, failure, traceback, at_least_bytes)
+        return recover(session, account, run, failure, traceback, at_least_bytes)
     session.step_succeeded()
     session.workload.save()
-    stats.counts += StepCounts(steps_ok=1, work_flop=done.flop, busy_s=seconds)
-    stats.longest_step_s = max(stats.longest_step_s, seconds)
+    account.good_step(seconds, done.flop)
     peak_bytes = session.device.step_peak_bytes()
     session.workload.measured(peak_bytes, seconds)
-    session.rebase_once_warm(stats)
+    session.rebase_once_warm(account)
     if session.workload.finished:
         return None
 
-    _between_steps(session, stats, run, seconds)
+    _between_steps(session, account, run, seconds)
     decision = session.ask(
         StepOk(
             at_s=time.monotonic(),
@@ -236,49 +282,46 @@ def _step(session: Session, stats: SliceStats, run: Run) -> Decision | None:
             partial=done.partial,
         )
     )
-    if stats.remaining_s > 0 and not _has_saved(session, stats):
+    if not session.has_saved() and account.remaining_s > 0:
         return decision
     if isinstance(decision, Release):
-        # The next slice asks again, and the policy counts this one as done.
+        # The next turn asks again, and the policy counts this one as done.
         session.device.release()
     return None
 
 
-def _has_saved(session: Session, stats: SliceStats) -> bool:
-    return stats.directive.save and not session.workload.save_due
-
-
-def _wait_until_cool(session: Session, stats: SliceStats) -> bool:
-    """Wait while the card is too hot; say whether it is cool enough before the slice is over."""
+def _wait_until_cool(session: Session, account: Account) -> bool:
+    """Wait while the card is too hot; say whether it is cool enough before the turn is over."""
     while session.thermal.decision.paused:
         wrong_result = session.checks.reason
         if wrong_result is None:
-            stats.settle(WorkerState.PAUSED, session.thermal.decision.reason)
+            account.settle(WorkerState.PAUSED, session.thermal.decision.reason)
         else:
-            stats.settle(WorkerState.CORRUPT, f"{wrong_result}; {session.thermal.decision.reason}")
-        if stats.elapsed_s >= max(stats.directive.duration_s, _IDLE_POLL_S):
+            account.settle(
+                WorkerState.CORRUPT, f"{wrong_result}; {session.thermal.decision.reason}"
+            )
+        if account.elapsed_s >= _COOL_POLL_S and not account.remaining_s:
             return False
-        time.sleep(_IDLE_POLL_S)
-        session.duty.rested(_IDLE_POLL_S)
-        session.thermal.sample(stats)
+        session.duty.rested(account.sleep(_COOL_POLL_S))
+        session.thermal.sample(account)
     return True
 
 
-def _between_steps(session: Session, stats: SliceStats, run: Run, seconds: float) -> None:
+def _between_steps(session: Session, account: Account, run: Run, seconds: float) -> None:
     """Read the sensors and check the step's result, as far as that is due.
 
     Then rest as the duty asks.
     """
-    session.thermal.sample(stats)
-    checked_s = session.checks.after_step(session.device, session.workload, run, seconds, stats)
+    session.thermal.sample(account)
+    checked_s = session.checks.after_step(session.device, session.workload, run, seconds, account)
     # Under MPS other processes compute while the memory is timed, which makes it look slower than
     # it is.
     if session.device.info.kind == "cuda" and not session.spec.mps:
-        session.thermal.measure_bandwidth(session.bandwidth, stats)
-    stats.settle(*session.working_state())
-    stats.counts += StepCounts(busy_s=checked_s)
+        session.thermal.measure_bandwidth(session.bandwidth, account)
+    account.settle(*session.working_state())
+    account.counts += StepCounts(busy_s=checked_s)
     session.duty.worked(seconds + checked_s, session.thermal.decision.duty)
-    session.duty.rest(stats.remaining_s)
+    session.duty.rest(account)
 
 
 def _checked(result: object) -> StepResult:

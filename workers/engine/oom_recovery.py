@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from workers import oom
 from workers.devices.base import Device
+from workers.engine.account import Account
 from workers.engine.session import Session, level_of
-from workers.engine.slice_stats import SliceStats
 from workers.messages import ContextCorruptedError, StepCounts, WorkerState
 from workers.oom import Failure
 from workers.policy.base import Decision, Run, StepOom
@@ -24,14 +24,14 @@ from workers.units import MIB
 #: Share by which a claim must have changed to be an event: free memory always moves a little.
 _MIN_CLAIM_CHANGE = 0.01
 
-#: Pause between two emergency products when no step fits: the worker reports that it lives, and
+#: Pause between two emergency products when no step fits: the worker tells that it lives, and
 #: waits.
 _EMERGENCY_PAUSE_S = 0.1
 
 
 def recover(
     session: Session,
-    stats: SliceStats,
+    account: Account,
     run: Run,
     failure: Failure,
     traceback: str,
@@ -39,7 +39,7 @@ def recover(
 ) -> Decision | None:
     """Recover from a failed step, and return what the policy wants next.
 
-    `None` ends the slice: the workload failed by its own fault, or the time is over.
+    `None` ends the turn: the workload failed by its own fault, or the time is over.
 
     Raises:
         ContextCorruptedError: The device no longer answers this process.
@@ -47,20 +47,20 @@ def recover(
     if failure.kind is FailureKind.CONTEXT_CORRUPTED:
         raise ContextCorruptedError(failure.text)
     if not session.believes(failure):
-        _note_error(session, stats, failure, traceback)
+        _note_error(session, account, failure, traceback)
         return None
 
     started_s = time.monotonic()
-    stats.counts += StepCounts(steps_oom=1, steps_oom_probe=int(run.is_probe), oom_count=1)
+    account.counts += StepCounts(steps_oom=1, steps_oom_probe=int(run.is_probe), oom_count=1)
     session.shed()
-    _prove_alive(session, stats)
-    session.rebase(stats)
+    _prove_alive(session, account)
+    session.rebase(account)
     needed_bytes = session.workload.needed_bytes(run.size, run.batch)
     free_bytes = session.device.free_bytes()
     if run.hold_bytes is None and needed_bytes is not None and needed_bytes <= session.claim_bytes:
         session.note_unexpected_oom(run)
-    claim_memory(session, stats)
-    stats.event(
+    claim_memory(session, account)
+    account.event(
         "oom",
         kind=failure.kind.value,
         evidence=failure.evidence,
@@ -86,33 +86,31 @@ def recover(
         )
     )
     if isinstance(decision, Run):
-        _note_backoff(stats, run, decision)
-    return None if stats.remaining_s <= 0 < stats.directive.duration_s else decision
+        _note_backoff(account, run, decision)
+    return None if account.remaining_s <= 0 < account.duration_s else decision
 
 
-def _note_error(session: Session, stats: SliceStats, failure: Failure, traceback: str) -> None:
+def _note_error(session: Session, account: Account, failure: Failure, traceback: str) -> None:
     session.shed()
-    session.rebase(stats)
+    session.rebase(account)
     # Some failures of the device itself read like a bug of the workload.
     broken = _emergency_failure(session)
     if broken is not None:
         raise ContextCorruptedError(broken.text)
-    stats.counts += StepCounts(steps_error=1)
-    stats.error = traceback
-    stats.settle(WorkerState.BACKOFF, f"the workload failed: {failure.text}")
+    account.workload_failed(f"the workload failed: {failure.text}", traceback)
 
 
-def _note_backoff(stats: SliceStats, failed: Run, run: Run) -> None:
+def _note_backoff(account: Account, failed: Run, run: Run) -> None:
     changed = [
         f"{name} {getattr(run, name)}"
         for name in ("size", "batch", "level")
         if getattr(run, name) != getattr(failed, name)
     ]
     then = f"down to {' and '.join(changed)}" if changed else "once more the same"
-    stats.settle(
+    account.settle(
         WorkerState.BACKOFF, f"out of memory at size {failed.size}, batch {failed.batch}; {then}"
     )
-    stats.event(
+    account.event(
         "backoff" if changed else "retry",
         from_size=failed.size,
         from_batch=failed.batch,
@@ -122,7 +120,7 @@ def _note_backoff(stats: SliceStats, failed: Run, run: Run) -> None:
     )
 
 
-def _prove_alive(session: Session, stats: SliceStats) -> None:
+def _prove_alive(session: Session, account: Account) -> None:
     """Run the emergency product.
 
     A device that cannot do even that does not answer this process any more.
@@ -135,7 +133,7 @@ def _prove_alive(session: Session, stats: SliceStats) -> None:
         failure = _emergency_failure(session)
     if failure is not None:
         raise ContextCorruptedError(failure.text)
-    stats.counts += StepCounts(emergency_count=1)
+    account.counts += StepCounts(emergency_count=1)
 
 
 def _emergency_failure(session: Session) -> Failure | None:
@@ -152,17 +150,17 @@ def _emergency_failure(session: Session) -> Failure | None:
     return None
 
 
-def claim_memory(session: Session, stats: SliceStats) -> None:
+def claim_memory(session: Session, account: Account) -> None:
     """Find out by progressive allocation how much memory there is, and tell the workload.
 
     Its tensors must be gone.
     """
     ramp = ramp_up(session.device, session.spec.memory, session.lease_bytes)
     claim_bytes = int(session.claim_share * ramp.claim_bytes)
-    stats.counts += StepCounts(oom_count=ramp.failures)
+    account.counts += StepCounts(oom_count=ramp.failures)
     moved = abs(claim_bytes - session.claim_bytes) > _MIN_CLAIM_CHANGE * session.claim_bytes
     if moved or ramp.failures:
-        stats.event(
+        account.event(
             "claimed",
             claim_bytes=claim_bytes,
             target_bytes=ramp.target_bytes,
@@ -258,17 +256,17 @@ def _obtained(device: Device, wanted_bytes: int) -> int | None:
     )
 
 
-def stay_in_emergency(session: Session, stats: SliceStats, reason: str) -> None:
-    """No step fits: prove that the device answers, wait for the end of the slice, and measure again
-    for the next.
+def stay_in_emergency(session: Session, account: Account, reason: str) -> None:
+    """No step fits: prove that the device answers, wait for the end of the turn, and measure again for
+    the next.
     """
     if (least_bytes := session.workload.least_bytes) is not None:
         allowed_bytes = session.allowed_bytes or session.device.most_bytes
         reason += f" (planned {least_bytes / MIB:.1f} MiB, allowed {allowed_bytes / MIB:.1f})"
-    session.enter_emergency(stats, reason)
-    session.park(stats)
-    stats.settle(*session.waiting_state(WorkerState.EMERGENCY, reason))
-    _prove_alive(session, stats)
-    time.sleep(max(_EMERGENCY_PAUSE_S, stats.remaining_s))
-    session.rebase(stats)
-    claim_memory(session, stats)
+    session.enter_emergency(account, reason)
+    session.park(account)
+    account.settle(*session.waiting_state(WorkerState.EMERGENCY, reason))
+    _prove_alive(session, account)
+    account.sleep(max(_EMERGENCY_PAUSE_S, account.remaining_s))
+    session.rebase(account)
+    claim_memory(session, account)

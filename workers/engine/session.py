@@ -1,4 +1,4 @@
-"""What one worker process holds for its slot, from the first directive on, and how it is opened:
+"""What one worker process holds for its slot, from its first turn on, and how it is opened:
 the device under its cap, the workload, and the policy for both.
 
 Only this file changes a `Session`: others call the methods. Does not run steps (`engine.py`) or
@@ -19,14 +19,18 @@ import psutil
 from workers import oom
 from workers.devices import open_device
 from workers.devices.base import Device
+from workers.engine.account import Account
 from workers.engine.between_steps import DutyCycle, ResultChecks, ThermalControl
-from workers.engine.slice_stats import CheckpointPieces, SliceStats
 from workers.host import mps
 from workers.learned_limits import choose, default_path, settings_hash, workload_fingerprint
 from workers.messages import (
+    STARVED,
+    Begin,
     ContextCorruptedError,
     IncompatibleError,
+    Orders,
     Progress,
+    ResumeState,
     StepCounts,
     WorkerEvent,
     WorkerState,
@@ -56,13 +60,13 @@ _FULL_SHARE: Final = 0.9
 
 
 class Told:
-    """The events that a workload has told of and no report has carried yet."""
+    """The events that a workload has told of and no status has carried yet."""
 
     def __init__(self) -> None:
         self._events: list[WorkerEvent] = []
 
     def add(self, name: str, /, **detail: Scalar) -> None:
-        """Keep an event for the next report. Those that differ by their `count` alone are one."""
+        """Keep an event for the next status. Those that differ by their `count` alone are one."""
         event = WorkerEvent(name=name, at_unix_s=time.time(), detail=detail)
         for index, other in enumerate(self._events if "count" in detail else ()):
             if (name, {**detail, "count": None}) == (other.name, {**other.detail, "count": None}):
@@ -95,10 +99,12 @@ class Session:
     checks: ResultChecks
     duty: DutyCycle
     told: Told
-    pieces: CheckpointPieces
 
     # Changed by the methods below.
-    incarnation: int
+    saves: int = 0
+    """`Orders.saves` that it has taken in."""
+    must_save: bool = False
+    """Whether the save that was asked for last is still to be done."""
     state: Any = None
     """The policy's state; `None` until `load_policy_state`."""
     claim_bytes: int = 0
@@ -139,21 +145,32 @@ class Session:
     checked_held_bytes: int | None = None
     """The most that it held between steps when it was last looked whether that is needed."""
 
-    def begin_slice(self, stats: SliceStats) -> None:
-        """Take over what the directive of a slice says, and read the sensors if that is due."""
-        directive = stats.directive
-        if self.incarnation != directive.incarnation:
-            self.incarnation = directive.incarnation
-            if self.state is not None:
-                self.load_policy_state(stats)
-        self.lease_bytes = directive.lease_bytes
-        if directive.save:
+    def begin_turn(self, orders: Orders, account: Account) -> None:
+        """Take over what is wanted, save what is to be saved, and read the sensors, as far as that
+        is due.
+        """
+        self.lease_bytes = orders.lease_bytes
+        if orders.saves > self.saves:
+            self.saves, self.must_save = orders.saves, True
             self.workload.save_soon()
         if self.workload.save_due:
-            self.workload.save()  # the last slice ended at the moment for it, or no step follows
+            self.workload.save()  # the last turn ended at the moment for it, or no step follows
         self._offer_again()
-        self.workload.begin_slice(directive)
-        self.thermal.sample(stats)
+        self.thermal.sample(account)
+
+    def has_saved(self) -> bool:
+        """Say once for each save that was asked for that it is done."""
+        if self.must_save and not self.workload.save_due:
+            self.must_save = False
+            return True
+        return False
+
+    def holds(self, orders: Orders, account: Account) -> bool:
+        """Whether it is to do no step: one that is to save first goes on, unless it has no memory
+        for a step.
+        """
+        starved = account.state in STARVED or orders.lease_bytes == 0
+        return orders.holds and (starved or not self.workload.save_due)
 
     def _offer_again(self) -> None:
         """Give the policy the workload's new rungs, if it has some.
@@ -170,22 +187,21 @@ class Session:
                 self.state = policy.load(self.policy.dump(self.state))
             self.policy = policy
 
-    def load_policy_state(self, stats: SliceStats) -> None:
-        """Give the policy its state: that of the slot's last report, else one made from what
+    def load_policy_state(self, resume: ResumeState | None, account: Account) -> None:
+        """Give the policy its state: that of the slot's last status, else one made from what
         earlier runs learned.
         """
-        resume = stats.directive.resume
         if resume is not None:
             try:
                 self.state = self.policy.load(resume)
             except ValueError as error:
-                stats.event("resume_refused", reason=str(error))
+                account.event("resume_refused", reason=str(error))
             else:
-                stats.event("resumed", **dict(resume))
+                account.event("resumed", **dict(resume))
                 return
         limit = choose(self.spec.learned, self.key)
         if limit is not None:
-            stats.event(
+            account.event(
                 "remembered", size=limit.learned.size, learned_at_unix_s=limit.learned_at_unix_s
             )
         self.state = self.policy.initial(self.claim_bytes, None if limit is None else limit.learned)
@@ -195,11 +211,11 @@ class Session:
         self.state, decision = self.policy.decide(self.state, event)
         return decision
 
-    def start_step(self, run: Run, stats: SliceStats) -> None:
+    def start_step(self, run: Run, account: Account) -> None:
         """Note the step that begins now, and make the workload fill what the policy wants held for
         it.
         """
-        self._report_size_change(run, stats)
+        self._report_size_change(run, account)
         self.last_run = run
         if run.hold_bytes is not None and run.hold_bytes != self.claim_bytes:
             shrinks = run.hold_bytes < self.claim_bytes
@@ -251,13 +267,13 @@ class Session:
             self.claim_share *= 1.0 - self.spec.memory.retry_reduction
         self.failed_run = run
 
-    def enter_emergency(self, stats: SliceStats, reason: str) -> None:
+    def enter_emergency(self, account: Account, reason: str) -> None:
         """Note that no step fits, and report it if that is new."""
         if not self.in_emergency:
-            stats.event("emergency", reason=reason)
+            account.event("emergency", reason=reason)
         self.in_emergency = True
 
-    def _report_size_change(self, run: Run, stats: SliceStats) -> None:
+    def _report_size_change(self, run: Run, account: Account) -> None:
         """Report a step much smaller or larger than the last reported one.
 
         After a failure `backoff` has done so.
@@ -273,7 +289,7 @@ class Session:
         if max(now_units, before_units) < _MIN_CHANGE_FACTOR * min(now_units, before_units):
             return
         self.reported_run = run
-        stats.event(
+        account.event(
             "gave_way" if now_units < before_units else "grew",
             from_size=before.size,
             from_batch=before.batch,
@@ -294,7 +310,7 @@ class Session:
                 self.workload.shed()
         self._given_back()
 
-    def park(self, stats: SliceStats) -> None:
+    def park(self, account: Account) -> None:
         """Have the workload take all it has off the device.
 
         Its state waits in host memory if it keeps one.
@@ -305,7 +321,7 @@ class Session:
             self.parked_bytes = self.workload.park()
         self._given_back()
         if self.parked_bytes:
-            stats.event("parked", state_bytes=self.parked_bytes)
+            account.event("parked", state_bytes=self.parked_bytes)
 
     def _given_back(self) -> None:
         self.device.release()
@@ -314,7 +330,7 @@ class Session:
         self.kept_bytes = None if self._keeps_state() else kept_bytes
         self.checked_held_bytes = None
 
-    def rebase(self, stats: SliceStats) -> None:
+    def rebase(self, account: Account) -> None:
         """Measure what the process holds besides tensors, unless a state on a CPU would be taken
         for that.
         """
@@ -323,14 +339,14 @@ class Session:
         grown_bytes = self.device.rebase()
         if grown_bytes:
             info = self.device.info
-            stats.event(
+            account.event(
                 "context_grew",
                 grown_bytes=grown_bytes,
                 context_bytes=info.context_bytes,
                 cap_bytes=info.cap_bytes,
             )
 
-    def rebase_once_warm(self, stats: SliceStats) -> None:
+    def rebase_once_warm(self, account: Account) -> None:
         """Measure it once more when all of the workload's kernels have run: a training's with its
         first update.
         """
@@ -339,7 +355,7 @@ class Session:
         progress = self.progress()
         self.is_warm = progress is None or bool(progress.train_step)
         if self.is_warm:
-            self.rebase(stats)
+            self.rebase(account)
 
     def _keeps_state(self) -> bool:
         return self.workload.progress() is not None
@@ -500,7 +516,7 @@ def _become_mps_client(spec: WorkerSpec) -> None:
     os.environ.update(mps.client_variables(spec.thread_share, spec.budget_bytes))
 
 
-def open_session(spec: WorkerSpec, stats: SliceStats) -> Session:
+def open_session(spec: WorkerSpec, begin: Begin, incarnation: int, account: Account) -> Session:
     """Open device and workload.
 
     Raises:
@@ -530,9 +546,9 @@ def open_session(spec: WorkerSpec, stats: SliceStats) -> Session:
             settings=spec.workload.settings,
             slot=spec.slot,
             state_dir=_state_dir(spec),
-            # A process that comes up while its slot is held is not told from the one before it.
-            fresh=stats.directive.incarnation == 0 and stats.directive.sequence == 0,
-            checkpoint=stats.directive.checkpoint,
+            incarnation=incarnation,
+            fresh=begin.fresh,
+            checkpoint=begin.checkpoint,
             tell=told.add,
         )
         workload = _make_workload(make, spec, device, context)
@@ -548,7 +564,7 @@ def open_session(spec: WorkerSpec, stats: SliceStats) -> Session:
             raise IncompatibleError(f"{spec.slot}: cannot start: {text}")
         if failure.kind is not FailureKind.CONTEXT_CORRUPTED:
             # tells the head that the card is full, and not that it is broken
-            stats.counts += StepCounts(oom_count=1)
+            account.counts += StepCounts(oom_count=1)
         raise ContextCorruptedError(f"cannot open the device: {text}")
     growth = Growth(
         size_power=workload.size_power,
@@ -563,7 +579,7 @@ def open_session(spec: WorkerSpec, stats: SliceStats) -> Session:
     except ValueError as error:
         raise IncompatibleError(f"{spec.slot}: {error}") from error
     info = device.info
-    stats.event(
+    account.event(
         "device_opened",
         device=info.name,
         pid=info.pid,
@@ -604,7 +620,5 @@ def open_session(spec: WorkerSpec, stats: SliceStats) -> Session:
         ),
         duty=DutyCycle(spec.duty),
         told=told,
-        pieces=CheckpointPieces(),
-        incarnation=stats.directive.incarnation,
         opened_kept_bytes=device.kept_bytes(),
     )

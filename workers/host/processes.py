@@ -17,7 +17,6 @@ from typing import Final
 
 import pynvml
 
-from workers.messages import Activity
 from workers.nvml import queries
 
 #: What `ps` and `doctor` call the engine of a slot; at most 15 bytes.
@@ -69,6 +68,21 @@ def oom_kills() -> int:
 
 #: A process that is seen for the first time is looked at twice, so long apart.
 _FIRST_LOOK_S = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activity:
+    """What a process and its children did between two looks at it."""
+
+    interval_s: float
+    wanted_s: float
+    """Seconds in which its busiest thread ran, or was ready and waited for a CPU: on a full machine
+    a thread that computes gets little time and wants all of it."""
+    cpu_s: float
+    """Seconds in which that thread ran."""
+    on_card: bool = False
+    """Whether a card computed for it, or, where the driver does not tell for whom, for any process.
+    """
 
 
 @dataclass(frozen=True, slots=True)

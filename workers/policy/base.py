@@ -6,12 +6,12 @@ The engine sends events, and the policy returns decisions. Does not cover what a
 means in tensors (the workload says). Pure: no device, clock, randomness or logging, so that the
 same events give the same decisions. Time comes in with the events.
 
-The sequence of one slice::
+The sequence of one turn of the engine::
 
     Pressure ──> Run ──> step ──> StepOk  ──> Run | Release
                               └─> StepOom ──> Run | Emergency
     Release   ──> (memory is given back) ──> Pressure ──> …
-    Emergency ──> (the prepared product, then the slice ends)
+    Emergency ──> (the prepared product, then the turn ends)
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class StepOom:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pressure:
-    """How much memory there is; sent at the start of every slice and after every `Release`."""
+    """How much memory there is; sent about once a second and after every `Release`."""
 
     at_s: float
     free_bytes: int
@@ -110,7 +110,7 @@ class Release:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Emergency:
-    """Nothing fits: run only the prepared product this slice."""
+    """Nothing fits: run only the prepared product until the next look."""
 
     reason: str
     """In words, for the health table."""

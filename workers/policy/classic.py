@@ -20,7 +20,7 @@ Where the guide says nothing:
   shrinks any further. That step is the floor.
 - When the floor fails: emergency. A workload that knows its need is tried as soon as that much is
   free. If that turned out wrong, or if it does not know, it is tried at every
-  `PRESSURES_PER_BLIND_TRY`-th slice, because repeated failures do harm (under WSL2, to all
+  `PRESSURES_PER_BLIND_TRY`-th time, because repeated failures do harm (under WSL2, to all
   programs). One good step leaves the emergency, at the floor.
 - When to clean up after a failure: recovering from one has already released everything, so the
   count starts again.
@@ -53,7 +53,7 @@ from workers.units import MIB
 #: one forgiven failure in 20 attempts keeps that promise, more would not.
 GOOD_STEPS_PER_RETRY: Final = 19
 
-#: In an emergency, try the floor without knowing that it fits at every so many slices: about every
+#: In an emergency, try the floor without knowing that it fits at every so many looks: about every
 #: 10 s.
 PRESSURES_PER_BLIND_TRY: Final = 10
 
@@ -167,7 +167,7 @@ class ClassicPolicy:
     def _after_oom(self, state: ClassicState, event: StepOom) -> tuple[ClassicState, Decision]:
         state = replace(state, steps_since_cleanup=0)
         if state.emergency:
-            # The floor was tried again and failed; the next try is in a later slice.
+            # The floor was tried again and failed; the next try is after later looks.
             state = replace(state, floor_tried_in_vain=True, pressures_since_try=0)
             return state, self._emergency(event.free_bytes, event.needed_bytes)
         needed_bytes = event.needed_bytes

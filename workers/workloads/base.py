@@ -18,7 +18,7 @@ from typing import Final
 
 import torch
 
-from workers.messages import Directive, IncompatibleError, Progress
+from workers.messages import IncompatibleError, Progress
 from workers.policy.base import Rung
 from workers.settings import Scalar
 from workers.verification.check import Check
@@ -51,6 +51,8 @@ class WorkloadContext:
     """Where on this machine the slot's state of this run may be kept; made by who needs it. `None`:
     nowhere.
     """
+    incarnation: int = 0
+    """Counts the processes of the slot in the run."""
     fresh: bool = True
     """Whether this is the slot's first process in the run: what lies in `state_dir` is then not to
     be continued.
@@ -89,20 +91,20 @@ class Workload(ABC):
     fills_claim: bool = False
 
     #: Whether all is done that there was to do, and whatever must outlive the process is written.
-    #: Looked at before a slice and after each step; a class may make it a property. The slot is
+    #: Looked at after each step; a class may make it a property. The slot is
     #: then DONE, and its process is ended.
     finished: bool = False
 
     #: Whether `save_soon` was called, and `save` has not been able to write since: a slot that is
-    #: to rest or to end gets another slice then. A class may make it a property.
+    #: to rest or to end goes on until then. A class may make it a property.
     save_due: bool = False
 
     #: The last of each figure that it has judged itself by, such as the loss of validation. A
     #: queue of jobs compares them.
     metrics: Mapping[str, float] = MappingProxyType({})
 
-    #: The newest file with its state, which reports then carry to the head piece by piece; `None`:
-    #: it stays here.
+    #: The newest file with its state, which then goes to the head piece by piece; `None`: it stays
+    #: here.
     saved: Path | None = None
 
     #: What the table says of it while it works, such as a checkpoint that cannot be written; empty:
@@ -122,10 +124,6 @@ class Workload(ABC):
     def __init__(self, context: WorkloadContext) -> None:
         """Keep the context; allocate nothing large here, memory is found in `step`."""
         self.context = context
-
-    def begin_slice(self, directive: Directive) -> None:
-        """Take note of a slice that begins. Ignored by default."""
-        del directive
 
     @abstractmethod
     def step(self, size: int, batch: int) -> StepResult | None:
@@ -187,7 +185,7 @@ class Workload(ABC):
     def reordered(self) -> Sequence[Rung] | None:
         """Offer other rungs than before, in the same units; `None`: they stay.
 
-        Asked at the beginning of each slice.
+        Asked about once a second, between two steps.
         """
         return None
 
@@ -202,7 +200,8 @@ class Workload(ABC):
         """Write the state down if that is due. Called after each good step; what it takes does not
         count as the step's.
 
-        While `save_due` says so, a slice begins with it, also while the state waits in host memory.
+        While `save_due` says so, also called about once a second while no step is done, such as while
+        the state waits in host memory.
         On a CPU what it takes of host memory does not count; on a card the cap holds here too.
         """
 
@@ -212,7 +211,7 @@ class Workload(ABC):
         """
 
     def progress(self) -> Progress | None:
-        """Tell how far it is, at the end of every slice.
+        """Tell how far it is, about once a second, between two steps.
 
         `None`: it has no end and keeps no state between steps.
         """

@@ -12,7 +12,6 @@ from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING, Final
 
-from workers.messages import Directive
 from workers.settings import FailureKind
 from workers.testing import injected_error
 from workers.workloads.base import StepResult, Workload, WorkloadContext, find_workload
@@ -27,20 +26,15 @@ else:
 
 
 class Chaotic(_Base):
-    """What a subclass of a workload adds to it; the errors of a slice depend on its identity."""
+    """What a subclass of a workload adds to it; the errors of a process depend on which one it is."""
 
     def __init__(self, context: WorkloadContext) -> None:
         settings = dict(context.settings)
         faults = json.loads(str(settings.pop(_SETTING)))
-        self._seed, self._oom_rate = faults["seed"], float(faults["oom_rate"])
-        self._chance = Random(self._seed)  # noqa: S311 - repeatable is what is wanted
+        self._oom_rate = float(faults["oom_rate"])
+        identity = (faults["seed"], context.slot, context.incarnation)
+        self._chance = Random("/".join(map(str, identity)))  # noqa: S311 - repeatable is wanted
         super().__init__(replace(context, settings=settings))
-
-    def begin_slice(self, directive: Directive) -> None:
-        """Seed the errors of the slice."""
-        identity = (self._seed, self.context.slot, directive.incarnation, directive.sequence)
-        self._chance = Random("/".join(map(str, identity)))  # noqa: S311 - as above
-        super().begin_slice(directive)
 
     def step(self, size: int, batch: int) -> StepResult | None:
         """Run out of memory if chance says so, or do the step."""

@@ -1,0 +1,271 @@
+"""Ways in which the process of a slot ends or hangs, with a real keeper and real processes, and what the actor tells.
+
+Without Ray: the actor's class is asked as Ray would ask it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from orchestrator.cluster.actor import WorkerActor
+from tests.scene import Patience, spec_of
+from workers.messages import Begin, EndCause, Orders, Status, Verdict, WorkerEvent
+from workers.workloads.base import StepResult, Workload, WorkloadContext
+
+#: Steps before something happens: the process has told something by then.
+BEFORE = 3
+
+
+def segfault() -> None:
+    ctypes.string_at(0)
+
+
+def overflow() -> None:
+    """Run out of stack in C, where Python cannot see it."""
+    threading.stack_size(32768)
+    deep = "(" * 90 + ")" * 90
+    ctypes.pythonapi.Py_FatalError(deep.encode())
+
+
+def stopped() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def sleeps() -> None:
+    while True:
+        time.sleep(0.1)
+
+
+def deadlocked_with_the_gil() -> None:
+    """Wait for a lock that is never released, in a C function that keeps the GIL."""
+    lock = (ctypes.c_char * 64)()
+    mutex = ctypes.PyDLL(None)
+    mutex.pthread_mutex_lock(lock)
+    mutex.pthread_mutex_lock(lock)
+
+
+def loops() -> None:
+    while True:
+        pass
+
+
+class Acts(Workload):
+    """After some steps it does what its environment says."""
+
+    def __init__(self, context: WorkloadContext) -> None:
+        super().__init__(context)
+        self.steps = 0
+        if os.environ["ACT"] == "raise in the constructor":
+            raise ValueError("no such table")
+
+    def step(self, size: int, batch: int) -> StepResult:
+        torch.ones(64, 64) @ torch.ones(64, 64)
+        self.steps += 1
+        if self.steps > BEFORE:
+            self.act(*os.environ["ACT"].split(":"))
+        return StepResult(flop=2.0 * 64**3)
+
+    def act(self, what: str, argument: str = "") -> None:
+        match what:
+            case "exit":
+                os._exit(int(argument))
+            case "signal":
+                os.kill(os.getpid(), int(argument))
+            case "raise":
+                raise {"SystemExit": SystemExit, "MemoryError": MemoryError}[argument](3)
+            case "do":
+                globals()[argument]()
+
+    def release(self) -> None:
+        pass
+
+
+class Slot:
+    """An actor, asked as the head asks."""
+
+    def __init__(self, name: str) -> None:
+        spec = spec_of()
+        workload = replace(spec.workload, name=f"{Path(__file__).stem}:Acts", size=64)
+        self.actor = WorkerActor(replace(spec, slot=name, workload=workload, poll_s=0.1))
+        self.orders = Orders(begin=Begin())
+        self.events: list[WorkerEvent] = []
+
+    def poll(self) -> Status:
+        status = self.actor.poll(self.orders, 0.2)
+        begun = status.incarnation == self.orders.incarnation
+        self.orders = replace(
+            self.orders,
+            actor=status.actor,
+            begin=None if begun else self.orders.begin,
+            heard=status.news,
+        )
+        self.events += status.events
+        return status
+
+    def wait(self, ask: Callable[[Status], bool]) -> Status:
+        """Poll until it tells such a status."""
+        patience = Patience()
+        while not ask(status := self.poll()):
+            assert not patience.is_over(), status
+        return status
+
+    def end(self) -> None:
+        """Have its process end."""
+        self.orders = replace(self.orders, runs=False)
+        self.poll()
+
+
+@pytest.fixture
+def acting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Slot]]:
+    """Make slots whose processes do something after some steps."""
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    slots: list[Slot] = []
+
+    def make(act: str) -> Slot:
+        monkeypatch.setenv("ACT", act)
+        slots.append(Slot(f"pc1/{len(slots)}"))
+        return slots[-1]
+
+    yield make
+    for slot in slots:
+        slot.end()
+
+
+@pytest.mark.parametrize(
+    ("act", "cause", "words"),
+    [
+        ("exit:0", EndCause.EXITED, "exit code 0"),
+        ("exit:1", EndCause.EXITED, "exit code 1"),
+        ("exit:75", EndCause.EXITED, "exit code 75"),
+        ("exit:255", EndCause.EXITED, "exit code 255"),
+        *(
+            (f"signal:{int(number)}", EndCause.SIGNALLED, number.name)
+            for number in (
+                signal.SIGKILL,
+                signal.SIGTERM,
+                signal.SIGSEGV,
+                signal.SIGBUS,
+                signal.SIGFPE,
+                signal.SIGILL,
+                signal.SIGABRT,
+                signal.SIGHUP,
+                signal.SIGQUIT,
+                signal.SIGPIPE,
+            )
+        ),
+        ("do:segfault", EndCause.SIGNALLED, "SIGSEGV"),
+        ("do:overflow", EndCause.SIGNALLED, "SIGABRT"),
+    ],
+)
+def test_an_end_has_its_cause(
+    acting: Callable[[str], Slot], act: str, cause: EndCause, words: str
+) -> None:
+    slot = acting(act)
+    status = slot.wait(lambda told: told.died is not None)
+    assert status.died is not None
+    assert status.died.cause is cause
+    assert words in status.died.text
+    assert status.incarnation == 0
+    slot.orders = replace(slot.orders, incarnation=1, begin=Begin(resume=status.resume))
+    slot.wait(lambda told: told.incarnation == 1 and told.counts.steps_ok > 0)
+
+
+@pytest.mark.parametrize(
+    "act", ["raise:SystemExit", "raise:MemoryError", f"signal:{int(signal.SIGINT)}"]
+)
+def test_what_ends_no_process_is_told_and_the_process_goes_on(
+    acting: Callable[[str], Slot], act: str
+) -> None:
+    slot = acting(act)
+    first = slot.wait(lambda told: told.counts.steps > BEFORE)
+    again = slot.wait(lambda told: told.counts.steps > first.counts.steps + 2)
+    assert again.died is None
+    assert first.device is not None
+    assert again.device is not None
+    assert again.device.pid == first.device.pid
+
+
+def test_a_constructor_that_fails_is_a_verdict(acting: Callable[[str], Slot]) -> None:
+    slot = acting("raise in the constructor")
+    status = slot.wait(lambda told: told.verdict is not Verdict.OK)
+    assert status.verdict is Verdict.INCOMPATIBLE
+    assert "no such table" in status.reason
+    assert status.died is None
+
+
+@pytest.mark.parametrize("victim", ["keeper", "process"])
+def test_a_kill_from_outside_is_told(acting: Callable[[str], Slot], victim: str) -> None:
+    slot = acting("work")
+    status = slot.wait(lambda told: told.counts.steps_ok > BEFORE)
+    assert status.device is not None
+    process = psutil.Process(status.device.pid)
+    os.kill(process.pid if victim == "process" else process.ppid(), signal.SIGKILL)
+    ended = slot.wait(lambda told: told.died is not None)
+    assert ended.died is not None
+    assert ended.died.cause is EndCause.SIGNALLED
+    assert not process.is_running()
+
+
+@pytest.mark.parametrize(
+    ("act", "line", "computes"),
+    [
+        ("do:sleeps", "in sleeps", False),
+        ("do:deadlocked_with_the_gil", "in deadlocked_with_the_gil", False),
+        ("do:stopped", "in stopped", False),
+        ("do:loops", "in loops", True),
+    ],
+)
+def test_a_hang_is_seen_with_what_the_process_does_and_where_it_stands(
+    acting: Callable[[str], Slot], act: str, line: str, computes: bool
+) -> None:
+    slot = acting(act)
+    status = slot.wait(lambda told: told.quiet is not None and told.quiet.seconds > 2.0)
+    assert status.counts.steps_ok <= BEFORE
+    assert status.quiet is not None
+    assert (status.quiet.computed_s > 0.2) is computes
+    assert (status.quiet.idle_s == status.quiet.seconds) is not computes
+    slot.orders = replace(slot.orders, runs=False)
+    ended = slot.wait(lambda told: told.quiet is not None and told.quiet.stands_at is not None)
+    assert ended.quiet is not None
+    assert line in str(ended.quiet.stands_at)
+    assert ended.died is None, "it was ended as ordered"
+    slot.orders = replace(slot.orders, runs=True, incarnation=1, begin=Begin())
+    slot.wait(lambda told: told.incarnation == 1 and told.counts.steps_ok > 0)
+
+
+def test_an_answer_that_is_lost_loses_no_event(acting: Callable[[str], Slot]) -> None:
+    """Nothing depends on a single answer: of every two, the first is thrown away."""
+    slot = acting("raise:MemoryError")
+    slot.wait(lambda told: told.actor != "")
+    for number in range(20):
+        status = slot.actor.poll(slot.orders, 0.1)
+        if number % 2:
+            begun = status.incarnation == slot.orders.incarnation
+            begin = None if begun else slot.orders.begin
+            slot.orders = replace(slot.orders, heard=status.news, begin=begin)
+            slot.events += status.events
+    ooms = [event for event in slot.events if event.name == "oom"]
+    last = slot.poll()
+    assert last.counts.steps_oom > 0
+    told = [event for event in slot.events if event.name == "oom"]
+    assert len(told) == last.counts.steps_oom, (len(ooms), len(told))
+
+
+def test_orders_for_another_process_of_the_actor_start_nothing(
+    acting: Callable[[str], Slot],
+) -> None:
+    slot = acting("work")
+    status = slot.actor.poll(Orders(actor="of a process that was killed", begin=Begin()), 5.0)
+    assert status.incarnation is None
+    assert not slot.actor.poll(replace(slot.orders, actor=None), 5.0).is_up

@@ -1,0 +1,102 @@
+"""What an engine is started with, as a file of JSON: `python -m workers.engine SPEC.json`.
+
+The copy of a checkpoint stands beside it as a file of its own. Knows no key by name: what may stand
+in the file are the fields of `Start`, of `WorkerSpec`, and of what they hold. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from workers.messages import Begin, ResumeState
+from workers.settings import WorkerSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """A worker's specification, and what the process of an incarnation is told once."""
+
+    spec: WorkerSpec
+    incarnation: int = 0
+    resume: ResumeState | None = None
+    fresh: bool = True
+    checkpoint: str | None = None
+    """Path of the head's copy of the slot's state."""
+
+    def begin(self) -> Begin:
+        """Return it as the engine takes it; `OSError` if the copy cannot be read."""
+        copy = None if self.checkpoint is None else Path(self.checkpoint).read_bytes()
+        return Begin(resume=self.resume, fresh=self.fresh, checkpoint=copy)
+
+
+def write_spec(folder: Path, spec: WorkerSpec, incarnation: int, begin: Begin) -> Path:
+    """Write the file, and the copy of a checkpoint beside it, readable only by this user; return
+    its path.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    path, copy = folder / "spec.json", folder / "spec.checkpoint"
+    copy.unlink(missing_ok=True)
+    if begin.checkpoint is not None:
+        _write(copy, begin.checkpoint)
+    start = Start(
+        spec=spec,
+        incarnation=incarnation,
+        resume=begin.resume,
+        fresh=begin.fresh,
+        checkpoint=None if begin.checkpoint is None else str(copy),
+    )
+    _write(path, json.dumps(_plain(start), indent=1).encode("ascii"))
+    return path
+
+
+def read_spec(path: Path) -> Start:
+    """Read what `write_spec` has made, or a person. Fields that have a default may be left out.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError, TypeError, KeyError: It is no JSON, or its fields are others.
+    """
+    start: Start = _made(Start, json.loads(path.read_text("utf-8")))
+    return start
+
+
+def _plain(value: Any) -> Any:  # noqa: ANN401 - any field
+    if dataclasses.is_dataclass(value):
+        names = [field.name for field in dataclasses.fields(value)]
+        return {name: _plain(getattr(value, name)) for name in names}
+    if isinstance(value, Mapping):
+        return {name: _plain(each) for name, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, tuple) else value
+
+
+def _made(kind: Any, value: Any) -> Any:  # noqa: ANN401 - any field
+    """Make a value of this type of what JSON has made of it."""
+    if typing.get_origin(kind) in {typing.Union, types.UnionType}:
+        structured = [each for each in typing.get_args(kind) if _is_structured(each)]
+        return value if value is None or not structured else _made(structured[0], value)
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        hints = typing.get_type_hints(kind)
+        return kind(**{name: _made(hints[name], each) for name, each in value.items()})
+    if typing.get_origin(kind) is tuple:
+        return tuple(_made(typing.get_args(kind)[0], each) for each in value)
+    return value
+
+
+def _is_structured(kind: Any) -> bool:  # noqa: ANN401 - any type
+    return dataclasses.is_dataclass(kind) or typing.get_origin(kind) is tuple
+
+
+def _write(path: Path, data: bytes) -> None:
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(data)
