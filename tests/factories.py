@@ -1,4 +1,4 @@
-"""What tests are given: configurations, rows, snapshots, records, reports, machines, cards and limits.
+"""What tests are given: configurations, rows, snapshots, records, statuses, machines, cards and limits.
 
 Each builder returns a healthy one; name what is different. A worker's spec is built in `scene.py`,
 which loads nothing of the head: tests on a bare GPU host use it.
@@ -23,9 +23,8 @@ from workers.messages import (
     NO_COUNTS,
     DeviceInfo,
     MemoryInfo,
-    Report,
+    Status,
     StepCounts,
-    Verdict,
     WorkerState,
 )
 from workers.settings import Learned, LimitKey, StoredLimit
@@ -46,7 +45,6 @@ def config_of(nodes: Mapping[str, Mapping[str, object]], **sections: object) -> 
 
 
 RULES = Rules(
-    slice_s=1.0,
     hang_timeout_s=60.0,
     stale_after_s=10.0,
     start_timeout_s=120.0,
@@ -58,7 +56,7 @@ RULES = Rules(
 )
 
 
-# --- reports of workers
+# --- statuses of workers
 
 
 CPU = DeviceInfo(
@@ -96,33 +94,30 @@ def with_counts(values: Mapping[str, Any]) -> dict[str, Any]:
     return {**others, "counts": StepCounts(**counters)} if counters else others
 
 
-def report_of(slot: str, incarnation: int, sequence: int, **changes: object) -> Report:
-    """Make the report of a steady worker, with some fields changed."""
+def status_of(slot: str, incarnation: int | None = 0, **changes: object) -> Status:
+    """Make the status of a steady worker, with some fields changed."""
     usual: dict[str, Any] = {
         "slot": slot,
         "incarnation": incarnation,
-        "sequence": sequence,
-        "verdict": Verdict.OK,
+        "actor": "pc1:1",
         "state": WorkerState.RUNNING,
         "reason": "steady",
-        "device": None,
-        "memory": None,
+        "is_up": True,
         "size": 8192,
         "batch": 128,
         "claim_bytes": 1,
     }
-    return Report(**with_counts({**usual, **changes}))
+    return Status(**with_counts({**usual, **changes}))
 
 
 def counters(**known: float) -> dict[str, float]:
     """Return every counter of a slot, 0 where none is given."""
-    return {**asdict(NO_COUNTS), "restarts": 0, "steps_lost_upper_bound": 0, **known}
+    return {**asdict(NO_COUNTS), "restarts": 0, **known}
 
 
 def counters_of(slot: Slot) -> dict[str, float]:
     """Return every counter of a slot."""
-    lost = slot.steps_lost_upper_bound
-    return {**asdict(slot.counts), "restarts": slot.restarts, "steps_lost_upper_bound": lost}
+    return {**asdict(slot.counts), "restarts": slot.restarts}
 
 
 # --- rows, snapshots, and what the store keeps of a run
@@ -217,7 +212,7 @@ def make_snapshot(*rows: Row, **changed: object) -> Snapshot:
 
 
 def facts_of(config: Config, **changes: object) -> RunFacts:
-    """Return what the store knows of a run before its first slice."""
+    """Return what the store knows of a run before its first step."""
     usual: dict[str, Any] = {
         "run_id": "20260101-000000-abcd",
         "started_at_unix_s": 1000.0,
@@ -236,8 +231,6 @@ _RECORD = SlotRecord(
     state="RUNNING",
     reason="steady",
     incarnation=2,
-    next_sequence=3,
-    steps_at_risk=12,
     counters={**dict.fromkeys(COUNTERS, 0), "steps_ok": 400, "work_flop": 1e18},
     resume={"policy": "classic", "size": 8192, "learned": None, "ok": True},
     row={"steps_ok": 400},

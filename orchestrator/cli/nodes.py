@@ -111,7 +111,7 @@ def stop(where: Where, node: str | None) -> Iterator[str]:
             f"{', '.join(loaded.nodes)}"
         )
     settings = loaded.run
-    ends_s = 3 * settings.slice_s + settings.stop_grace_s + _SUMMARY_S
+    ends_s = 3 * settings.poll_s + settings.stop_grace_s + _SUMMARY_S
     try:
         yield from stop_runs(settings.dir, wait_s=0.0 if node is None else ends_s)
     except UsageError as none_there:

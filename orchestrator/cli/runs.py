@@ -30,11 +30,10 @@ from orchestrator.record.output import last_lines, slots_with_output
 from orchestrator.record.store import STORE_NAME
 from orchestrator.record.summary import summary_dict
 from orchestrator.view.advice import SAMPLED, advice_lines
-from orchestrator.view.cells import clean, moment, whole
+from orchestrator.view.cells import clean, moment
 from orchestrator.view.health import health_lines
 from orchestrator.view.jobs import jobs_table, with_jobs
 from orchestrator.view.phrases import (
-    counted,
     event_words,
     fault_lines,
     section,
@@ -84,11 +83,6 @@ def report_text(folder: Path, width: int) -> str:
         events = read_events(run.folder, _TOLD)
         missed = missed_of(events) if run.outcome == "degraded" else ()
         lines = [*_header(run), "", plain_text(health_lines(snapshot, width)), ""]
-        if (lost := snapshot.steps_lost_upper_bound) is not None:
-            lines.append(
-                f"{counted(snapshot.counts.steps_ok, 'good step')} counted, at most {whole(lost)} "
-                "lost"
-            )
         if queue is not None:
             lines += ["", "jobs", plain_text(table_lines(jobs_table(queue), width))]
         predicted = {one.slot: one for one in events if one.event == "memory_predicted"}

@@ -235,7 +235,7 @@ class RunConfig(_Section):
     """How long, how often, and when to give up."""
 
     duration: Duration = 5.0
-    slice_s: Annotated[float, Field(gt=0, le=60)] = 1.0
+    poll_s: Annotated[float, Field(gt=0, le=60)] = 1.0
     min_success_rate: Annotated[float, Field(ge=0, le=1)] = 0.95
     hang_timeout_s: Seconds = 60.0
     stale_after_s: Seconds = 10.0
@@ -265,7 +265,7 @@ class RunConfig(_Section):
         """
         for shorter, longer in (
             ("restart_backoff_s", "restart_backoff_max_s"),
-            ("slice_s", "stale_after_s"),
+            ("poll_s", "stale_after_s"),
             ("stale_after_s", "hang_timeout_s"),
         ):
             if getattr(self, shorter) > getattr(self, longer):

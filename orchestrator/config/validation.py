@@ -30,6 +30,8 @@ _WORDS = {
     "model_type": "{value} should be a mapping",
     "string_pattern_mismatch": "{value} is not in the right form",
 }
+#: Keys of earlier versions, and what they are called now.
+_RENAMED = {"slice_s": "poll_s"}
 #: More sentences mean that it is the wrong file, and would push the first ones off the screen.
 MAX_PROBLEMS = 100
 
@@ -90,8 +92,9 @@ def _problem(
     """Return what is wrong at one place, in a sentence of one line."""
     details, kind, fields = errors[0], errors[0]["type"], _fields(model, path[:-1])
     if kind == "extra_forbidden":
-        keys = sorted(fields)
-        return source.problem(path, f"unknown key{nearest(path[-1], keys)}", ", ".join(keys))
+        keys, new = sorted(fields), _RENAMED.get(path[-1])
+        hint = f"; it is called {new} now" if new in keys else nearest(path[-1], keys)
+        return source.problem(path, f"unknown key{hint}", ", ".join(keys))
     if details["loc"][-1:] == ("[key]",):
         return source.problem(path, "cannot be the name of a node", VALID_NODE_NAME)
     valid = _description(fields[path[-1]]) if path and path[-1] in fields else None

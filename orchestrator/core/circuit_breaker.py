@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from orchestrator.core.placement import SlotPlan
-from orchestrator.core.slice_results import without_progress
+from orchestrator.core.processes import without_progress
 from orchestrator.core.slot import Phase, Rules, Slot
 
 #: Deaths within the window, without progress between them, that make a worker count as one that

@@ -123,6 +123,11 @@ class Fleet(Protocol):
         comes back, and take along all that have.
         """
 
+    def kill(self, slot: str) -> None:
+        """End the process of the slot's actor as SIGKILL does, and its program with it; the cluster
+        starts the actor again. For faults that are injected (`lab/chaos.py`).
+        """
+
     def abandon(self, slot: str) -> None:
         """End the slot's actor for good, and its program with it."""
 

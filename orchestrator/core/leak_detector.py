@@ -2,18 +2,18 @@
 
 Whatever the size of the steps is, what the process keeps after a release is no longer needed.
 Beside that it uses the resident memory of the process, and on a card also what its tensors hold.
-Both vary with the work, so the lowest value of the last reports is compared with the highest of the
+Both vary with the work, so the lowest value of the last statuses is compared with the highest of the
 first ones after the work last changed. While a state is parked in host memory nothing is compared.
 Measures nothing (the worker does) and ends nothing (`lifecycle.py`).
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
-from workers.messages import Report, WorkerState
+from workers.messages import Status, WorkerState
 
-#: The first reports after a change still grow into their size: lazily loaded kernels, a ring that
+#: The first statuses after a change still grow into their size: lazily loaded kernels, a ring that
 #: fills.
 _SETTLING = 3
 
@@ -27,11 +27,9 @@ _FIRST_STEPS = 2
 _RECENT = 5
 
 
-class LeakWatch(NamedTuple):
-    """What is known of one process's memory since its work last changed.
-
-    Each report makes one, and a tuple takes a third of the time of a frozen dataclass.
-    """
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeakWatch:
+    """What is known of one process's memory since its work last changed."""
 
     work: tuple[int | None, ...] | None = None
     """Incarnation, size, batch and claim; of a training also its level, and whether a checkpoint
@@ -41,16 +39,16 @@ class LeakWatch(NamedTuple):
     """The optimiser step that the process told first; `None` where nothing is trained."""
     seen: int = 0
     base_bytes: int | None = None
-    """Highest of the reports that set the scale."""
+    """Highest of the statuses that set the scale."""
     recent_bytes: tuple[int, ...] = ()
     kept_bytes: int | None = None
     """What the process kept after its last release; `None` before the first."""
-    reports: int = 0
+    statuses: int = 0
     """Of the process, whatever its work was."""
 
     @property
     def growth_bytes(self) -> int | None:
-        """Bytes that came and stayed; `None` before enough reports of the same work are in."""
+        """Bytes that came and stayed; `None` before enough statuses of the same work are in."""
         if self.base_bytes is None or len(self.recent_bytes) < _RECENT:
             return None
         return min(self.recent_bytes) - self.base_bytes
@@ -72,28 +70,28 @@ class LeakWatch(NamedTuple):
 NO_WATCH = LeakWatch()
 
 
-def observe(watch: LeakWatch, report: Report) -> LeakWatch:
-    """Take a report into account; one that measured nothing changes nothing."""
-    held_bytes = _held_bytes(report)
+def observe(watch: LeakWatch, status: Status) -> LeakWatch:
+    """Take a status into account; one that measured nothing changes nothing."""
+    held_bytes = _held_bytes(status)
     if held_bytes is None:
         return watch
-    kept_bytes = None if report.memory is None else report.memory.kept_bytes
+    kept_bytes = None if status.memory is None else status.memory.kept_bytes
     work: tuple[int | None, ...] | None = (
-        report.incarnation,
-        report.size,
-        report.batch,
-        report.claim_bytes,
+        status.incarnation,
+        status.size,
+        status.batch,
+        status.claim_bytes,
     )
-    first_step, progress = watch.first_step, report.progress
+    first_step, progress = watch.first_step, status.progress
     if progress is not None and progress.train_step is not None and work is not None:
         first_step = progress.train_step if first_step is None else first_step
         # The copy that a checkpoint is written from stays in memory.
         work = (*work, progress.memory_level, progress.saved_step is not None)
-        if progress.train_step < first_step + _FIRST_STEPS or report.state is WorkerState.PARKED:
+        if progress.train_step < first_step + _FIRST_STEPS or status.state is WorkerState.PARKED:
             work = None
     if work is None or work != watch.work:
         return LeakWatch(
-            work=work, first_step=first_step, kept_bytes=kept_bytes, reports=watch.reports + 1
+            work=work, first_step=first_step, kept_bytes=kept_bytes, statuses=watch.statuses + 1
         )
     seen = watch.seen + 1
     base_bytes, recent_bytes = watch.base_bytes, watch.recent_bytes
@@ -102,13 +100,19 @@ def observe(watch: LeakWatch, report: Report) -> LeakWatch:
     elif seen > _SETTLING:
         base_bytes = max(held_bytes, base_bytes or 0)
     return LeakWatch(
-        work, first_step, seen, base_bytes, recent_bytes, kept_bytes, watch.reports + 1
+        work=work,
+        first_step=first_step,
+        seen=seen,
+        base_bytes=base_bytes,
+        recent_bytes=recent_bytes,
+        kept_bytes=kept_bytes,
+        statuses=watch.statuses + 1,
     )
 
 
-def _held_bytes(report: Report) -> int | None:
-    if report.rss_bytes is None or report.device is None or report.memory is None:
+def _held_bytes(status: Status) -> int | None:
+    if status.rss_bytes is None or status.device is None or status.memory is None:
         return None
     # On a CPU tensors are resident memory already.
-    on_card = report.memory.allocated_bytes if report.device.kind != "cpu" else 0
-    return report.rss_bytes + on_card
+    on_card = status.memory.allocated_bytes if status.device.kind != "cpu" else 0
+    return status.rss_bytes + on_card

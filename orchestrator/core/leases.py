@@ -262,8 +262,8 @@ class Claimant:
     """What it leaves free on the card: it shrinks by itself when other programs take of that."""
     unopened_bytes: int = 0
     """What opening the card will cost it, its context; 0 once it has reported."""
-    report: tuple[int, int] | None = None
-    """Incarnation and sequence of the last report of its present process; `None` before the first.
+    report: tuple[int, float] | None = None
+    """Incarnation of its present process, and when that told something new last; `None` before.
     """
     memory: MemoryInfo | None = None
     starving: bool = False
@@ -274,7 +274,7 @@ class Claimant:
 class Account:
     """What is remembered of one process."""
 
-    report: tuple[int, int]
+    report: tuple[int, float]
     """The last one taken in."""
     lease_bytes: int = 0
     short_since_s: float | None = None

@@ -3,42 +3,39 @@ commands out.
 
     ABSENT ──NodeJoined──> WORKING <──Tick at wake_at_s── PAUSING
        ^                    │   │                            ^
-       └──────NodeLeft──────┘   ├──slice failed or overdue───┘   (too often: QUARANTINED)
-                                ├──Drain, last report──> STOPPED
-                                └──report that all is done──> DONE
+       └──────NodeLeft──────┘   ├──process died or hangs─────┘   (too often: QUARANTINED)
+                                ├──Drain, told that it rests──> STOPPED
+                                └──told that all is done──> DONE
 
     WORKING or PAUSING ──Held──> HELD ──Unheld──> WORKING     QUARANTINED ──Reinstated──> WORKING
 
 Rules:
 
 1. A slot is its own identity. Processes come and go in it (incarnations); its counters only grow,
-   and its policy state is that of the last report, whichever process sent it.
-2. Two slices are under way in a working slot, one running and one queued, so that a card never
-   waits for the head.
-3. A slice counts when its report arrives, once. A report of another incarnation, or of a slice not
-   under way, is refused: the slot has given that slice up, and its work may have been done again
-   (`slices.py`).
+   and its policy state is that of the last status, whichever process told it.
+2. The slot says what is wanted of its process (`orders.py`), and statuses say how the process is.
+   Counters of a status are those of the process since it began, so that a lost one costs nothing.
+3. A status of another incarnation changes nothing: that process is about to be ended. One of
+   another process of the actor means that the process before it has ended, and its program with it.
 4. A slot that is neither working, held, quarantined, stopped nor done waits for its node or has a
    time to wake up.
 5. Quarantine is final until the user reinstates the slot, starts a new run, or `run --resume`.
-6. The first slice of a process is one step. More is sent only after its report, so that a process
-   that does not come up has at most one step to lose.
-7. A slot whose workload is finished is done: it gets no slice and no process any more, also not by
-   `run --resume`.
-8. A held slot gets no slice, whatever happens to its process or its node, until the user undoes
-   that. What was sent before runs to its end. `Held`, `Unheld`, `Reinstated`, `Capped` and
-   `SaveAsked` are the user's (`user_commands.py`).
-9. A training that is to rest or to end gets slices until it has saved: that is possible between two
+6. A slot whose workload is finished is done, once the head has all of its state: it gets no process
+   any more, also not by `run --resume`.
+7. A held slot does no work, whatever happens to its process or its node, until the user undoes
+   that. `Held`, `Unheld`, `Reinstated`, `Capped` and `SaveAsked` are the user's
+   (`user_commands.py`).
+8. A training that is to rest or to end works on until it has saved: that is possible between two
    optimiser steps.
 
 Every pair of phase and event is in `_TABLE`: handled, ignored for a reason, or illegal. An illegal
 one means that the supervisor or the membership is wrong about what it does, and `advance` raises
 `IllegalEventError`.
 
-Pure: no clock (every event comes with the time), no I/O, no randomness but a hash of a seed. What
-the end of a slice or of a process leads to is in `slice_results.py`, what is sent in `slices.py`,
-what the user orders in `user_commands.py`. Does not place slots (`placement.py`) and does not
-perform commands (`run/supervisor.py`).
+Pure: no clock (every event comes with the time), no I/O, no randomness but a hash of a seed. What a
+status or the end of a process leads to is in `processes.py`, what the user orders in
+`user_commands.py`. Does not place slots (`placement.py`) and does not perform commands
+(`run/supervisor.py`).
 """
 
 from __future__ import annotations
@@ -47,17 +44,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-from orchestrator.core import silence, slice_results, slices, user_commands
-from orchestrator.core.fleet import SliceFailed, SliceReported
+from orchestrator.core import processes, silence, user_commands
+from orchestrator.core.fleet import Told, Unreached
 from orchestrator.core.slot import (
     Assigned,
     Capped,
     CardQuarantined,
     Close,
-    DeathExplained,
     Drain,
     Event,
-    Forget,
     HeadState,
     Held,
     Moment,
@@ -66,20 +61,23 @@ from orchestrator.core.slot import (
     NodeRefused,
     Note,
     Phase,
-    ProcessSeen,
     Reinstated,
-    Restart,
     SaveAsked,
     Slot,
     Tick,
     Transition,
     Unheld,
 )
+from workers.messages import Verdict
 
 #: Deaths this shortly before a node is seen to have left are the node's, not the slot's. Ray tells
 #: of a dead raylet seconds after its actors have failed (seen: 3 to 10 s; its health check allows 5
 #: x 3 s and more).
 _NODE_BLAME_S = 60.0
+
+
+#: How the reason begins of a slot whose process tells nothing and does nothing.
+STALE = "STALE"
 
 
 class IllegalEventError(RuntimeError):
@@ -96,8 +94,6 @@ class IllegalEventError(RuntimeError):
 
 def advance(slot: Slot, event: Event, moment: Moment) -> Transition:
     """Return the slot after `event`, and what to do about it in this order.
-
-    Slices are cut to fit the end of the run, once that is known.
 
     Raises:
         IllegalEventError: The event cannot happen in the slot's phase.
@@ -117,22 +113,25 @@ def advance(slot: Slot, event: Event, moment: Moment) -> Transition:
 
 def _node_joined(slot: Slot, _: NodeJoined, moment: Moment) -> Transition:
     if slot.orders.hold is not None:
-        return slice_results.at_rest(replace(slot, ready=False), moment)
-    return slice_results.start(slot, moment)
+        return processes.at_rest(slot, moment)
+    return processes.start(slot, moment)
 
 
 def _node_left(slot: Slot, event: NodeLeft, moment: Moment) -> Transition:
     lost = replace(
-        slices.all_lost(slot),
+        slot,
         phase=Phase.STOPPED if slot.draining else Phase.ABSENT,
         state=HeadState.LOST,
         reason=event.reason,
+        runs=False,
+        actor=None,
+        heard=0,
         wake_at_s=None,
         working_since_s=None,
-        silent_since_s=None,
+        unreached_since_s=None,
         deaths_at_s=tuple(at for at in slot.deaths_at_s if at < moment.now_s - _NODE_BLAME_S),
     )
-    return user_commands.shown_without_node(lost, moment), (Forget(),)
+    return user_commands.shown_without_node(lost, moment), ()
 
 
 def _node_refused(slot: Slot, event: NodeRefused, _: Moment) -> Transition:
@@ -140,108 +139,96 @@ def _node_refused(slot: Slot, event: NodeRefused, _: Moment) -> Transition:
 
 
 def _card_quarantined(slot: Slot, event: CardQuarantined, _: Moment) -> Transition:
-    return slice_results.quarantine(slot, event.reason)
-
-
-def _death_explained(slot: Slot, event: DeathExplained, _: Moment) -> Transition:
-    return slice_results.explained(slot, event.cause), ()
+    return processes.quarantine(slot, event.reason)
 
 
 def _time_passed_while_pausing(slot: Slot, _: Tick, moment: Moment) -> Transition:
     if slot.wake_at_s is None or moment.now_s < slot.wake_at_s:
         return slot, ()
-    # Silent: the same process is still awaited.
-    slot, command = slices.begin(slot, moment, new_process=slot.silent_since_s is None)
-    return slot, (command,)
+    return processes.begin(slot, moment), ()
 
 
 def _time_passed_while_working(slot: Slot, _: Tick, moment: Moment) -> Transition:
-    overdue_s = slices.overdue_s(slot, moment.now_s)
-    why = silence.why_hung(
-        slot.silence,
-        is_ready=slot.ready,
-        overdue_s=overdue_s,
-        patience_s=slices.silence_s(slot, moment.rules),
-        longest_step_s=slot.longest_step_s,
-        now_s=moment.now_s,
-    )
+    rules = moment.rules
+    if slot.unreached_since_s is not None:
+        return processes.still_unreached(slot, moment.now_s - slot.unreached_since_s, rules)
+    if slot.has_told and slot.status is not None and slot.status.verdict is Verdict.DONE:
+        return slot, ()  # it waits for the head to have all of its state
+    why = _why_hung(slot, moment)
     if why is not None:
-        return slice_results.died(slot, why, moment, before=(Restart(),))
-    if slot.ready and overdue_s > moment.rules.stale_after_s:
-        return _stale(slot, overdue_s, moment), ()
-    return slot, ()
+        return processes.died(slot, why, moment)
+    return _shown_stale(slot, moment) or slot, ()
 
 
-def _process_seen(slot: Slot, event: ProcessSeen, moment: Moment) -> Transition:
-    return replace(slot, silence=silence.observe(slot.silence, event.activity, moment.now_s)), ()
+def _why_hung(slot: Slot, moment: Moment) -> str | None:
+    """Return why the slot's process is to be ended, or `None`."""
+    rules = moment.rules
+    patience_s = max(
+        rules.slow_step_s, rules.hang_timeout_s if slot.ready else rules.start_timeout_s
+    )
+    unanswered_s = _unanswered_s(slot, moment.now_s)
+    if unanswered_s > patience_s:
+        silent = "no answer" if slot.ready else "its process did not come up"
+        return f"{silent} for {unanswered_s:.0f} s; its process was ended"
+    return (
+        None
+        if slot.quiet is None
+        else silence.why_hung(
+            slot.quiet,
+            is_up=slot.ready,
+            patience_s=patience_s,
+            longest_step_s=slot.longest_step_s,
+        )
+    )
 
 
-def _drain(slot: Slot, _: Drain, moment: Moment) -> Transition:
+def _unanswered_s(slot: Slot, now_s: float) -> float:
+    """Return for how long no status of the slot's process has come."""
+    since_s = slot.working_since_s if slot.heard_at_s is None else slot.heard_at_s
+    return 0.0 if since_s is None else now_s - since_s
+
+
+def _shown_stale(slot: Slot, moment: Moment) -> Slot | None:
+    """Return the slot with the reason that its process has told nothing for too long; `None`: it
+    has told something.
+    """
+    stale_after_s, quiet = moment.rules.stale_after_s, slot.quiet
+    unanswered_s = _unanswered_s(slot, moment.now_s)
+    silent_s = unanswered_s + (0.0 if quiet is None else quiet.seconds)
+    if not slot.ready or silent_s <= stale_after_s:
+        return None
+    if quiet is not None and unanswered_s + quiet.idle_s <= stale_after_s:
+        did = f"computing ({quiet.computed_s:.0f} s of CPU)"
+        return replace(slot, reason=f"a long step: {silent_s:.0f} s so far, and {did}")
+    return replace(slot, reason=f"{STALE}: told nothing for {silent_s:.0f} s")
+
+
+def _drain(slot: Slot, _: Drain, __: Moment) -> Transition:
     slot = replace(slot, draining=True)
-    if slot.in_flight and slot.ready:
-        # The queued slice runs too: Ray cannot take it back. It would run nevertheless, and its
-        # report be lost.
+    if slot.phase is Phase.WORKING and slot.ready:
         return user_commands.saved_before_rest(slot), ()
-    if (
-        slot.phase is Phase.WORKING and slot.ready
-    ):  # its last slice has ended with the time of the run
-        slot = user_commands.saved_before_rest(slot)
-        if slot.orders.save:
-            return slices.last(slot, moment)
-    return _stopped(slot)  # nothing runs, or it is not known whether anything does
+    return _stopped(slot)  # nothing works, or it is not known whether anything does
 
 
 def _close(slot: Slot, _: Close, moment: Moment) -> Transition:
-    overdue_s = slices.overdue_s(slot, moment.now_s)
-    if slot.ready and overdue_s > moment.rules.stale_after_s:
-        slot = _stale(slot, overdue_s, moment)
-        slot = replace(
-            slot,
-            ended_stale=not silence.is_active(
-                slot.silence, moment.now_s, moment.rules.stale_after_s
-            ),
-        )
+    if slot.phase is Phase.WORKING and (stale := _shown_stale(slot, moment)) is not None:
+        slot = replace(stale, ended_stale=stale.reason.startswith(STALE))
     return _stopped(slot)
 
 
-def _not_awaited(slot: Slot) -> Transition:
-    return slice_results.done(slices.all_lost(slot)) if slot.in_flight else (slot, ())
-
-
-def _node_left_when_done(slot: Slot, _: NodeLeft, __: Moment) -> Transition:
-    return _not_awaited(slot)
-
-
-def _close_when_done(slot: Slot, _: Close, __: Moment) -> Transition:
-    return _not_awaited(slot)
-
-
-def _stale(slot: Slot, overdue_s: float, moment: Moment) -> Slot:
-    if silence.is_active(slot.silence, moment.now_s, moment.rules.stale_after_s):
-        computed_s = slot.silence.computed_s
-        return replace(
-            slot,
-            reason=f"a long step: {overdue_s:.0f} s overdue, and computing ({computed_s:.0f} s of "
-            "CPU)",
-        )
-    return replace(slot, reason=f"STALE: its slice is {overdue_s:.0f} s overdue")
-
-
 def _stopped(slot: Slot) -> Transition:
-    return replace(slices.all_lost(slot), phase=Phase.STOPPED, wake_at_s=None), (Forget(),)
+    return replace(slot, phase=Phase.STOPPED, wake_at_s=None), ()
 
 
 # The event's type is that of the table's key, which a dict cannot say; a test compares them.
 Handler: TypeAlias = Callable[[Slot, Any, Moment], Transition]
 
 _NOT_A_TIME = "the slot waits for its node, not for a time"
-_AWAY = "the slot's reason is that its node is away"
-_ONE_SAID_IT = "slices of one process fail together, and the first failure gave up the others"
-_NOT_AWAITED = "the answer came too late: nothing is awaited any more"
+_NOT_AWAITED = "no process is awaited"
 _RULE_5 = "rule 5"
 _FINAL = "the slot has ended; the supervisor still tells every slot"
+_RULE_6 = "rule 6"
 _RULE_7 = "rule 7"
-_RULE_8 = "rule 8"
 
 #: What an event does to a slot by its phase: its handler, or why it changes nothing. What is not
 #: here is illegal.
@@ -250,43 +237,33 @@ _TABLE: Mapping[type[Event], Mapping[Phase, Handler | str]] = {
         Phase.ABSENT: _node_joined,
         Phase.QUARANTINED: _RULE_5,
         Phase.STOPPED: _FINAL,
-        Phase.DONE: _RULE_7,
+        Phase.DONE: _RULE_6,
     },
     NodeLeft: {
         **dict.fromkeys((Phase.WORKING, Phase.PAUSING, Phase.HELD), _node_left),
         Phase.QUARANTINED: _RULE_5,
         Phase.STOPPED: _FINAL,
-        Phase.DONE: _node_left_when_done,
+        Phase.DONE: _RULE_6,
     },
     NodeRefused: {
         Phase.ABSENT: _node_refused,
         Phase.QUARANTINED: _RULE_5,
         Phase.STOPPED: _FINAL,
-        Phase.DONE: _RULE_7,
+        Phase.DONE: _RULE_6,
     },
     CardQuarantined: {
         **dict.fromkeys((Phase.WORKING, Phase.PAUSING), _card_quarantined),
         Phase.QUARANTINED: _RULE_5,
-        Phase.DONE: _RULE_7,
+        Phase.DONE: _RULE_6,
     },
-    SliceReported: {
-        **dict.fromkeys(Phase, slice_results.refused),
-        Phase.WORKING: slice_results.reported,
-        Phase.DONE: slice_results.reported_when_done,
+    Told: {
+        Phase.ABSENT: processes.told_away,
+        Phase.WORKING: processes.told,
+        **dict.fromkeys((Phase.PAUSING, Phase.HELD, Phase.STOPPED), processes.told_aside),
+        Phase.QUARANTINED: _RULE_5,
+        Phase.DONE: _RULE_6,
     },
-    SliceFailed: {
-        **dict.fromkeys(Phase, _ONE_SAID_IT),
-        Phase.WORKING: slice_results.failed,
-        Phase.DONE: slice_results.failed_when_done,
-    },
-    DeathExplained: {
-        Phase.ABSENT: _AWAY,
-        **dict.fromkeys((Phase.WORKING, Phase.PAUSING, Phase.QUARANTINED), _death_explained),
-        Phase.HELD: _RULE_8,
-        Phase.STOPPED: _FINAL,
-        Phase.DONE: _RULE_7,
-    },
-    ProcessSeen: {**dict.fromkeys(Phase, _NOT_AWAITED), Phase.WORKING: _process_seen},
+    Unreached: {**dict.fromkeys(Phase, _NOT_AWAITED), Phase.WORKING: processes.unreached},
     Held: {
         Phase.ABSENT: user_commands.held_without_node,
         Phase.WORKING: user_commands.held_at_work,
@@ -307,22 +284,22 @@ _TABLE: Mapping[type[Event], Mapping[Phase, Handler | str]] = {
         Phase.ABSENT: _NOT_A_TIME,
         Phase.WORKING: _time_passed_while_working,
         Phase.PAUSING: _time_passed_while_pausing,
-        Phase.HELD: _RULE_8,
+        Phase.HELD: _RULE_7,
         Phase.QUARANTINED: _RULE_5,
         Phase.STOPPED: _FINAL,
-        Phase.DONE: _RULE_7,
+        Phase.DONE: _RULE_6,
     },
     Drain: {
         **dict.fromkeys(Phase, _drain),
         Phase.QUARANTINED: _FINAL,
         Phase.STOPPED: _FINAL,
-        Phase.DONE: _RULE_7,
+        Phase.DONE: _RULE_6,
     },
     Close: {
         **dict.fromkeys(Phase, _close),
         Phase.QUARANTINED: _FINAL,
         Phase.STOPPED: _FINAL,
-        Phase.DONE: _close_when_done,
+        Phase.DONE: _RULE_6,
     },
 }
 _CELLS = {(phase, event): row.get(phase) for event, row in _TABLE.items() for phase in Phase}

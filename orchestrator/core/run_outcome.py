@@ -24,14 +24,14 @@ def shortfalls(
     """Return why a run is degraded, a sentence for each slot and one for the success rate; none of
     a good run.
 
-    The time of a slot begins with its first report, but not before the run counts at `began_s`, and
+    The time of a slot begins with its first work, but not before the run counts at `began_s`, and
     ends when the run begins to end, at `ended_s` (monotonic seconds): neither its start nor the
     waiting for others is its fault.
     """
     sentences, counts = [], []
     for slot in slots:
         counts.append(slot.counts)
-        since_s = max(ended_s if at_s is None else at_s for at_s in (began_s, slot.first_report_s))
+        since_s = max(ended_s if at_s is None else at_s for at_s in (began_s, slot.first_work_s))
         if words := "; ".join(_of_slot(slot, ended_s - since_s)):
             sentences.append(f"{slot.slot}: {words}")
     rate = StepCounts.total(counts).success_rate

@@ -6,21 +6,19 @@ Frozen values without behaviour. `lifecycle.py` says which event leads to which 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, NamedTuple, TypeAlias
+from typing import TypeAlias
 
-from orchestrator.core.fleet import DeathCause, SliceFailed, SliceReported
+from orchestrator.core.fleet import Told, Unreached
 from orchestrator.core.leak_detector import NO_WATCH, LeakWatch
-from orchestrator.core.silence import NOT_SEEN, Silence
 from orchestrator.core.training import NO_TRAINING, Training
 from workers.messages import (
     NO_COUNTS,
-    Activity,
     DeviceInfo,
-    Directive,
-    Report,
+    Quiet,
     ResumeState,
+    Status,
     StepCounts,
     WorkerState,
 )
@@ -58,14 +56,14 @@ class Phase(StrEnum):
     """What a slot waits for. Never shown."""
 
     ABSENT = "absent"
+    #: There is to be a process, which works, starts, or comes to rest.
     WORKING = "working"
+    #: There is to be no process until a time.
     PAUSING = "pausing"
-    #: Its node is there, and nothing is sent until the user undoes that.
+    #: Its node is there, and it does no work until the user undoes that.
     HELD = "held"
     QUARANTINED = "quarantined"
     STOPPED = "stopped"
-    #: Its work is finished; it waits for nothing but the reports of what was sent before that was
-    #: known.
     DONE = "done"
 
 
@@ -73,7 +71,6 @@ class Phase(StrEnum):
 class Rules:
     """The numbers of `run:` in cluster.yaml that concern a slot."""
 
-    slice_s: float
     hang_timeout_s: float
     stale_after_s: float
     start_timeout_s: float
@@ -101,16 +98,6 @@ class Rules:
     """
 
 
-class Flight(NamedTuple):
-    """A slice under way; a tuple, as each report makes one."""
-
-    sequence: int
-    duration_s: float
-    submitted_at_s: float
-    step_limit: int
-    """It cannot have done more good steps than this."""
-
-
 class Hold(StrEnum):
     """How the user has a slot wait."""
 
@@ -121,7 +108,7 @@ class Hold(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Orders:
+class UserOrders:
     """What the user has asked of a slot and not taken back.
 
     The store keeps it for the next head.
@@ -130,8 +117,6 @@ class Orders:
     hold: Hold | None = None
     cap_bytes: int | None = None
     """The most that its worker may hold; `None`: as much as the plan says."""
-    save: bool = False
-    """The next slice is to save the state of what it trains."""
     why: str | None = None
     """Why it waits, where a queue of jobs has it wait and not a user."""
 
@@ -140,12 +125,10 @@ class Orders:
         return some_bytes if self.cap_bytes is None else min(some_bytes, self.cap_bytes)
 
 
-NO_ORDERS = Orders()
+NOTHING_ASKED = UserOrders()
 
 
-# Without `slots`: `changed` copies the dictionary of a slot, which costs a tenth of
-# `dataclasses.replace`.
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
     """Everything known about a slot."""
 
@@ -153,83 +136,83 @@ class Slot:
     phase: Phase = Phase.ABSENT
     state: SlotState = HeadState.STARTING
     reason: str = "waiting for its node"
-    incarnation: int = 0
-    next_sequence: int = 0
-    in_flight: tuple[Flight, ...] = ()
     placed: bool = False
+    """Whether it has an actor."""
     draining: bool = False
-    orders: Orders = NO_ORDERS
+    orders: UserOrders = NOTHING_ASKED
     held_since_s: float | None = None
-    ready: bool = False
-    """Whether the present incarnation has reported: only then is it sent more than one step."""
-    ending: bool = False
-    """The process before was told to end and may not have ended yet: the first slice may still
-    reach it, and fail.
-    """
     wake_at_s: float | None = None
+
+    incarnation: int = 0
+    """Counts the processes of the slot. What follows is of the present one."""
+    runs: bool = False
+    """Whether there is to be a process."""
+    begun: bool = False
+    """Whether a status of it has come."""
+    saves: int = 0
+    """How often it was asked to save its state."""
     working_since_s: float | None = None
-    """When the present incarnation was first asked to work."""
+    """When it was first asked to work."""
     heard_at_s: float | None = None
-    silent_since_s: float | None = None
-    """When a process that cannot be reached was first asked to work, until one reports or dies."""
-    silence: Silence = NOT_SEEN
-    """What was seen of its process since its last report, once that is late."""
-    longest_step_s: float | None = None
-    """Of all steps that were reported, over all incarnations; `None` before the first."""
-    process_steps: int = 0
-    """Good steps that its present process has reported."""
-    most_steps: int = 0
-    """Good steps of that of its dead processes that reported most."""
-    progressed_at_s: float | None = None
-    """When it last got further than any process of it before (`slice_results.py`)."""
-    deaths_at_s: tuple[float, ...] = ()
-    """Those of the last `death_window_s`, and all since the last report: a slot that never answers
-    is given up.
-    """
-    errors_in_a_row: int = 0
+    """When the last status of it came."""
+    news_at_s: float | None = None
+    """When the last came that told something new."""
+    quiet: Quiet | None = None
+    """What was seen of it when it had told nothing for a while."""
     leak: LeakWatch = NO_WATCH
     leak_told: bool = False
+
+    actor: str | None = None
+    """The process of the actor that keeps it; `None`: it is not known yet."""
+    heard: int = 0
+    """Number of the last news that came from that process of the actor."""
+    unreached_since_s: float | None = None
+    """Since when polls have come to nothing."""
+
+    status: Status | None = None
+    """The last of a process that was up: the present one, or one before it."""
+    counts_before: StepCounts = NO_COUNTS
+    """Of all processes before the present one."""
+    longest_step_s: float | None = None
+    """Of the steps of all its processes; `None` before the first."""
+    most_steps: int = 0
+    """Good steps of that of its dead processes that did most."""
+    progressed_at_s: float | None = None
+    """When it last got further than any process of it before (`processes.py`)."""
+    deaths_at_s: tuple[float, ...] = ()
+    """Those of the last `death_window_s`, and all since a process last came up: a slot that never
+    answers is given up.
+    """
     resume: ResumeState | None = None
-    report: Report | None = None
     training: Training = NO_TRAINING
     device: DeviceInfo | None = None
-    """The last that any report named: a broken process reports none."""
-    counts: StepCounts = NO_COUNTS
-    """Of all reports accepted, over all incarnations."""
-    first_report_s: float | None = None
-    """When it first reported more than that it warms up, in this head's time."""
+    """The last that any status named: a broken process names none."""
+    first_work_s: float | None = None
+    """When it was first beyond its warm-up, in this head's time."""
     worked_s: float = 0.0
-    """Time for which it worked or was held since then, once the run counts (`slices.worked_s`)."""
+    """Time for which it worked or was held since then, once the run counts."""
     ended_stale: bool = False
-    """Whether its slice was overdue by more than `stale_after_s` when the run ended; `reason` says
-    by how much.
+    """Whether it had told nothing for more than `stale_after_s` when the run ended; `reason` says
+    for how long.
     """
     restarts: int = 0
-    steps_lost_upper_bound: int = 0
-    """At most so many good steps were done in slices that gave no report; they are not in `counts`.
-    """
 
-    def __post_init__(self) -> None:
-        # More than 30 attributes set one by one leave a dict of twice the size, which every copy
-        # keeps; one made at once does not.
-        object.__setattr__(self, "__dict__", {**self.__dict__})
+    @property
+    def ready(self) -> bool:
+        """Whether its present process has come up, and is to stay."""
+        return self.runs and self.has_told
 
+    @property
+    def has_told(self) -> bool:
+        """Whether its present process has told anything itself."""
+        return self.status is not None and self.status.incarnation == self.incarnation
 
-_SLOT_FIELDS = frozenset(item.name for item in fields(Slot))
-
-
-def changed(slot: Slot, **changes: Any) -> Slot:  # noqa: ANN401 - the type of each field
-    """Return a copy with other values, as `dataclasses.replace`, which costs a head of 1,000
-    workers a sixth more.
-
-    `TypeError` if there is no such field.
-    """
-    values = slot.__dict__ | changes
-    if len(values) != len(_SLOT_FIELDS):
-        raise TypeError(f"a slot has no {', '.join(sorted(changes.keys() - _SLOT_FIELDS))}")
-    copy = object.__new__(Slot)
-    object.__setattr__(copy, "__dict__", values)
-    return copy
+    @property
+    def counts(self) -> StepCounts:
+        """Of all its processes, as far as they told."""
+        if self.status is None or not self.has_told:
+            return self.counts_before
+        return self.counts_before + self.status.counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,23 +260,8 @@ class CardQuarantined(_Reasoned):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeathExplained:
-    """The cluster has found out why the slot's last process ended."""
-
-    cause: DeathCause
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessSeen:
-    """The node was asked what the slot's silent process does, and may have answered."""
-
-    activity: Activity | None
-    """`None`: it has not answered yet."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """The user has the slot wait, from the end of the slices under way; or a queue, which says why."""
+    """The user has the slot wait once its step has ended; or a queue, which says why."""
 
     hold: Hold
     why: str | None = None
@@ -333,11 +301,11 @@ class Tick(_Plain):
 
 
 class Drain(_Plain):
-    """The run is ending: finish what runs, begin nothing."""
+    """The run is ending: come to rest, begin nothing."""
 
 
 class Close(_Plain):
-    """The run has ended: what is still under way is lost."""
+    """The run has ended: nothing more is heard."""
 
 
 Event: TypeAlias = (
@@ -345,10 +313,8 @@ Event: TypeAlias = (
     | NodeLeft
     | NodeRefused
     | CardQuarantined
-    | SliceReported
-    | SliceFailed
-    | DeathExplained
-    | ProcessSeen
+    | Told
+    | Unreached
     | Held
     | Unheld
     | Reinstated
@@ -363,14 +329,6 @@ Event: TypeAlias = (
 
 class Place(_Plain):
     """Create the slot's actor."""
-
-
-class Forget(_Plain):
-    """Give up every slice under way."""
-
-
-class Restart(_Plain):
-    """End the process; the cluster starts another."""
 
 
 class Abandon(_Plain):
@@ -393,9 +351,8 @@ class Note:
     fields: tuple[tuple[str, Scalar], ...] = ()
 
 
-#: A directive is sent as it is, except for what only the supervisor can add: an injected fault, and
-#: a lease.
-Command: TypeAlias = Place | Directive | Forget | Restart | Abandon | EndRun | Note
+#: What is to be done once. What is wanted of the slot's process follows from the slot (`orders.py`).
+Command: TypeAlias = Place | Abandon | EndRun | Note
 
 #: The slot after an event, and what the supervisor is to do about it, in this order.
 Transition: TypeAlias = tuple[Slot, tuple[Command, ...]]

@@ -1,14 +1,14 @@
 """How far the training of a slot is, over all of its processes. Pure.
 
 A process that goes on from a checkpoint does some steps again that the one before had done and told
-of. It cannot know how many; the reports of both together say it.
+of. It cannot know how many; the statuses of both together say it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from workers.messages import NO_PROGRESS, Progress, Report
+from workers.messages import NO_PROGRESS, Progress, Status
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,18 +36,18 @@ class Training:
 NO_TRAINING = Training()
 
 
-def follow(training: Training, report: Report) -> Training:
-    """Take a report into account; one without progress changes nothing."""
-    last = report.progress
+def follow(training: Training, status: Status) -> Training:
+    """Take a status into account; one without progress changes nothing."""
+    last = status.progress
     if last is None:
         return training
-    if report.incarnation == training.incarnation:
+    if status.incarnation == training.incarnation:
         return replace(training, last=last)
     redone = training.redone_before + (training.last.redone_steps or 0)
     if last.train_step is not None:
-        # Where it began: its first report may come after some steps.
+        # Where it began: its first status may come after some steps.
         from_step = (
             last.train_step if last.saved_step is None else min(last.train_step, last.saved_step)
         )
         redone += max(0, (training.last.train_step or 0) - from_step)
-    return Training(last=last, incarnation=report.incarnation, redone_before=redone)
+    return Training(last=last, incarnation=status.incarnation, redone_before=redone)

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final
 
-from orchestrator.core import slice_results, slices
+from orchestrator.core import processes
 from orchestrator.core.placement import SlotPlan
 from orchestrator.core.slot import (
-    NO_ORDERS,
+    NOTHING_ASKED,
     Abandon,
     Assigned,
     Capped,
@@ -31,7 +31,6 @@ from orchestrator.core.slot import (
     Slot,
     Transition,
     Unheld,
-    changed,
 )
 from orchestrator.errors import one_line
 from workers.units import MIB
@@ -55,12 +54,12 @@ class Do(StrEnum):
 
 #: What becomes of each slot, once the command was taken.
 EFFECTS: Final[Mapping[Do, str]] = {
-    Do.PAUSE: "held when its last slice ends; its process and its memory stay",
+    Do.PAUSE: "held when its step ends; its process and its memory stay",
     Do.UNPAUSE: "gets work again",
-    Do.DRAIN: "held when its last slice ends; then its process ends, and its memory is free",
-    Do.REINSTATE: "starts again, with one step first; its failures are forgotten",
-    Do.CAP: "capped from its next slice on",
-    Do.SAVE: "saves its state in its next slice",
+    Do.DRAIN: "held when its step ends; then its process ends, and its memory is free",
+    Do.REINSTATE: "starts again; its failures are forgotten",
+    Do.CAP: "capped from its next step on",
+    Do.SAVE: "saves its state as soon as it can",
 }
 
 
@@ -173,10 +172,10 @@ def _why_no_cap(amount_bytes: int, plan: SlotPlan) -> str:
 
 def _why_no_save(slot: Slot) -> str:
     if slot.orders.hold is not None:
-        return f"is held and gets no slice to save in: `unpause {slot.slot}` first"
+        return f"is held and does no work that it could save: `unpause {slot.slot}` first"
     if slot.phase is not Phase.WORKING or isinstance(slot.state, HeadState):
         return f"has no process at work ({slot.state}): wait until it runs"
-    if slot.report is None or slot.report.progress is None:
+    if slot.status is None or slot.status.progress is None:
         return "keeps no state that could be saved: only a training does"
     return ""
 
@@ -186,17 +185,14 @@ def held_without_node(slot: Slot, event: Held, moment: Moment) -> Transition:
     return shown_without_node(_ordered(slot, event), moment), ()
 
 
-def held_at_work(slot: Slot, event: Held, moment: Moment) -> Transition:
-    """Send nothing more; the slot is held once what was sent has ended."""
-    slot = _ordered(slot, event)
-    return (saved_before_rest(slot), ()) if slot.in_flight else slice_results.at_rest(slot, moment)
+def held_at_work(slot: Slot, event: Held, _: Moment) -> Transition:
+    """Have the process come to rest; the slot is held once it tells that it does."""
+    return saved_before_rest(_ordered(slot, event)), ()
 
 
 def held_at_once(slot: Slot, event: Held, moment: Moment) -> Transition:
     """Hold a slot that waits for a time, or is held already, perhaps in the other way."""
-    slot = _ordered(slot, event)
-    has_process = slot.ready and slot.phase is Phase.HELD
-    return slice_results.at_rest(slot if has_process else replace(slot, ready=False), moment)
+    return processes.at_rest(_ordered(slot, event), moment)
 
 
 def shown_without_node(slot: Slot, moment: Moment) -> Slot:
@@ -217,18 +213,17 @@ def unheld_without_node(slot: Slot, _: Unheld, moment: Moment) -> Transition:
 
 
 def unheld_at_work(slot: Slot, _: Unheld, moment: Moment) -> Transition:
-    """Go on sending, if the slot was to be held."""
-    slot = _let_go(slot, moment)
-    return slices.fill(slot, moment) if slot.ready and not slot.draining else (slot, ())
+    """Let the process work on, if the slot was to be held."""
+    return _let_go(slot, moment), ()
 
 
 def unheld(slot: Slot, _: Unheld, moment: Moment) -> Transition:
-    """Send work to the process that the slot has kept, or start one."""
+    """Let the process work that the slot has kept, or start one."""
     slot = _let_go(slot, moment)
-    if not slot.ready or slot.report is None:
-        return slice_results.start(slot, moment)
-    again = replace(slot, phase=Phase.WORKING, state=slot.report.state, reason=slot.report.reason)
-    return slices.fill(again, moment)
+    if not slot.ready or slot.status is None:
+        return processes.start(slot, moment)
+    again = replace(slot, phase=Phase.WORKING, state=slot.status.state, reason=slot.status.reason)
+    return replace(again, heard_at_s=moment.now_s, news_at_s=moment.now_s, quiet=None), ()
 
 
 def reinstated(slot: Slot, event: Reinstated, moment: Moment) -> Transition:
@@ -240,13 +235,12 @@ def reinstated(slot: Slot, event: Reinstated, moment: Moment) -> Transition:
 
 def assigned(slot: Slot, event: Assigned, moment: Moment) -> Transition:
     """Begin another attempt at the work of a slot without a process. It is held no more."""
-    free = replace(
-        slot, orders=NO_ORDERS, held_since_s=None, ready=False, wake_at_s=None, report=None
-    )
-    slot_again, commands = _anew(free, moment, node_is_there=event.node_is_there)
     # Of a node that was lost, the actor would come back with it.
-    has_actor = slot.placed and slot.phase in {Phase.ABSENT, Phase.HELD}
-    return slot_again, (*((Abandon(),) if has_actor else ()), *commands)
+    commands: tuple[Abandon, ...] = (Abandon(),) if slot.placed else ()
+    slot = processes.without_actor(slot) if slot.placed else slot
+    slot = replace(slot, orders=NOTHING_ASKED, held_since_s=None, status=None)
+    slot, more = _anew(slot, moment, node_is_there=event.node_is_there)
+    return slot, (*commands, *more)
 
 
 def _anew(slot: Slot, moment: Moment, *, node_is_there: bool) -> Transition:
@@ -255,24 +249,19 @@ def _anew(slot: Slot, moment: Moment, *, node_is_there: bool) -> Transition:
         phase=Phase.ABSENT,
         state=HeadState.STARTING,
         reason=Slot(slot=slot.slot).reason,
-        placed=False,
-        # Without a slice before there was no process: this one is the first.
-        incarnation=slot.incarnation + (slot.next_sequence > 0),
+        wake_at_s=None,
         deaths_at_s=(),
-        errors_in_a_row=0,
-        ending=False,
-        silent_since_s=None,
     )
-    return slice_results.start(slot, moment) if node_is_there else (slot, ())
+    return processes.start(slot, moment) if node_is_there else (slot, ())
 
 
 def capped(slot: Slot, event: Capped, _: Moment) -> Transition:
-    """Bound what the next slices may hold."""
-    return changed(slot, orders=replace(slot.orders, cap_bytes=event.cap_bytes)), ()
+    """Bound what the worker may hold."""
+    return replace(slot, orders=replace(slot.orders, cap_bytes=event.cap_bytes)), ()
 
 
 def save_asked(slot: Slot, _: SaveAsked, __: Moment) -> Transition:
-    """Have the next slice save what the slot trains."""
+    """Have the process save what the slot trains."""
     return _to_save(slot), ()
 
 
@@ -281,12 +270,14 @@ def saved_before_rest(slot: Slot) -> Slot:
 
     One that runs a program always tells a progress, if only an empty one: to save means to end.
     """
-    trains = slot.report is not None and slot.report.progress is not None
+    trains = slot.ready and slot.status is not None and slot.status.progress is not None
     return _to_save(slot) if trains else slot
 
 
 def _to_save(slot: Slot) -> Slot:
-    return changed(slot, orders=replace(slot.orders, save=True))
+    """Ask once more, unless the process has not yet taken in that it was asked."""
+    taken = 0 if slot.status is None or not slot.has_told else slot.status.saves
+    return replace(slot, saves=taken + 1)
 
 
 def _ordered(slot: Slot, event: Held) -> Slot:
@@ -296,7 +287,7 @@ def _ordered(slot: Slot, event: Held) -> Slot:
 def _let_go(slot: Slot, moment: Moment) -> Slot:
     """Undo the hold. Its time counts as worked, as rests that the duty asks for do."""
     since_s, worked_s = slot.held_since_s, slot.worked_s
-    if since_s is not None and slot.first_report_s is not None and moment.ends_at_s is not None:
+    if since_s is not None and slot.first_work_s is not None and moment.ends_at_s is not None:
         worked_s += moment.now_s - since_s
     return replace(
         slot, orders=replace(slot.orders, hold=None, why=None), held_since_s=None, worked_s=worked_s

@@ -19,7 +19,7 @@ from random import Random
 from typing import Any, Final, cast
 
 from orchestrator.config.duration import parse_duration
-from orchestrator.core.fleet import Fleet, SliceEnded
+from orchestrator.core.fleet import Fleet, Heard
 from orchestrator.core.slot import HeadState, SlotState, slot_state
 from orchestrator.errors import UsageError, one_line
 from orchestrator.record.events import EventLog
@@ -252,14 +252,14 @@ class Chaos:
         self._nodes.pop(slot, None)
         self._inner.abandon(slot)
 
-    def wait(self, timeout_s: float) -> tuple[SliceEnded, ...]:
-        """Strike what is due, then wait for slices."""
+    def wait(self, timeout_s: float) -> tuple[Heard, ...]:
+        """Strike what is due, then wait for statuses."""
         now_s = self._clock.monotonic_s()
         if self._began_s <= now_s < self._ends_s:
             self._strike(now_s)
-        ended = self._inner.wait(timeout_s)
+        heard = self._inner.wait(timeout_s)
         self._close_what_is_back(self._clock.monotonic_s())
-        return ended
+        return heard
 
     def on_event(self, entry: Mapping[str, Any]) -> None:
         """Take in what the run writes into its event log: when it counts, how slots change, and
@@ -332,7 +332,7 @@ class Chaos:
             fault = self._enter(FaultKind.KILL, slot, now_s - self._began_s)
             self._open.append(_Open(fault=fault, struck_s=now_s, waiting={slot: False}))
             self._events.write("chaos_strike", slot=slot, kind=fault.kind.value)
-            self._inner.restart(slot)
+            self._inner.kill(slot)
         for each in self._open:
             if each.start_s is not None and now_s >= each.start_s:
                 each.start_s = None

@@ -220,10 +220,7 @@ class StoredRun:
     nodes_seen: tuple[str, ...]
     notices: tuple[str, ...]
     restart_count: int
-    steps_lost_upper_bound: int | None
-    """Both as the run recorded them in its last snapshot; `snapshot` has the newer sums of its
-    slots.
-    """
+    """As the run recorded it in its last snapshot; `snapshot` has the newer sum of its slots."""
     incomplete: bool
     heads: int
     faults: tuple[Mapping[str, Any], ...]
@@ -271,14 +268,11 @@ class StoredRun:
         """The last picture of the run, for every watcher.
 
         Slots are written at every turn of the head, the figures of the run less often, so the sums
-        of the slots are used. Once the head has ended, slices that were under way count as lost.
+        of the slots are used.
         """
-        lost, restarts = self.steps_lost_upper_bound, self.restart_count
+        restarts = self.restart_count
         if self.slots:
-            lost = sum(int(slot.counters.get("steps_lost_upper_bound", 0)) for slot in self.slots)
             restarts = sum(int(slot.counters.get("restarts", 0)) for slot in self.slots)
-            if self.outcome != "running":
-                lost += sum(max(0, slot.steps_at_risk) for slot in self.slots)
         facts, updated_at_unix_s = self.facts, self.updated_at_unix_s
         return Snapshot(
             run_id=facts.run_id,
@@ -291,7 +285,6 @@ class StoredRun:
             rows=tuple(map(row_of, self.slots)),
             notices=self.notices,
             restart_count=restarts,
-            steps_lost_upper_bound=lost,
         )
 
 

@@ -37,7 +37,7 @@ _SUMMARY_MOST_BYTES = 16 * 2**20
 _KEYS = (
     "run_id", "started_at_unix_s", "mode", "outcome", "exit_code", "elapsed_s", "duration_s",
     "remaining_s", "heads",
-    "workers", "steps_ok", "steps_lost_upper_bound", "success_rate", "oom_count",
+    "workers", "steps_ok", "success_rate", "oom_count",
     "restart_count", "incomplete",
     "error",
 )  # fmt: skip
@@ -119,7 +119,6 @@ def run_object(one: Listed) -> dict[str, Any]:
             "heads": run.heads,
             "workers": len(run.slots),
             "steps_ok": snapshot.counts.steps_ok,
-            "steps_lost_upper_bound": snapshot.steps_lost_upper_bound,
             "success_rate": snapshot.counts.success_rate,
             "oom_count": snapshot.counts.oom_count,
             "restart_count": snapshot.restart_count,

@@ -316,7 +316,6 @@ class Snapshot:
     notices: tuple[str, ...] = ()
     """One-line warnings shown with the header, such as "pc2 has not joined"."""
     restart_count: int = 0
-    steps_lost_upper_bound: int | None = None
     jobs: str | None = None
     """How the jobs of a queue stand, in a line; `None`: the run is no queue."""
 

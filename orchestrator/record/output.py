@@ -1,4 +1,4 @@
-"""What the workers printed, in the run folder: a file for each slot, written from reports and read
+"""What the workers printed, in the run folder: a file for each slot, written from statuses and read
 back.
 
 Kept are the newest 512 KiB to 1 MiB of each slot, in two files. What steers a terminal is taken out
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from workers.files import open_regular
-from workers.messages import Report
+from workers.messages import Status
 from workers.units import MIB
 
 LINES_SHOWN: Final = 100
@@ -56,11 +56,11 @@ class OutputFiles:
         self.problem: str | None = None
         """One sentence; `None`: there is none."""
 
-    def take(self, report: Report) -> None:
-        """Add what a report brings."""
-        if report.output is None:
+    def take(self, status: Status) -> None:
+        """Add what a status brings."""
+        if status.output is None:
             return
-        dropped = report.output.dropped_bytes
+        dropped = status.output.dropped_bytes
         text = (
             f"\n[{dropped} bytes were printed before this that a report has no room for]\n"
             if dropped
@@ -68,8 +68,8 @@ class OutputFiles:
         )
         try:
             self._add(
-                _path(self._folder, report.slot),
-                (text + cleaned(report.output.text)).encode("utf-8", "replace"),
+                _path(self._folder, status.slot),
+                (text + cleaned(status.output.text)).encode("utf-8", "replace"),
             )
             self.problem = None
         except OSError as failure:

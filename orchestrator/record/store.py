@@ -26,7 +26,7 @@ from workers.messages import ResumeState, StepCounts
 STORE_NAME = "run.sqlite"
 """The store's file in the run folder."""
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Counts up when a reader of the version before could misunderstand the tables."""
 
 SAMPLE_EVERY_S = 1.0
@@ -50,9 +50,9 @@ _LAST_PATIENCE_S = 2.0
 """At the end of a run a longer wait is harmless, and there is no second chance."""
 
 #: Counters of a slot, as its line in `progress` has them.
-COUNTERS = (*StepCounts.__slots__, "restarts", "steps_lost_upper_bound")
+COUNTERS = (*StepCounts.__slots__, "restarts")
 
-#: What every report of a slot changes, and must be known before it is sent more.
+#: What every status of a slot changes.
 ProgressLine: TypeAlias = tuple[str | int | float | None, ...]
 COMMANDS_KNOWN = 1_000
 """Answers that a head remembers, its predecessors' included: an id that comes again gets the same
@@ -79,7 +79,7 @@ CREATE = (
         head_pid INTEGER NOT NULL, head_started TEXT, host TEXT NOT NULL, heads INTEGER NOT NULL,
         updated_at_unix_s REAL, nodes_seen TEXT NOT NULL DEFAULT '[]',
         notices TEXT NOT NULL DEFAULT '[]',
-        restart_count INTEGER NOT NULL DEFAULT 0, steps_lost_upper_bound INTEGER,
+        restart_count INTEGER NOT NULL DEFAULT 0,
         incomplete INTEGER NOT NULL DEFAULT 0,
         outcome TEXT, exit_code INTEGER, error TEXT, faults TEXT NOT NULL DEFAULT '[]'
     )""",
@@ -91,10 +91,9 @@ CREATE = (
     f"""CREATE TABLE IF NOT EXISTS samples (
         at_unix_s REAL NOT NULL, {_SAMPLED_COLUMNS}, PRIMARY KEY (at_unix_s, slot)
     ) WITHOUT ROWID""",
-    # What every report changes, in few bytes.
+    # What every status changes, in few bytes.
     f"""CREATE TABLE IF NOT EXISTS progress (
-        slot TEXT PRIMARY KEY, next_sequence INTEGER NOT NULL, steps_at_risk INTEGER NOT NULL,
-        heard_at_unix_s REAL,
+        slot TEXT PRIMARY KEY, heard_at_unix_s REAL,
         {", ".join(COUNTERS)}
     ) WITHOUT ROWID""",
     """CREATE TABLE IF NOT EXISTS events (
@@ -117,14 +116,13 @@ _UPDATE_RUN = """UPDATE runs SET
     elapsed_s = max(elapsed_s, :elapsed_s), updated_at_unix_s = :updated_at_unix_s,
     nodes_seen = :nodes_seen,
     notices = :notices, restart_count = :restart_count,
-    steps_lost_upper_bound = :steps_lost_upper_bound,
     incomplete = max(incomplete, :incomplete)
 WHERE run_id = :run_id"""
 _END_RUN = """UPDATE runs SET outcome = :outcome, exit_code = :exit_code, error = :error,
 faults = :faults
 WHERE run_id = :run_id"""
 _SLOT_COLUMNS = ("slot", "node", "state", "reason", "incarnation", "resume", "row", "orders")
-_MARKS = ", ".join("?" * (4 + len(COUNTERS)))
+_MARKS = ", ".join("?" * (2 + len(COUNTERS)))
 PUT_PROGRESS = f"INSERT OR REPLACE INTO progress VALUES ({_MARKS})"  # noqa: S608 - question marks
 
 #: Both take what `sample_line` returns.
@@ -182,7 +180,7 @@ class CommandRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotRecord:
-    """One slot after its last accepted report: enough to show it, and for another head to resume
+    """One slot after its last status: enough to show it, and for another head to resume
     it.
     """
 
@@ -192,25 +190,20 @@ class SlotRecord:
     """A value of `WorkerState`."""
     reason: str
     incarnation: int
-    next_sequence: int
-    steps_at_risk: int
     counters: Mapping[str, int | float] = field(default_factory=dict)
     resume: ResumeState | None = None
     row: Mapping[str, Any] = field(default_factory=dict)
     """`Row.known()` of the slot."""
     orders: Mapping[str, Any] | None = None
-    """What the user has asked of it, as `core.slot.Orders`; `None`: nothing."""
+    """What the user has asked of it, as `core.slot.UserOrders`; `None`: nothing."""
     heard_at_unix_s: float | None = None
-    """Of the last report of the present process; `None` before the first."""
+    """Of the last status of the present process; `None` before the first."""
 
     @property
     def progress(self) -> ProgressLine:
         """Its line in `progress`."""
         counters = (self.counters.get(name, 0) for name in COUNTERS)
-        return (
-            *(self.slot, self.next_sequence, self.steps_at_risk, self.heard_at_unix_s),
-            *counters,
-        )
+        return (self.slot, self.heard_at_unix_s, *counters)
 
 
 def _names(record: type) -> tuple[str, ...]:
@@ -402,7 +395,7 @@ class RunStore:
             self.progress((record.progress,))
 
     def progress(self, lines: Iterable[ProgressLine]) -> None:
-        """Take what reports have changed in slots that the store has a record of."""
+        """Take what statuses have changed in slots that the store has a record of."""
         for line in lines:
             slot = str(line[0])
             self._progress[slot] = self._progress_waiting[slot] = line
@@ -518,7 +511,6 @@ class RunStore:
                 "nodes_seen",
                 "notices",
                 "restart_count",
-                "steps_lost_upper_bound",
             )
             figures = {name: getattr(self._snapshot, name) for name in names}
             moment = {"updated_at_unix_s": self._snapshot.now_unix_s, "run_id": facts.run_id}

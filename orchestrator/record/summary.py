@@ -49,7 +49,6 @@ def summary_dict(
         "workers_planned": len(snapshot.rows),
         **{name: getattr(counts, name) for name in _COUNTS if name not in _CHECKS},
         "restart_count": snapshot.restart_count,
-        "steps_lost_upper_bound": snapshot.steps_lost_upper_bound,
         "tflops_total": snapshot.tflops_total,
         **{name: getattr(counts, name) for name in _CHECKS},
         "workers": [row.to_dict() for row in snapshot.rows],

@@ -365,13 +365,13 @@ class Dispatcher:
         `None`: its jobs could have their budgets, or nothing tells.
         """
         slot = slots[standing.job.name]
-        report, device = slot.report, slot.device
+        status, device = slot.status, slot.device
         has_card = self._budgets[str(standing.card).partition(":")[0]].gpus
-        if report is None or not has_card or self.target.device == "cpu":
+        if status is None or not has_card or self.target.device == "cpu":
             return None
-        if report.device is None and report.counts.oom_count:  # as `slice_results.reported` has it
+        if status.device is None and status.counts.oom_count:  # as `processes.told` has it
             return f"other programs leave no room on {standing.card} to begin"
-        memory = report.memory
+        memory = status.memory
         if device is None or memory is None or memory.device_used_bytes is None:
             return None
         others_bytes, wanted_bytes = memory.device_used_bytes, 0
@@ -379,8 +379,8 @@ class Dispatcher:
             other, there = slots[name], self.queue.shown(name)
             if other.device is None or other.device.uuid != device.uuid:
                 continue
-            if other.report is not None and other.report.memory is not None:
-                others_bytes -= other.report.memory.reserved_bytes + other.device.context_bytes
+            if other.status is not None and other.status.memory is not None:
+                others_bytes -= other.status.memory.reserved_bytes + other.device.context_bytes
             wanted_bytes += (there.budget_bytes or 0) * (there.card == standing.card)
         if (memory.device_total_bytes or 0) - others_bytes >= wanted_bytes:
             return None
@@ -395,7 +395,7 @@ class Dispatcher:
     def _seen(self, standing: Standing, slots: Mapping[str, Slot]) -> Seen | None:
         """Return what is seen of a job on a card; `None` while its node has only just gone."""
         slot = slots[standing.job.name]
-        name, progress, report = slot.slot, slot.training.progress, slot.report
+        name, progress, status = slot.slot, slot.training.progress, slot.status
         is_away = slot.phase is Phase.ABSENT and slot.orders.hold is None
         away_since_s = self._away_since_s.setdefault(name, self._at_s) if is_away else self._at_s
         if not is_away:
@@ -403,10 +403,10 @@ class Dispatcher:
         patience_s = node_lost_s(standing.job)
         if is_away and self._at_s - away_since_s < patience_s:
             return None
-        if report is not None and report.memory is not None:
+        if status is not None and status.memory is not None:
             # Budgets and cards are told with contexts, what a training takes is without.
             context_bytes = 0 if slot.device is None else slot.device.context_bytes
-            peak_bytes = report.memory.peak_bytes + context_bytes
+            peak_bytes = status.memory.peak_bytes + context_bytes
             self._peak_bytes[name] = max(peak_bytes, self._peak_bytes.get(name, 0))
         has_no_room = slot.state in STARVED
         since_s = self._no_room_since_s.setdefault(name, self._at_s) if has_no_room else self._at_s
@@ -434,8 +434,7 @@ class Dispatcher:
             # A slot that a user drained keeps its place.
             is_at_rest=standing.recalled_to is not None
             and slot.orders.hold is Hold.DRAIN
-            and slot.phase in {Phase.HELD, Phase.ABSENT}
-            and not slot.in_flight,
+            and slot.phase in {Phase.HELD, Phase.ABSENT},
             node_lost=is_away,
             cause=cause,
             text=text,
@@ -475,7 +474,7 @@ class Dispatcher:
     def _value(self, job: Job, slot: Slot) -> float | None:
         """Return the job's metric; `None` before it was told."""
         metric = "loss" if job.milestones is None else job.milestones.metric
-        told = {} if slot.report is None else slot.report.metrics
+        told = {} if slot.status is None else slot.status.metrics
         return told.get(metric, slot.training.progress.loss if metric == "loss" else None)
 
     def _planned(self, standing: Standing) -> SlotPlan | None:
@@ -604,20 +603,17 @@ def _speed(gpu: str, budget: NodeBudget) -> float:
 
 
 def _end(slot: Slot, job: Job) -> tuple[Cause | None, str, int | None]:
-    """Return why the attempt in a slot has ended, in words, with an exit code; `None`: it goes on.
-
-    All of a slot's reports are in before its end counts.
-    """
-    if slot.in_flight or slot.phase not in {Phase.DONE, Phase.QUARANTINED}:
+    """Return why the attempt in a slot has ended, in words, with an exit code; `None`: it goes on."""
+    if slot.phase not in {Phase.DONE, Phase.QUARANTINED}:
         return None, slot.reason, None
-    ended = None if slot.report is None else slot.report.ended
+    ended = None if slot.status is None else slot.status.ended
     if ended is not None:
         return causes.cause_of(ended), slot.reason, ended.exit_code
     if slot.phase is Phase.DONE and job.kind is Kind.TRAIN:
         return Cause.DONE, slot.reason, None
     if slot.phase is Phase.DONE:
         return Cause.KILLED, "the head ended before it knew how the program had ended", None
-    error = None if slot.report is None else slot.report.error
+    error = None if slot.status is None else slot.status.error
     return causes.failure_cause(error or "", slot.reason), slot.reason, None
 
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from orchestrator.core.placement import SlotPlan
 from orchestrator.record.events import EventLog
 from workers.learned_limits import LimitStore, choose
-from workers.messages import Report
+from workers.messages import Status
 from workers.settings import StoredLimit, WorkerSpec
 
 
@@ -44,25 +44,25 @@ class LearnedLimits:
             for plan in plans
         )
 
-    def best_tflops(self, spec: WorkerSpec, report: Report) -> float | None:
+    def best_tflops(self, spec: WorkerSpec, status: Status) -> float | None:
         """Return the most that a worker in these circumstances has sustained in earlier runs, if
         that is known.
         """
-        if report.learned is None or not self._earlier:
+        if status.learned is None or not self._earlier:
             return None
         under = terms(spec)
         limit = choose(
-            (limit for limit in self._earlier if limit.best_under == under), report.learned.key
+            (limit for limit in self._earlier if limit.best_under == under), status.learned.key
         )
         return None if limit is None else limit.best_tflops
 
-    def take(self, spec: WorkerSpec, report: Report, best_tflops: float | None = None) -> None:
+    def take(self, spec: WorkerSpec, status: Status, best_tflops: float | None = None) -> None:
         """Take in what a worker has learned, and the most that it has sustained so far.
 
         `save` writes it.
         """
-        if report.learned is not None:
-            self._latest[report.slot] = (report.learned, best_tflops, spec)
+        if status.learned is not None:
+            self._latest[status.slot] = (status.learned, best_tflops, spec)
 
     def save(self) -> None:
         """Keep what the run has learned so far.

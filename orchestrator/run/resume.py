@@ -1,8 +1,8 @@
 """What a supervisor must know of its run's past, and how a run whose head has ended gives it: from
 its stored record.
 
-Slices that were under way when the head ended count as lost: their processes ended with it. Does
-not read the store (`record/archive.py`) and starts nothing.
+The processes that were at work when the head ended have ended with it. Does not read the store
+(`record/archive.py`) and starts nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from orchestrator.config.load import config_from_text
 from orchestrator.config.schema import Config
 from orchestrator.control.wire import Answer
 from orchestrator.core.placement import Target
-from orchestrator.core.slot import HeadState, Hold, Orders, Phase, Rules, Slot
+from orchestrator.core.slot import HeadState, Hold, Phase, Rules, Slot, UserOrders
 from orchestrator.core.training import Training
 from orchestrator.errors import UsageError
 from orchestrator.record.archive import LEAST_TO_RESUME_S, StoredRun, row_of
@@ -34,7 +34,7 @@ class Past:
     updated_at_unix_s: float | None = None
     """When its head was last at work."""
     slots: Mapping[str, Slot] = field(default_factory=dict)
-    """As their last reports left them, without a process."""
+    """As their last statuses left them, without a process."""
     incomplete: bool = False
     """Whether its records are incomplete already."""
     answers: Mapping[str, Answer] = field(default_factory=dict)
@@ -113,7 +113,6 @@ def past_of(stored: StoredRun) -> Past:
 
 
 def _slot(record: SlotRecord) -> Slot:
-    lost_before = int(_counter(record.counters, "steps_lost_upper_bound", 0))
     done = record.state == WorkerState.DONE
     finished: dict[str, Any] = (
         {"phase": Phase.DONE, "state": WorkerState.DONE, "reason": record.reason} if done else {}
@@ -126,32 +125,29 @@ def _slot(record: SlotRecord) -> Slot:
         orders=orders,
         **finished,
         training=Training(last=row_of(record).progress),
-        # The earlier processes are gone, and their reports must not be mistaken for those of new
+        # The earlier processes are gone, and their statuses must not be mistaken for those of new
         # ones.
         incarnation=record.incarnation + 1,
-        next_sequence=record.next_sequence,
         resume=record.resume,
-        counts=StepCounts(
+        counts_before=StepCounts(
             **{
                 name: _counter(record.counters, name, new)
                 for name, new in asdict(NO_COUNTS).items()
             }
         ),
         restarts=int(_counter(record.counters, "restarts", 0)),
-        steps_lost_upper_bound=lost_before + record.steps_at_risk,
     )
 
 
-def _orders(stored: Mapping[str, Any]) -> Orders:
+def _orders(stored: Mapping[str, Any]) -> UserOrders:
     """Return what the user has asked of a slot.
 
     What this version does not understand is left out.
     """
     hold, cap_bytes = stored.get("hold"), stored.get("cap_bytes")
-    return Orders(
+    return UserOrders(
         hold=Hold(hold) if hold in list(Hold) else None,
         cap_bytes=cap_bytes if type(cap_bytes) is int and cap_bytes > 0 else None,
-        save=stored.get("save") is True,
     )
 
 

@@ -1,5 +1,5 @@
 """The folder of one run: created, checked before it is written to, and locked against other heads;
-and the copies of the slots' states in it, put together from the pieces that reports carry.
+and the copies of the slots' states in it, put together from the pieces that statuses carry.
 
 A worker begins at the copy where its own node has nothing newer: on another PC, or after its disk
 was lost. Not written through to the disk: that would hold up the head, and a copy is verified when
@@ -16,6 +16,7 @@ import secrets
 import shlex
 import stat
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
@@ -24,7 +25,7 @@ from orchestrator.config.schema import Config
 from orchestrator.errors import UsageError
 from orchestrator.record.archive import NOTE_NAME
 from workers.host.processes import start_time
-from workers.messages import CheckpointPiece, Report
+from workers.messages import CheckpointPiece, KeptBytes, Status
 
 #: Of a run folder: the copies of the slots' states.
 STATES: Final = "states"
@@ -99,57 +100,59 @@ class CheckpointKeeper:
     def __init__(self, folder: Path) -> None:
         """Touch nothing yet."""
         self._folder = folder
-        self._under_way: dict[str, tuple[int, int, int]] = {}
-        """Slot -> incarnation, number of the file, and how many bytes of it are here."""
-        self._given: dict[str, int] = {}
-        """Slot -> the incarnation that was given its copy."""
+        self._kept: dict[str, tuple[int | None, KeptBytes]] = {}
+        """Slot -> an incarnation, and how much of its last file is here."""
+        self._copies: dict[str, tuple[int, Future[bytes | None]]] = {}
+        """Slot -> the incarnation that its copy is read for."""
+        self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="copies")
         self.problem: str | None = None
         """One sentence; `None`: there is none."""
 
-    def take(self, report: Report) -> None:
-        """Add the piece of a report.
-
-        One that does not continue what is here is dropped, with all before it.
-        """
-        piece = report.checkpoint
+    def take(self, status: Status) -> None:
+        """Add the piece that a status brings, unless it is here already."""
+        piece, here_bytes = status.checkpoint, 0
         if piece is None:
             return
-        place = (report.incarnation, piece.number, piece.offset_bytes)
-        if piece.offset_bytes and self._under_way.pop(report.slot, None) != place:
+        kept = self.kept(status.slot, status.incarnation)
+        if kept is not None and kept.number == piece.number:
+            here_bytes = kept.size_bytes
+        if piece.offset_bytes != here_bytes:
             return
+        here_bytes += len(piece.data)
         try:
-            self._add(report.slot, piece)
+            self._add(status.slot, piece)
+            self.problem = None
         except OSError as failure:
             self.problem = (
                 f"states of the workers are not kept in {self._folder}: {failure.strerror}"
             )
-            return
-        self.problem = None
-        if not piece.is_last:
-            self._under_way[report.slot] = (*place[:2], piece.offset_bytes + len(piece.data))
+            here_bytes = piece.total_bytes  # nothing waits for what cannot be kept
+        now = KeptBytes(number=piece.number, size_bytes=here_bytes)
+        self._kept[status.slot] = status.incarnation, now
 
-    def copy_for(self, slot: str, incarnation: int, start: object = None) -> bytes | None:
-        """Return the copy for a process of the slot that is not its first one, once for each; where
-        there is none, the weights that `start`, its `train.from`, names.
+    def kept(self, slot: str, incarnation: int | None) -> KeptBytes | None:
+        """Return how much is here of the file that a process of the slot sends."""
+        of, kept = self._kept.get(slot, (None, None))
+        return kept if of == incarnation else None
 
-        `None`: there are none.
+    def copy_for(self, slot: str, incarnation: int, start: object = None) -> Future[bytes | None]:
+        """Read the copy for a process of the slot that is not its first one; where there is none,
+        the weights that `start`, its `train.from`, names. It gives `None` where there are none.
+
+        In a thread of its own: it may be gigabytes.
         """
-        if self._given.get(slot) == incarnation:
-            return None
-        self._given[slot] = incarnation
-        paths = [self._path(slot)] if incarnation else []
-        if start is not None:
-            paths.append(weights_of(self._folder.parent.parent, str(start)))
-        for path in paths:
-            with contextlib.suppress(OSError):
-                return path.read_bytes()
-        return None
+        of, copy = self._copies.get(slot, (None, None))
+        if copy is None or of != incarnation:
+            paths = [self._path(slot)] if incarnation else []
+            if start is not None:
+                paths.append(weights_of(self._folder.parent.parent, str(start)))
+            copy = self._threads.submit(_first_of, paths)
+            self._copies[slot] = incarnation, copy
+        return copy
 
-    def give_again(self, slot: str) -> None:
-        """Have the slot's process get its copy with the next slice: one that failed may not have
-        brought it.
-        """
-        self._given.pop(slot, None)
+    def drop_copy(self, slot: str) -> None:
+        """Forget the copy of a slot whose process has it."""
+        self._copies.pop(slot, None)
 
     def _add(self, slot: str, piece: CheckpointPiece) -> None:
         path = self._path(slot)
@@ -163,3 +166,11 @@ class CheckpointKeeper:
 
     def _path(self, slot: str) -> Path:
         return self._folder / f"{slot}.pt"
+
+
+def _first_of(paths: list[Path]) -> bytes | None:
+    """Return the content of the first file that can be read; `None`: of none."""
+    for path in paths:
+        with contextlib.suppress(OSError):
+            return path.read_bytes()
+    return None

@@ -12,8 +12,7 @@ from operator import attrgetter
 
 from orchestrator.config.gpu_specs import match_profile, peak_tflops
 from orchestrator.core.placement import SlotPlan
-from orchestrator.core.slices import steps_at_risk
-from orchestrator.core.slot import NO_ORDERS, HeadState, Orders, Phase, Slot, SlotState
+from orchestrator.core.slot import NOTHING_ASKED, HeadState, Phase, Slot, SlotState, UserOrders
 from orchestrator.core.training import Training
 from orchestrator.record.model import Row
 from orchestrator.record.store import COUNTERS, RunStore, SlotRecord
@@ -21,20 +20,20 @@ from workers.messages import (
     DeviceInfo,
     MemoryInfo,
     Progress,
-    Report,
     ResumeState,
+    Status,
     StepCounts,
     WorkerState,
 )
 from workers.readings import SensorReading
 
-#: Throughput and duty are means over the reports of about this long: steady to read, quick to fall.
+#: Throughput and duty are means over the statuses of about this long: steady to read, quick to fall.
 _WINDOW_S = 10.0
 
 _counters_of = attrgetter(*StepCounts.__slots__)
 
-#: Fields that a row has under the same name: of a report, of its memory and of its sensors.
-_OF_REPORT = ("size", "batch", "claim_bytes")
+#: Fields that a row has under the same name: of a status, of its memory and of its sensors.
+_OF_STATUS = ("size", "batch", "claim_bytes")
 _OF_MEMORY = tuple(name for name in MemoryInfo.__slots__ if name in Row.__slots__)
 #: What progress tells of a process at work.
 _SPEEDS = (
@@ -52,7 +51,7 @@ _OF_SENSORS = tuple(name for name in SensorReading.__slots__ if name in Row.__sl
 
 @dataclass(slots=True)
 class Meter:
-    """Throughput of one slot over its last reports."""
+    """Throughput of one slot over its last statuses."""
 
     best_tflops: float | None = None
     """Most that was sustained, in this run or before."""
@@ -63,37 +62,32 @@ class Meter:
     duty: float | None = None
     """Share of wall time the device was kept busy."""
     _window: deque[tuple[float, float, float, int | None]] = field(default_factory=deque)
-    """Of each report the wall time, work and busy time that were summed up before it, and its
-    clock.
-    """
-    _wall_s: float = 0.0
-    _flop: float = 0.0
-    _busy_s: float = 0.0
+    """Of each status the wall time, work and busy time of its process before it, and its clock."""
+    _before: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    """Wall time, work and busy time of the last status."""
+    _incarnation: int | None = None
     _has_first: bool = False
 
-    def add(self, report: Report) -> None:
-        """Take a report into the window.
+    def add(self, status: Status) -> None:
+        """Take a status into the window.
 
-        The first report of a process contains its warm-up: it is used only until there is another.
+        The first of a process contains its warm-up: it is used only until there is another.
         """
-        is_first = bool(report.events) and any(
-            event.name == "device_opened" for event in report.events
-        )
-        window, counts = self._window, report.counts
+        is_first = status.incarnation != self._incarnation
         if is_first or self._has_first:
-            window.clear()
-        self._has_first = is_first
-        clock_mhz = None if report.sensors is None else report.sensors.sm_clock_mhz
-        window.append((self._wall_s, self._flop, self._busy_s, clock_mhz))
-        # Sums over all reports: those of the window are differences, which costs the same however
-        # many it has.
-        self._wall_s += report.wall_s
-        self._flop += counts.work_flop
-        self._busy_s += counts.busy_s
-        while self._wall_s - window[0][0] > _WINDOW_S and len(window) > 1:
-            window.popleft()
-        wall_s, flop = self._wall_s - window[0][0], self._flop - window[0][1]
-        self.duty = min(1.0, (self._busy_s - window[0][2]) / wall_s) if wall_s > 0 else None
+            self._window.clear()
+        if is_first:
+            self._before = (0.0, 0.0, 0.0)
+        self._has_first, self._incarnation = is_first, status.incarnation
+        clock_mhz = None if status.sensors is None else status.sensors.sm_clock_mhz
+        self._window.append((*self._before, clock_mhz))
+        counts = status.counts
+        self._before = (status.wall_s, counts.work_flop, counts.busy_s)
+        while status.wall_s - self._window[0][0] > _WINDOW_S and len(self._window) > 1:
+            self._window.popleft()
+        began_s, flop_before, busy_before_s, _ = self._window[0]
+        wall_s, flop = status.wall_s - began_s, counts.work_flop - flop_before
+        self.duty = min(1.0, (counts.busy_s - busy_before_s) / wall_s) if wall_s > 0 else None
         self.tflops = flop / wall_s / 1e12 if wall_s > 0 and flop > 0 else None
         if not is_first:
             self.remember(self.tflops)
@@ -142,7 +136,7 @@ def _reason(slot: Slot, now_s: float) -> str:
 
 
 def _heartbeat_age_s(slot: Slot, now_s: float) -> float | None:
-    """Return the age of the last report while another one is to come."""
+    """Return the age of the last status while another one is to come."""
     is_awaited = slot.phase not in {Phase.DONE, Phase.HELD}
     return now_s - slot.heard_at_s if is_awaited and slot.heard_at_s is not None else None
 
@@ -164,11 +158,11 @@ def _peak_pct(
 def row_of(plan: SlotPlan, slot: Slot, meter: Meter, now_s: float) -> Row:
     """Return what the table shows of a slot at `now_s` (monotonic seconds)."""
     # Of a held slot without a process, what the last one held is free.
-    report, device = (
-        None if slot.phase is Phase.HELD and not slot.ready else slot.report,
+    status, device = (
+        None if slot.phase is Phase.HELD and not slot.ready else slot.status,
         slot.device,
     )
-    memory, sensors = (None, None) if report is None else (report.memory, report.sensors)
+    memory, sensors = (None, None) if status is None else (status.memory, status.sensors)
     tflops = meter.tflops if _is_at_work(slot) else None
     peak_pct = (
         None if slot.state is WorkerState.PAUSED else _peak_pct(tflops, device, meter.sm_clock_mhz)
@@ -200,7 +194,7 @@ def row_of(plan: SlotPlan, slot: Slot, meter: Meter, now_s: float) -> Row:
         temperature_of=temperature_of,
         heartbeat_age_s=_heartbeat_age_s(slot, now_s),
         progress=_progress(slot, peak_pct),
-        **{name: getattr(report, name, None) for name in _OF_REPORT},
+        **{name: getattr(status, name, None) for name in _OF_STATUS},
         **{name: getattr(memory, name, None) for name in _OF_MEMORY},
         **{name: getattr(sensors, name, None) for name in _OF_SENSORS},
     )
@@ -208,7 +202,7 @@ def row_of(plan: SlotPlan, slot: Slot, meter: Meter, now_s: float) -> Row:
 
 def _counters(slot: Slot) -> tuple[float, ...]:
     """Return a slot's counters in the order of `COUNTERS`."""
-    return *_counters_of(slot.counts), slot.restarts, slot.steps_lost_upper_bound
+    return *_counters_of(slot.counts), slot.restarts
 
 
 class Recorder:
@@ -223,7 +217,7 @@ class Recorder:
         self._meters = meters
         self._store = store
         self._written: dict[
-            str, tuple[SlotState, str, int, ResumeState | None, Training, Orders]
+            str, tuple[SlotState, str, int, ResumeState | None, Training, UserOrders]
         ] = {}
 
     def take(
@@ -248,9 +242,7 @@ class Recorder:
                 written[name] = told
                 records.append(self._record(slot, now_s, unix_offset_s))
             else:
-                heard_at_unix_s = _heard_at_unix_s(slot, unix_offset_s)
-                line = (name, slot.next_sequence, steps_at_risk(slot), heard_at_unix_s)
-                lines.append((*line, *_counters(slot)))
+                lines.append((name, _heard_at_unix_s(slot, unix_offset_s), *_counters(slot)))
         self._store.slots(records)
         self._store.progress(lines)
 
@@ -262,16 +254,14 @@ class Recorder:
             state=slot.state.value,
             reason=slot.reason,
             incarnation=slot.incarnation,
-            next_sequence=slot.next_sequence,
-            steps_at_risk=steps_at_risk(slot),
             counters=dict(zip(COUNTERS, _counters(slot), strict=True)),
             resume=slot.resume,
             row=row_of(plan, slot, self._meters[slot.slot], now_s).known(),
-            orders=None if slot.orders == NO_ORDERS else asdict(slot.orders),
+            orders=None if slot.orders == NOTHING_ASKED else asdict(slot.orders),
             heard_at_unix_s=_heard_at_unix_s(slot, unix_offset_s),
         )
 
 
 def _heard_at_unix_s(slot: Slot, unix_offset_s: float) -> float | None:
-    """Return when it last reported; `unix_offset_s` is Unix time less monotonic time."""
+    """Return when its last status came; `unix_offset_s` is Unix time less monotonic time."""
     return None if slot.heard_at_s is None else slot.heard_at_s + unix_offset_s

@@ -1,8 +1,8 @@
 """Runs the lifecycle: owns the clock, polls the fleet, feeds events, performs commands, informs
 watchers.
 
-A turn takes in what has happened, writes it to the store, and only then sends anything. So a head
-that is killed has never sent a slice that its store does not know. The user's commands come by the
+A turn takes in what has happened, writes it to the store, and only then orders anything. So a head
+that is killed has never ordered what its store does not know. The user's commands come by the
 socket of the run; they are judged, recorded, and answered once they are stored. Decides nothing
 about a slot (`lifecycle.py`), about nodes (`node_watch.py`) or about where slots go
 (`placement.py`). It decides only when a run begins to count and when it ends. One thread, no
@@ -11,21 +11,20 @@ callbacks.
 
 from __future__ import annotations
 
-import gc
-import heapq
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from orchestrator.config.schema import Config
 from orchestrator.control.listener import Connection, Listener
 from orchestrator.control.wire import Answer, WireError, answer_from, command_of
-from orchestrator.core import circuit_breaker, lifecycle, run_outcome, slices
+from orchestrator.core import circuit_breaker, lifecycle, run_outcome
 from orchestrator.core import slot as slots
-from orchestrator.core.fleet import Fleet, SliceEnded, SliceFailed, SliceFailure, SliceReported
+from orchestrator.core.fleet import Fleet, Heard, Told, Unreached
 from orchestrator.core.memory_broker import MemoryBroker
+from orchestrator.core.orders import needs_begin, orders_of
 from orchestrator.core.placement import SlotPlan
 from orchestrator.core.slot import Event, Phase, Slot
 from orchestrator.core.user_commands import EFFECTS, Command, CommandRefusedError, events_of
@@ -34,65 +33,29 @@ from orchestrator.record.archive import read_answers
 from orchestrator.record.model import Snapshot
 from orchestrator.record.output import OutputFiles
 from orchestrator.record.store import COMMANDS_KNOWN, CommandRecord, RunFacts
-from orchestrator.run.dispatcher import Begin, Dispatcher, Rest
+from orchestrator.run import dispatcher as jobs
+from orchestrator.run.dispatcher import Dispatcher
 from orchestrator.run.learned_limits import LearnedLimits
 from orchestrator.run.node_watch import NodeWatch
 from orchestrator.run.resume import Past, rules_of
 from orchestrator.run.run_dir import CheckpointKeeper
 from orchestrator.run.snapshot import Meter, Recorder, row_of
 from orchestrator.view.live import GAPS, Outlets
-from workers.messages import Directive
+from workers.messages import Begin, Orders, Status
 
-#: How long one wait for a report may last: Ctrl-C and timers may be late by so much.
-_POLL_S = 0.1
-
-#: A turn begins so much later than the one before for each slot: what many workers report meanwhile
-#: is written in one transaction. No worker waits for it: it has another slice queued.
-_TURN_S_PER_SLOT = 100e-6
-_TURN_MOST_S = 0.1
-
-#: An overdue slice is checked again after so long: its reason shows the seconds.
-_LOOK_AGAIN_S = 0.2
-
-#: A process whose slice is so much overdue is watched from outside.
-_SILENT_S = 1.0
+#: How long one wait for a status may last: Ctrl-C and times may be late by so much.
+_WAIT_S = 0.1
 
 #: What is done so often at most. A killed head loses what was learned since the last save.
-_EVERY_S = {"look at nodes": 1.0, "watch": 1.0, "show": 0.25, "save": 60.0, "dispatch": 0.2}
+_EVERY_S = {"look at nodes": 1.0, "show": 0.25, "save": 60.0, "dispatch": 0.2}
 
-#: If the clock jumps by so much, this process was suspended; for so long afterwards no timer
-#: counts.
+#: If the clock jumps by so much, this process was suspended; for so long afterwards no time that
+#: has passed counts against a slot.
 _SUSPENDED_S = 3.0
 _CATCH_UP_S = 2.0
 
-#: Ray's memory monitor and its process table know within a second; a new process reports after two
-#: or more.
-_EXPLAIN_WITHIN_S = 3.0
-
-#: Objects that may be made for each slot between two searches for cycles of garbage. Reports leave
-#: no cycles behind, so a head of many slots would spend an eighth of its time on looking for them
-#: in vain.
-_OBJECTS_PER_SLOT = 20
-
-
-#: A slot in one of these phases is not sent anything any more, whatever happens.
+#: A slot in one of these phases gets no process any more, whatever happens.
 _OVER = frozenset({Phase.QUARANTINED, Phase.DONE})
-
-
-@contextmanager
-def _fewer_collections(slot_count: int) -> Iterator[None]:
-    """Collect as often as a run of so many slots needs.
-
-    What was loaded before it is not looked at.
-    """
-    before = gc.get_threshold()
-    gc.freeze()
-    gc.set_threshold(max(before[0], _OBJECTS_PER_SLOT * slot_count), *before[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
-        gc.unfreeze()
 
 
 class Clock:
@@ -111,45 +74,9 @@ class Clock:
         time.sleep(duration_s)
 
 
-class Timers:
-    """The next moment at which each slot must be asked whether its time has come: a turn costs what
-    is due in it.
-
-    A report moves the deadline of its slot to later, at every slice. The entry in the heap stays:
-    when it is due, the owner asks the slot again and sets the later moment.
-    """
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[float, str]] = []
-        self._armed: dict[str, float] = {}
-        """Of each slot the earliest entry that counts."""
-
-    def set(self, slot: str, at_s: float | None) -> None:
-        """Have the slot come up at `at_s` (monotonic seconds) or before.
-
-        `None` asks for nothing.
-        """
-        if at_s is None:
-            return
-        armed_s = self._armed.get(slot)
-        if armed_s is None or at_s < armed_s:
-            self._armed[slot] = at_s
-            heapq.heappush(self._heap, (at_s, slot))
-
-    def due(self, now_s: float) -> list[str]:
-        """Return the slots that have come up, and forget their timers."""
-        slots = []
-        while self._heap and self._heap[0][0] <= now_s:
-            at_s, slot = heapq.heappop(self._heap)
-            if self._armed.get(slot) == at_s:
-                del self._armed[slot]
-                slots.append(slot)
-        return slots
-
-
 @dataclass(kw_only=True, eq=False)
 class Supervisor:
-    """Runs one run from the first actor to the last report; nothing is placed before `run`."""
+    """Runs one run from the first actor to the last status; nothing is placed before `run`."""
 
     facts: RunFacts
     past: Past
@@ -158,7 +85,7 @@ class Supervisor:
     plans: Sequence[SlotPlan]
     fleet: Fleet
     outlets: Outlets
-    """Told of every event, every snapshot, and every slot that changed before anything is sent
+    """Told of every event, every snapshot, and every slot that changed before anything is ordered
     because of it.
     """
     interrupted: Callable[[], bool]
@@ -185,12 +112,12 @@ class Supervisor:
         self._recorder = Recorder(self._plans, self._meters, self.outlets.store)
         self._nodes = NodeWatch(self.config, self._plans, self.outlets.events)
         self._restarts = sum(slot.restarts for slot in self._slots.values())
-        self._steps_lost = sum(slot.steps_lost_upper_bound for slot in self._slots.values())
         self._broker = MemoryBroker(self._plans)
         self._outbox: list[tuple[str, slots.Command]] = []
         self._changed: dict[str, None] = dict.fromkeys(self._plans)
         """In the order of their changes; at first in that of the plan."""
-        self._timers = Timers()
+        self._ordered: dict[str, Orders] = {}
+        """What was ordered last of each slot that has an actor."""
         rests = () if self.dispatcher is None else self.dispatcher.rests()
         for name, slot in self._slots.items() if self.dispatcher is not None else ():
             # An earlier head had recalled it, or begun it anew, and perhaps not yet told its slot.
@@ -198,15 +125,10 @@ class Supervisor:
             if hold is slots.Hold.DRAIN and name not in rests:
                 hold = None
             self._slots[name] = replace(slot, orders=replace(slot.orders, hold=hold))
-        self._turn_s = min(
-            _TURN_MOST_S, _TURN_S_PER_SLOT * len(self._plans), self._rules.slice_s / 10
-        )
-        self._turn_at_s = float("-inf")
         self._cards_wait = False
         """Whether a slot changed in a way that may make its card one to give up."""
-        self._unexplained: dict[str, float] = {}
         self._hazards: dict[str, None] = {}
-        """Slots whose process has ended for an unknown reason -> until when to ask."""
+        """What trainings warn of."""
         self._began_s = self._looked_at_s = self._ticks_from_s = self.clock.monotonic_s()
         self._first_ready_s: float | None = None
         self._counting_since_s: float | None = None
@@ -214,7 +136,6 @@ class Supervisor:
         self._ended_s: float | None = None
         self._done_at_s = {
             "look at nodes": float("-inf"),
-            "watch": self._began_s,
             "show": float("-inf"),
             "save": self._began_s,
             "dispatch": float("-inf"),
@@ -229,12 +150,11 @@ class Supervisor:
             IllegalEventError: With `strict`, an event came that the lifecycle does not allow.
         """
         try:
-            with _fewer_collections(len(self._plans)):
-                while not self._over():
-                    self._turn()
-                self._drain()
+            while not self._over():
+                self._turn()
+            self._drain()
         except BaseException:
-            self._close()  # what is under way is lost, and the books must say so
+            self._close()
             self._send_out()
             raise
         snapshot = self.snapshot()
@@ -270,7 +190,6 @@ class Supervisor:
             ),
             jobs=None if self.dispatcher is None else self.dispatcher.headline(),
             restart_count=self._restarts,
-            steps_lost_upper_bound=self._steps_lost,
         )
 
     def shortfalls(self) -> tuple[str, ...]:
@@ -300,19 +219,15 @@ class Supervisor:
             for node, event in self._nodes.look(self.fleet.nodes(), self._slots, now_s):
                 for name in self._nodes.slots(node):
                     self._feed(name, event)
-            self._ask_why(now_s)
         self._hear()
-        self._watch()
         self._tick()
         self._obey()
         self._dispatch(now_s)
         self._quarantine_cards(now_s)
         self._begin_counting()
         self._send_out()
-        if not self._slots_busy():
-            self.clock.sleep(
-                _POLL_S
-            )  # nothing is under way, so the next wait would come back at once
+        if not self._ordered:
+            self.clock.sleep(_WAIT_S)  # nothing is polled, so the next wait would come back at once
         if self._is_time_to("save", now_s):
             self.learned_limits.save()
         self._show()
@@ -324,49 +239,21 @@ class Supervisor:
         return True
 
     def _hear(self) -> None:
-        rest_s = self._turn_at_s + self._turn_s - self.clock.monotonic_s()
-        if rest_s > 0:
-            self.clock.sleep(rest_s)
-        self._turn_at_s = self.clock.monotonic_s()
-        reports = self.fleet.wait(_POLL_S)
-        moment = self._moment(self.clock.monotonic_s())
-        for ended in reports:
-            self._take(ended, moment)
+        for heard in self.fleet.wait(_WAIT_S):
+            self._take(heard)
 
-    def _moment(self, now_s: float) -> slots.Moment:
+    def _moment(self) -> slots.Moment:
+        now_s = self.clock.monotonic_s()
         return slots.Moment(now_s=now_s, rules=self._rules, ends_at_s=self._ends_at_s)
 
-    def _watch(self) -> None:
-        """Ask what the processes do that do not report: before they are taken for hung, their nodes
-        are to be heard.
-        """
-        now_s = self.clock.monotonic_s()
-        if self._is_time_to("watch", now_s):
-            silent = [
-                name
-                for name, slot in self._slots.items()
-                if slot.phase is Phase.WORKING and slices.overdue_s(slot, now_s) > _SILENT_S
-            ]
-            for name, activity in self.fleet.watch(silent).items():
-                self._feed(name, slots.ProcessSeen(activity=activity), self._moment(now_s))
-
     def _tick(self) -> None:
-        """Send a tick to slots whose timers are due, unless this process has just been suspended.
-
-        After a suspension the workers were not late, and what they reported meanwhile must come in
-        first. One reading of the clock serves for the gap and for the timers; with two, a stop
-        between them would count against the workers.
-        """
         now_s = self.clock.monotonic_s()
         if now_s - self._looked_at_s > _SUSPENDED_S:
             self._ticks_from_s = now_s + _CATCH_UP_S
         self._looked_at_s = now_s
         if now_s >= self._ticks_from_s:
-            for name in self._timers.due(now_s):
-                self._feed(name, slots.Tick(), self._moment(now_s))
-                due_at_s = slices.due_at_s(self._slots[name], self._rules)
-                if due_at_s is not None:
-                    self._timers.set(name, due_at_s if due_at_s > now_s else now_s + _LOOK_AGAIN_S)
+            for name in self._slots:
+                self._feed(name, slots.Tick())
 
     def _obey(self) -> None:
         is_ending, nodes = self._ended_s is not None, self._nodes.seen()
@@ -382,9 +269,9 @@ class Supervisor:
         nodes = self._nodes.seen()
         for order in self.dispatcher.turn(self._slots, nodes, self.clock.unix_s()):
             match order:
-                case Begin(plan=plan):
+                case jobs.Begin(plan=plan):
                     self._begin(plan, node_is_there=plan.spec.node in nodes)
-                case Rest(slot=name, why=why) if self._may_rest(name):
+                case jobs.Rest(slot=name, why=why) if self._may_rest(name):
                     self._feed(name, slots.Held(hold=slots.Hold.DRAIN, why=why))
 
     def _may_rest(self, name: str) -> bool:
@@ -410,7 +297,7 @@ class Supervisor:
         now_s = self.clock.monotonic_s()
         changed, self._changed = self._changed, {}
         self._recorder.take(changed, self._slots, now_s, self.clock.unix_s())
-        for name, lease_bytes in self._broker.look(self._slots, now_s, changed).items():
+        for name, lease_bytes in self._broker.look(self._slots, now_s).items():
             self.outlets.events.write("leased", slot=name, lease_bytes=lease_bytes)
         self.outlets.store.commit()
         self.commands.answer()
@@ -418,8 +305,27 @@ class Supervisor:
         for name, command in outbox:
             self._perform(name, command)
 
-    def _slots_busy(self) -> bool:
-        return any(slot.in_flight for slot in self._slots.values())
+        for name, slot in self._slots.items():
+            if slot.placed:
+                self._order(name, slot)
+
+    def _order(self, name: str, slot: Slot) -> None:
+        """Tell the fleet what is wanted of the slot now, if it is not what was wanted before."""
+        begin = None
+        if needs_begin(slot):
+            start = self._plans[name].spec.workload.settings.get("from")
+            copy = self.checkpoints.copy_for(name, slot.incarnation, start)
+            if not copy.done():
+                return  # a later turn finds it read
+            is_first = slot.incarnation == 0
+            begin = Begin(resume=slot.resume, fresh=is_first, checkpoint=copy.result())
+        elif slot.begun:
+            self.checkpoints.drop_copy(name)
+        kept = self.checkpoints.kept(name, slot.incarnation)
+        wanted = orders_of(slot, self._broker.grant(slot), begin, kept)
+        if wanted != self._ordered.get(name):
+            self._ordered[name] = wanted
+            self.fleet.order(name, wanted)
 
     def _show(self) -> None:
         if self._is_time_to("show", self.clock.monotonic_s()):
@@ -439,7 +345,10 @@ class Supervisor:
             slot for slot in self._slots.values() if slot.phase not in {Phase.ABSENT, Phase.DONE}
         ]
         answered = [
-            slot for slot in here if slot.ready or slot.phase in {Phase.QUARANTINED, Phase.HELD}
+            slot
+            for slot in here
+            if (slot.ready and slot.first_work_s is not None)
+            or slot.phase in {Phase.QUARANTINED, Phase.HELD}
         ]
         if not answered:
             return
@@ -455,16 +364,6 @@ class Supervisor:
             "counting", duration_s=remaining_s, startup_s=now_s - self._began_s
         )
 
-    def _ask_why(self, now_s: float) -> None:
-        """Ask why processes have ended; the cluster finds out a little later than we do."""
-        for name, until_s in list(self._unexplained.items()):
-            cause = self.fleet.why_ended(name)
-            if cause is not None:
-                self.outlets.events.write("death_explained", slot=name, text=cause.text)
-                self._feed(name, slots.DeathExplained(cause=cause))
-            if cause is not None or now_s > until_s:
-                del self._unexplained[name]
-
     def _quarantine_cards(self, now_s: float) -> None:
         # Jobs come and go on a card: those that have failed say nothing about the next one.
         if not self._cards_wait or self.dispatcher is not None:
@@ -476,36 +375,43 @@ class Supervisor:
             for slot in cards[card]:
                 self._feed(slot.slot, slots.CardQuarantined(reason=reason))
 
-    def _take(self, ended: SliceEnded, moment: slots.Moment) -> None:
-        match ended:
-            case SliceReported(report=report):
-                self.checkpoints.take(report)
-                self.output.take(report)
-                for happened in report.events:
-                    if happened.name == "hazard":  # of many slots with one task it is one
-                        self._hazards[f"training hazard: {happened.detail['reason']}"] = None
-                    self.outlets.events.write(
-                        happened.name,
-                        slot=report.slot,
-                        worker_at_unix_s=happened.at_unix_s,
-                        **dict(happened.detail),
-                    )
-                if report.error is not None:
-                    self.workload_error = report.error
-                    self.outlets.events.write(
-                        "workload_error", slot=report.slot, traceback=report.error
-                    )
-            case SliceFailed(slot=slot, failure=failure, text=text, sequence=sequence):
-                self.checkpoints.give_again(slot)
-                if failure is not SliceFailure.UNSENT:
-                    told = {"failure": failure.value, "text": text, "sequence": sequence}
-                    self.outlets.events.write("slice_failed", slot=slot, **told)
-        self._feed(ended.slot, ended, moment)
+    def _take(self, heard: Heard) -> None:
+        slot = self._slots[heard.slot]
+        match heard:
+            case Told(status=status) if slot.placed and slot.phase is not Phase.ABSENT:
+                self._take_news(slot, status)
+                if status.incarnation == slot.incarnation:
+                    self.checkpoints.take(status)
+            case Unreached(text=text) if slot.unreached_since_s is None and slot.runs:
+                self.outlets.events.write("unreached", slot=heard.slot, text=text)
+        self._feed(heard.slot, heard)
 
-    def _feed(self, name: str, event: slots.Event, moment: slots.Moment | None = None) -> None:
-        before, moment = self._slots[name], moment or self._moment(self.clock.monotonic_s())
+    def _take_news(self, slot: Slot, status: Status) -> None:
+        """Write down what happened in a process, once however often it is told."""
+        name, events = status.slot, self.outlets.events
+        if status.news > (slot.heard if status.actor == slot.actor else 0):
+            self.output.take(status)
+            for happened in status.events:
+                if happened.name == "hazard":  # of many slots with one task it is one
+                    self._hazards[f"training hazard: {happened.detail['reason']}"] = None
+                moment = {"worker_at_unix_s": happened.at_unix_s}
+                events.write(happened.name, slot=name, **moment, **dict(happened.detail))
+        if status.incarnation != slot.incarnation or slot.phase is not Phase.WORKING:
+            return
+        if status.died is not None:
+            events.write("process_ended", slot=name, cause=status.died.cause, text=status.died.text)
+        before = slot.status if slot.has_told else None
+        errors = 0 if before is None else before.counts.steps_error
+        if status.error is not None and (
+            before is None or before.error is None or status.counts.steps_error > errors
+        ):
+            self.workload_error = status.error
+            events.write("workload_error", slot=name, traceback=status.error)
+
+    def _feed(self, name: str, event: slots.Event) -> None:
+        before = self._slots[name]
         try:
-            after, commands = lifecycle.advance(before, event, moment)
+            after, commands = lifecycle.advance(before, event, self._moment())
         except lifecycle.IllegalEventError as error:
             if self.strict:
                 raise
@@ -513,30 +419,21 @@ class Supervisor:
                 "illegal_event", slot=name, phase=error.phase.value, refused=error.event
             )
             return
-        if after is before and not commands:
+        if after == before and not commands:
             return
-        if after.restarts > before.restarts:
-            self._unexplained[name] = moment.now_s + _EXPLAIN_WITHIN_S
-            self._restarts += after.restarts - before.restarts
-        self._steps_lost += after.steps_lost_upper_bound - before.steps_lost_upper_bound
+        self._restarts += after.restarts - before.restarts
         self._slots[name] = after
         self._changed[name] = None
-        if after.report is not None and after.report is not before.report:
+        if after.status is not None and after.news_at_s not in {None, before.news_at_s}:
             meter, spec = self._meters[name], self._plans[name].spec
-            meter.add(after.report)
-            meter.remember(self.learned_limits.best_tflops(spec, after.report))
-            self.learned_limits.take(spec, after.report, meter.best_tflops)
-        # A report moves a deadline to later, which the timer finds out when it is due.
-        if (
-            after.phase is not before.phase
-            or after.ready is not before.ready
-            or after.wake_at_s != before.wake_at_s
-        ):
-            self._timers.set(name, slices.due_at_s(after, self._rules))
+            meter.add(after.status)
+            meter.remember(self.learned_limits.best_tflops(spec, after.status))
+            self.learned_limits.take(spec, after.status, meter.best_tflops)
+        if after.phase is not before.phase:
             self._cards_wait = True
-        if after.phase is not before.phase and after.phase in _OVER:
-            # The queue is to know of an end before the store does.
-            self._done_at_s["dispatch"] = float("-inf")
+            if after.phase in _OVER:
+                # The queue is to know of an end before the store does.
+                self._done_at_s["dispatch"] = float("-inf")
         for command in commands:
             match command:
                 case slots.Note():
@@ -552,16 +449,8 @@ class Supervisor:
                 plan = self._plans[name]
                 spec = replace(plan.spec, run_id=self.facts.run_id)
                 self.fleet.place(spec, plan.num_cpus, plan.num_gpus)
-            case Directive():
-                lease_bytes = self._broker.grant(self._slots[name], command.sequence)
-                start = self._plans[name].spec.workload.settings.get("from")
-                copy = self.checkpoints.copy_for(name, command.incarnation, start)
-                self.fleet.submit(name, command.granted(lease_bytes, copy))
-            case slots.Forget():
-                self.fleet.forget(name)
-            case slots.Restart():
-                self.fleet.restart(name)
             case slots.Abandon():
+                self._ordered.pop(name, None)
                 self.fleet.abandon(name)
 
     def _drain(self) -> None:
@@ -569,14 +458,12 @@ class Supervisor:
         for name in self._slots:
             self._feed(name, slots.Drain())
         self._send_out()
-        # One slice may just have begun, with another behind it.
-        # Two slices are under way, and a training is sent another one to save in.
-        deadline_s = (
-            self.clock.monotonic_s() + 3 * self._rules.slice_s + self.config.run.stop_grace_s
-        )
-        while self._slots_busy() and self.clock.monotonic_s() < deadline_s:
+        run = self.config.run
+        deadline_s = self.clock.monotonic_s() + 3 * run.poll_s + run.stop_grace_s
+        while self.clock.monotonic_s() < deadline_s and any(
+            slot.phase is Phase.WORKING for slot in self._slots.values()
+        ):
             self._hear()
-            self._watch()
             self._obey()
             self._send_out()
             self._show()

@@ -110,12 +110,7 @@ _REMEDIES: Final[Mapping[Cause, _Remedy]] = {
         "start fewer workers",
         "nodes.{node}.workers={others}",
     ),
-    Cause.HEAD: _Remedy(
-        "workers waited for their next slice, or for the processor",
-        "plan no more workers than cores",
-        "report less often, and plan no more workers than cores",
-        "run.slice_s=2.0",
-    ),
+    Cause.HEAD: _Remedy("workers waited for the processor", "plan no more workers than cores"),
 }
 
 Config: TypeAlias = Mapping[str, Any]

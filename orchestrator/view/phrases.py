@@ -127,8 +127,6 @@ def section(title: str, said: Iterable[str]) -> list[str]:
 def totals(snapshot: Snapshot) -> tuple[str, ...]:
     """Return what happened over the run, a phrase for each kind."""
     restarts = counted(snapshot.restart_count, "restart")
-    if snapshot.steps_lost_upper_bound:
-        restarts += f" (at most {counted(snapshot.steps_lost_upper_bound, 'step')} lost)"
     counts = snapshot.counts
     said = [
         _steps_words(counts),

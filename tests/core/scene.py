@@ -1,7 +1,6 @@
-"""A slot on a stage of its own: its clock, what it is fed, and reports and failures of its slices to feed it with.
+"""A slot on a stage of its own: its clock, what it is fed, and statuses and ends of its processes to feed it with.
 
-Shared by the tests of the lifecycle. Knows nothing of what should come out. Here, too, is the
-configuration that is shipped, for all tests that plan or run it.
+Shared by the tests of the lifecycle. Knows nothing of what should come out.
 """
 
 from __future__ import annotations
@@ -9,8 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Self
 
-from orchestrator.core.fleet import SliceFailed, SliceFailure, SliceReported
+from orchestrator.core.fleet import Told, Unreached
 from orchestrator.core.lifecycle import advance
+from orchestrator.core.orders import orders_of
 from orchestrator.core.slot import (
     Command,
     Event,
@@ -21,8 +21,8 @@ from orchestrator.core.slot import (
     Slot,
     Tick,
 )
-from tests.factories import RULES, report_of
-from workers.messages import Directive
+from tests.factories import RULES, status_of
+from workers.messages import Begin, EndCause, Orders, ProcessEnd, Quiet
 
 
 class Scene:
@@ -46,7 +46,7 @@ class Scene:
 
     @classmethod
     def working(cls, **begin: Any) -> Self:
-        """Begin with a process that has reported."""
+        """Begin with a process that is at work."""
         scene = cls(**begin)
         scene.work()
         return scene
@@ -67,51 +67,60 @@ class Scene:
             if not isinstance(command, Note)
         ]
 
-    def report(self, **changes: object) -> SliceReported:
-        """Make the report of the running slice."""
-        sequence = self.slot.in_flight[0].sequence if self.slot.in_flight else 0
-        return SliceReported(report=report_of(**{**self._names(sequence), **changes}))
+    def status(self, **changes: object) -> Told:
+        """Make a status of the present process: what was told last, and what is changed.
 
-    def failure(self, kind: SliceFailure = SliceFailure.DIED, **changes: Any) -> SliceFailed:
-        """Make the failure of the running slice."""
+        It worked since, by its `wall_s`, which is that of the head unless it is told.
+        """
+        wall_s = self.now_s - (self.slot.working_since_s or self.now_s)
         usual: dict[str, Any] = {
-            "slot": self.slot.slot,
             "incarnation": self.slot.incarnation,
-            "sequence": self.slot.in_flight[0].sequence,
-            "failure": kind,
-            "text": "worker died",
+            "actor": self.slot.actor or "pc1:1",
+            "wall_s": wall_s,
         }
-        return SliceFailed(**{**usual, **changes})
+        return Told(status=status_of(self.slot.slot, **{**usual, **changes}))
 
-    def _names(self, sequence: int) -> dict[str, Any]:
-        return {"slot": self.slot.slot, "incarnation": self.slot.incarnation, "sequence": sequence}
+    def end(self, text: str = "killed by signal 9", cause: EndCause = EndCause.SIGNALLED) -> Told:
+        """Make the end of the present process, which told what it told last."""
+        told = self.slot.status
+        died = ProcessEnd(cause=cause, text=text)
+        if told is None or told.incarnation != self.slot.incarnation:
+            return self.status(is_up=False, died=died)
+        return Told(status=replace(told, died=died))
+
+    def quiet(self, seconds: float, **seen: Any) -> Told:
+        """Make the answer of the actor of a process that tells nothing."""
+        told = self.slot.status
+        quiet = Quiet(**{"seconds": seconds, "idle_s": seconds, **seen})
+        if told is None or told.incarnation != self.slot.incarnation:
+            return self.status(is_up=False, quiet=quiet)
+        return Told(status=replace(told, quiet=quiet, reason="steady"))
+
+    def unreached(self, **changes: Any) -> Unreached:
+        """Make a poll that comes to nothing."""
+        return Unreached(**{"slot": self.slot.slot, "text": "unavailable", **changes})
+
+    def orders(self, lease_bytes: int | None = None) -> Orders:
+        """Return what is wanted of the slot now."""
+        return orders_of(self.slot, lease_bytes, Begin(resume=self.slot.resume))
 
     def work(self, **changes: object) -> None:
-        """Join, and report its first slice."""
+        """Join, and tell that it works."""
         self.feed(NodeJoined())
-        self.feed(self.report(**changes), later_s=1)
+        self.now_s += 1
+        self.feed(self.status(**changes))
 
     def die(self) -> float:
-        """Let the process die, let a new one report as soon as the slot wants one, and return how long it waited."""
-        self.feed(self.failure())
+        """Let the process die, let a new one come up as soon as the slot wants one, and return how long it waited."""
+        self.feed(self.end())
         assert self.slot.phase is Phase.PAUSING
         assert self.slot.wake_at_s is not None
         wait_s = self.slot.wake_at_s - self.now_s
         # Exactly then: adding up what was waited would round.
         self.now_s = self.slot.wake_at_s
         self.feed(Tick())
-        self.feed(self.report())
+        self.feed(self.status())
         return wait_s
-
-
-def submits(commands: list[Command]) -> list[Directive]:
-    """Return what is sent."""
-    return [command for command in commands if isinstance(command, Directive)]
-
-
-def sequences(commands: list[Command]) -> list[int]:
-    """Return the numbers of what is sent."""
-    return [command.sequence for command in submits(commands)]
 
 
 def notes(commands: list[Command], name: str) -> list[dict[str, Any]]:

@@ -11,30 +11,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.core.leak_detector import NO_WATCH, LeakWatch, observe
-from tests.factories import CPU, MEMORY, report_of
+from tests.factories import CPU, MEMORY, status_of
 from tests.scene import MIB
-from workers.messages import Progress, Report, WorkerState
+from workers.messages import Progress, Status, WorkerState
 
 CARD = replace(CPU, kind="cuda")
 
-#: Reports of one work before growth is known: the one that begins it, three to settle, five for the
+#: Statuses of one work before growth is known: the one that begins it, three to settle, five for the
 #: base, five recent.
 UNTIL_KNOWN = 14
 
 
-def report(rss_bytes: int | None, **changes: object) -> Report:
+def told(rss_bytes: int | None, **changes: object) -> Status:
     usual: dict[str, Any] = {
         "slot": "pc1/0",
         "incarnation": 0,
-        "sequence": 0,
         "device": CPU,
         "memory": MEMORY,
     }
-    return report_of(**{**usual, "rss_bytes": rss_bytes, **changes})
+    return status_of(**{**usual, "rss_bytes": rss_bytes, **changes})
 
 
-def after(reports: Iterable[Report], watch: LeakWatch = NO_WATCH) -> LeakWatch:
-    for one in reports:
+def after(statuses: Iterable[Status], watch: LeakWatch = NO_WATCH) -> LeakWatch:
+    for one in statuses:
         watch = observe(watch, one)
     return watch
 
@@ -42,43 +41,45 @@ def after(reports: Iterable[Report], watch: LeakWatch = NO_WATCH) -> LeakWatch:
 @given(
     each_bytes=st.integers(1, 10 * MIB),
     start_bytes=st.integers(0, 1000 * MIB),
-    reports=st.integers(UNTIL_KNOWN, 200),
+    statuses=st.integers(UNTIL_KNOWN, 200),
 )
 def test_memory_that_grows_with_every_slice_is_found_to_the_byte(
-    each_bytes: int, start_bytes: int, reports: int
+    each_bytes: int, start_bytes: int, statuses: int
 ) -> None:
-    watch = after(report(start_bytes + index * each_bytes) for index in range(reports))
+    watch = after(told(start_bytes + index * each_bytes) for index in range(statuses))
     # From the last report of the base, the ninth, to the oldest of the five recent ones.
-    assert watch.growth_bytes == (reports - UNTIL_KNOWN + 1) * each_bytes
+    assert watch.growth_bytes == (statuses - UNTIL_KNOWN + 1) * each_bytes
 
 
 @given(
     low=st.integers(0, 1000),
     teeth=st.lists(st.integers(0, 500), min_size=2, max_size=5),
     first=st.integers(0, 4),
-    reports=st.integers(UNTIL_KNOWN, 200),
+    statuses=st.integers(UNTIL_KNOWN, 200),
 )
-def test_a_steady_sawtooth_is_no_leak(low: int, teeth: list[int], first: int, reports: int) -> None:
+def test_a_steady_sawtooth_is_no_leak(
+    low: int, teeth: list[int], first: int, statuses: int
+) -> None:
     """As long as one tooth, of whatever form, is seen by the base and by what is recent."""
     watch = after(
-        report((low + teeth[(first + index) % len(teeth)]) * MIB) for index in range(reports)
+        told((low + teeth[(first + index) % len(teeth)]) * MIB) for index in range(statuses)
     )
     assert watch.growth_bytes is not None
     assert watch.growth_bytes <= 0
 
 
 def test_a_peak_is_no_leak_and_a_dip_hides_one_briefly() -> None:
-    steady = [report(100 * MIB)] * UNTIL_KNOWN
-    assert after([*steady, report(900 * MIB)]).growth_bytes == 0
-    grown = [*steady, *[report(200 * MIB)] * 5]
+    steady = [told(100 * MIB)] * UNTIL_KNOWN
+    assert after([*steady, told(900 * MIB)]).growth_bytes == 0
+    grown = [*steady, *[told(200 * MIB)] * 5]
     assert after(grown).growth_bytes == 100 * MIB
-    assert after([*grown, report(100 * MIB)]).growth_bytes == 0
-    assert after([*grown, report(100 * MIB), *[report(200 * MIB)] * 5]).growth_bytes == 100 * MIB
+    assert after([*grown, told(100 * MIB)]).growth_bytes == 0
+    assert after([*grown, told(100 * MIB), *[told(200 * MIB)] * 5]).growth_bytes == 100 * MIB
 
 
 def test_what_a_worker_needs_at_first_is_no_leak() -> None:
-    growing_up = [report(mib * MIB) for mib in (50, 80, 150, 190)]
-    assert after([*growing_up, *[report(200 * MIB)] * 20]).growth_bytes == 0
+    growing_up = [told(mib * MIB) for mib in (50, 80, 150, 190)]
+    assert after([*growing_up, *[told(200 * MIB)] * 20]).growth_bytes == 0
 
 
 @pytest.mark.parametrize(
@@ -87,9 +88,9 @@ def test_what_a_worker_needs_at_first_is_no_leak() -> None:
     ids=["size", "batch", "claim", "no claim", "incarnation"],
 )
 def test_other_work_is_judged_from_the_beginning(change: dict[str, object]) -> None:
-    watch = after([report(100 * MIB)] * 30)
+    watch = after([told(100 * MIB)] * 30)
     assert watch.growth_bytes == 0
-    other = report(900 * MIB, **change)
+    other = told(900 * MIB, **change)
     watch = after([other] * (UNTIL_KNOWN - 1), watch)
     assert watch.growth_bytes is None
     assert observe(watch, other).growth_bytes == 0
@@ -97,17 +98,16 @@ def test_other_work_is_judged_from_the_beginning(change: dict[str, object]) -> N
 
 def test_on_a_cpu_tensors_are_not_counted_twice() -> None:
     tensors = [replace(MEMORY, allocated_bytes=index * MIB) for index in range(30)]
-    assert after(report(100 * MIB, memory=memory) for memory in tensors).growth_bytes == 0
+    assert after(told(100 * MIB, memory=memory) for memory in tensors).growth_bytes == 0
 
 
 def test_on_a_card_tensors_are_added_to_what_is_resident() -> None:
     tensors = [replace(MEMORY, allocated_bytes=index * MIB) for index in range(UNTIL_KNOWN)]
     assert (
-        after(report(100 * MIB, device=CARD, memory=memory) for memory in tensors).growth_bytes
-        == MIB
+        after(told(100 * MIB, device=CARD, memory=memory) for memory in tensors).growth_bytes == MIB
     )
     both = after(
-        report((100 + index) * MIB, device=CARD, memory=memory)
+        told((100 + index) * MIB, device=CARD, memory=memory)
         for index, memory in enumerate(tensors)
     )
     assert both.growth_bytes == 2 * MIB
@@ -116,25 +116,25 @@ def test_on_a_card_tensors_are_added_to_what_is_resident() -> None:
 @pytest.mark.parametrize(
     "unknown",
     [
-        report(None),
-        report(900 * MIB, device=None),
-        report(900 * MIB, memory=None),
-        report(None, size=1, incarnation=7),
+        told(None),
+        told(900 * MIB, device=None),
+        told(900 * MIB, memory=None),
+        told(None, size=1, incarnation=7),
     ],
     ids=["no resident memory", "no device", "no memory", "no resident memory of other work"],
 )
-def test_a_report_that_measured_nothing_changes_nothing(unknown: Report) -> None:
+def test_a_status_that_measured_nothing_changes_nothing(unknown: Status) -> None:
     watch = NO_WATCH
     for _ in range(UNTIL_KNOWN + 5):
         assert observe(watch, unknown) == watch
-        watch = observe(watch, report(100 * MIB))
+        watch = observe(watch, told(100 * MIB))
     assert watch.growth_bytes == 0
 
 
 def training(
-    rss_mib: int, step: int, *, state: WorkerState = WorkerState.RUNNING, **told: int
-) -> Report:
-    return report(rss_mib * MIB, state=state, progress=Progress(train_step=step, **told))
+    rss_mib: int, step: int, *, state: WorkerState = WorkerState.RUNNING, **progress: int
+) -> Status:
+    return told(rss_mib * MIB, state=state, progress=Progress(train_step=step, **progress))
 
 
 def test_a_training_is_watched_from_its_third_step_on() -> None:

@@ -1,4 +1,4 @@
-"""The ordinary course of a slot: it joins, reports, works, loses its node, pauses, and ends with its run.
+"""The ordinary course of a slot: it joins, works, loses its node, pauses, and ends with its run.
 
 One event in, the state and the commands that come out. What goes wrong is in
 `test_lifecycle_faults.py`, any order of events, and how one begins, in `test_lifecycle_machine.py`.
@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.core import lifecycle
-from orchestrator.core.fleet import DeathCause, SliceFailed, SliceFailure, SliceReported
+from orchestrator.core.fleet import Told, Unreached
 from orchestrator.core.lifecycle import IllegalEventError, advance
 from orchestrator.core.slot import (
     Abandon,
@@ -23,7 +23,6 @@ from orchestrator.core.slot import (
     CardQuarantined,
     Close,
     Command,
-    DeathExplained,
     Drain,
     EndRun,
     Event,
@@ -36,7 +35,7 @@ from orchestrator.core.slot import (
     NodeRefused,
     Note,
     Phase,
-    ProcessSeen,
+    Place,
     Reinstated,
     SaveAsked,
     Slot,
@@ -44,42 +43,63 @@ from orchestrator.core.slot import (
     Unheld,
 )
 from tests.core.scene import Scene
-from tests.factories import RULES, counters, counters_of, report_of
-from workers.messages import Directive, Verdict, WorkerState
+from tests.factories import RULES, counters, counters_of, status_of
+from workers.messages import Begin, EndCause, Orders, Verdict, WorkerState
 
 
-def test_a_report_counts_and_the_next_slice_goes_out_at_once() -> None:
-    scene = Scene.joined()
-    scene.feed(scene.report())
+def test_a_process_is_begun_once_its_actor_is_known() -> None:
+    scene = Scene()
+    assert scene.deeds(NodeJoined()) == [Place()]
+    assert scene.orders() == Orders(), "which tells the name of the actor's process"
+    scene.feed(scene.status(incarnation=None, is_up=False))
+    assert scene.orders() == Orders(actor="pc1:1", begin=Begin())
+    scene.feed(scene.status(is_up=False))
+    assert scene.orders() == Orders(actor="pc1:1"), "it was begun"
+    assert (scene.slot.ready, scene.slot.state) == (False, HeadState.STARTING)
+    scene.feed(scene.status(news=3))
+    assert scene.orders() == Orders(actor="pc1:1", heard=3)
+    assert (scene.slot.ready, scene.slot.state) == (True, WorkerState.RUNNING)
+
+
+def test_a_status_replaces_what_its_process_told_before() -> None:
+    scene = Scene()
+    scene.work(steps_ok=5)
     known = {"steps_ok": 7, "steps_oom": 2, "steps_error": 1, "oom_count": 3, "emergency_count": 4}
     counted = {**known, "verify_checks": 5, "verify_errors": 6, "work_flop": 1e12, "busy_s": 0.5}
-    told = {
-        "wall_s": 1.0,
-        "reason": "size 4096",
-        "state": WorkerState.BACKOFF,
-        "resume": {"failures": 2},
-    }
-    event = scene.report(**counted, **told)
-    commands = scene.feed(event, later_s=2)
+    told = {"reason": "size 4096", "state": WorkerState.BACKOFF, "resume": {"failures": 2}}
+    event = scene.status(**counted, **told)
+    states = (("from_state", "RUNNING"), ("to_state", "BACKOFF"))
+    fields = (*states, ("cause", "size 4096"), ("incarnation", 0))
+    assert scene.feed(event, later_s=2) == [Note(name="state", fields=fields)]
     assert counters_of(scene.slot) == counters(**counted)
-    assert scene.slot.report is event.report
-    assert commands == [
-        Directive(incarnation=0, sequence=3, duration_s=1.0, step_limit=18, resume={"failures": 2}),
-        Note(
-            name="state",
-            fields=(
-                ("from_state", "RUNNING"),
-                ("to_state", "BACKOFF"),
-                ("cause", "size 4096"),
-                ("incarnation", 0),
-            ),
-        ),
-    ]
-    assert scene.slot.state == WorkerState.BACKOFF
-    assert scene.slot.reason == "size 4096"
-    assert scene.slot.heard_at_s == 1002.0
-    assert scene.slot.report is event.report
-    assert [flight.sequence for flight in scene.slot.in_flight] == [2, 3]
+    assert scene.slot.status == event.status
+    assert (scene.slot.state, scene.slot.reason) == (WorkerState.BACKOFF, "size 4096")
+    assert scene.slot.heard_at_s == scene.now_s
+    scene.die()
+    assert scene.slot.counts.steps_ok == 7
+    scene.feed(scene.status(steps_ok=2))
+    assert counters_of(scene.slot) == counters(**{**counted, "steps_ok": 9}, restarts=1)
+
+
+def test_a_status_of_another_process_of_the_slot_changes_nothing() -> None:
+    scene = Scene()
+    scene.work(steps_ok=5)
+    scene.die()
+    for incarnation in (None, 0, 7):
+        before = scene.slot
+        assert scene.feed(scene.status(incarnation=incarnation, steps_ok=99)) == []
+        assert scene.slot == before
+
+
+def test_what_was_told_late_by_a_process_that_is_to_end_is_counted() -> None:
+    scene = Scene(restart_backoff_s=5.0)
+    scene.work(steps_ok=5)
+    scene.die()
+    scene.feed(scene.end())
+    assert (scene.slot.phase, scene.orders().runs) == (Phase.PAUSING, False)
+    scene.feed(scene.status(steps_ok=8, resume={"failures": 1}))
+    assert (scene.slot.counts.steps_ok, scene.slot.resume) == (13, {"failures": 1})
+    assert scene.slot.state is HeadState.RESTARTING
 
 
 def test_a_draining_slot_that_loses_its_node_stops() -> None:
@@ -90,29 +110,15 @@ def test_a_draining_slot_that_loses_its_node_stops() -> None:
     assert scene.feed(NodeJoined(), later_s=100) == []
 
 
-def test_slices_are_cut_to_the_end_of_the_run() -> None:
-    scene = Scene.joined(ends_at_s=1003.5)
-    scene.feed(scene.report(), later_s=0.5)
-    assert [flight.duration_s for flight in scene.slot.in_flight] == [1.0, 1.0]
-    # The slice until 1002.5 begins, so the next has its full length until the end.
-    scene.feed(scene.report(), later_s=1.0)
-    assert [flight.duration_s for flight in scene.slot.in_flight] == [1.0, 1.0]
-    scene.feed(scene.report(), later_s=1.0)
-    assert [flight.duration_s for flight in scene.slot.in_flight] == [1.0]
-    scene.ends_at_s = 1003.875
-    scene.feed(scene.report(), later_s=0.5)
-    assert [flight.duration_s for flight in scene.slot.in_flight] == [0.875]
-
-
-def test_a_slot_with_nothing_to_do_waits_without_alarm() -> None:
-    scene = Scene.joined(ends_at_s=1000.0)
-    scene.feed(scene.report())
-    before = scene.slot
-    assert before.in_flight == ()
-    assert scene.feed(Tick(), later_s=1000) == []
-    assert scene.slot == before
+def test_a_run_that_ends_waits_until_its_slot_rests() -> None:
+    scene = Scene.working()
     scene.feed(Drain())
-    assert scene.slot.phase is Phase.STOPPED
+    assert scene.orders().holds
+    scene.feed(scene.status(steps_ok=3))
+    assert scene.slot.phase is Phase.WORKING
+    scene.feed(scene.status(steps_ok=4, is_held=True))
+    assert (scene.slot.phase, scene.slot.state) == (Phase.STOPPED, WorkerState.RUNNING)
+    assert scene.slot.counts.steps_ok == 4
 
 
 def pauses_s(deaths: int, **scene: Any) -> list[float]:
@@ -152,42 +158,33 @@ def test_a_pause_is_between_half_and_whole_of_its_time(
 
 
 def done(scene: Scene, **changes: object) -> list[Command]:
-    """Let the running slice be the one in which all is done."""
-    return scene.deeds(
-        scene.report(verdict=Verdict.DONE, state=WorkerState.DONE, reason="all is done", **changes)
-    )
+    """Let the process tell that all is done."""
+    told = {"verdict": Verdict.DONE, "state": WorkerState.DONE, "reason": "all is done"}
+    return scene.deeds(scene.status(**told, **changes))
 
 
-def test_what_was_sent_before_all_was_done_is_still_counted() -> None:
+def test_a_slot_is_done_once_the_head_has_all_of_its_state() -> None:
     scene = Scene.working()
-    done(scene, steps_ok=5)
-    assert scene.deeds(scene.report(steps_ok=2)) == [Abandon()]
-    assert (scene.slot.counts.steps_ok, scene.slot.reason) == (7, "all is done")
+    assert done(scene, steps_ok=7, save_due=True) == []
     assert scene.slot.state is WorkerState.DONE
+    assert scene.deeds(Tick(), later_s=1000) == []
+    assert done(scene, steps_ok=7) == [Abandon()]
+    assert (scene.slot.phase, scene.slot.restarts) == (Phase.DONE, 0)
+    assert (scene.slot.counts.steps_ok, scene.slot.reason) == (7, "all is done")
 
 
-@pytest.mark.parametrize("how", ["incompatible", "unbuildable"])
+@pytest.mark.parametrize("how", ["incompatible", "unbuildable", "process"])
 def test_what_can_never_work_ends_the_run_or_its_slot_alone(how: str) -> None:
     for counts in (False, True):
         scene = Scene.joined(ends_at_s=5000.0 if counts else None)
-        event: Event = scene.failure(SliceFailure.UNBUILDABLE)
+        event: Event = scene.unreached(is_unbuildable=True)
         if how == "incompatible":
-            event = scene.report(verdict=Verdict.INCOMPATIBLE, reason="pc1/0: worker died")
+            event = scene.status(verdict=Verdict.INCOMPATIBLE, reason="pc1/0: worker died")
+        if how == "process":
+            event = scene.end("no module", EndCause.UNBUILDABLE)
         deeds = scene.deeds(event)
         assert [type(each) for each in deeds] == [Abandon if counts else EndRun]
         assert (scene.slot.phase is Phase.QUARANTINED) == counts
-
-
-@pytest.mark.parametrize("end", ["dies", "unsent", "left", "closed"])
-def test_a_process_no_longer_needed_is_not_replaced(end: str) -> None:
-    scene = Scene.working()
-    done(scene)
-    unsent = scene.failure(SliceFailure.UNSENT)
-    event = {"dies": scene.failure(), "unsent": unsent, "left": NodeLeft(), "closed": Close()}[end]
-    assert scene.deeds(event) == [Abandon()]
-    assert (scene.slot.steps_lost_upper_bound == 0) == (end == "unsent")
-    assert (scene.slot.phase, scene.slot.restarts, scene.slot.in_flight) == (Phase.DONE, 0, ())
-    assert scene.slot.state is WorkerState.DONE
 
 
 #: What the membership, the circuit breaker and the judge of commands never tell a slot of a phase.
@@ -223,10 +220,8 @@ EVENTS: tuple[Event, ...] = (
     NodeLeft(),
     NodeRefused(reason="pc1 offers 4 CPUs"),
     CardQuarantined(reason="pc1's card: all 7 workers keep dying"),
-    SliceReported(report=report_of("pc1/0", 7, 7)),
-    SliceFailed(slot="pc1/0", incarnation=7, sequence=7, failure=SliceFailure.DIED, text="gone"),
-    DeathExplained(cause=DeathCause(host_memory=True, text="RAM")),
-    ProcessSeen(activity=None),
+    Told(status=status_of("pc1/0", 7)),
+    Unreached(slot="pc1/0", text="gone"),
     Held(hold=Hold.DRAIN),
     Unheld(),
     Reinstated(node_is_there=True),
@@ -245,13 +240,12 @@ def in_phase(phase: Phase) -> Slot:
     if phase is not Phase.ABSENT:
         scene.work()
     if phase in {Phase.PAUSING, Phase.QUARANTINED}:
-        scene.feed(scene.failure())
+        scene.feed(scene.end())
     if phase is Phase.HELD:
         scene.feed(Held(hold=Hold.PAUSE))
-        scene.feed(scene.report())
-        scene.feed(scene.report())
+        scene.feed(scene.status(is_held=True))
     if phase is Phase.DONE:
-        scene.feed(scene.report(verdict=Verdict.DONE, state=WorkerState.DONE))
+        done(scene)
     if phase is Phase.STOPPED:
         scene.feed(Close())
     assert scene.slot.phase is phase

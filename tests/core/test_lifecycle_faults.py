@@ -2,112 +2,101 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from orchestrator.core.fleet import DeathCause, SliceFailure
 from orchestrator.core.slot import (
     Abandon,
-    DeathExplained,
-    Forget,
+    Close,
     HeadState,
+    Held,
+    Hold,
     NodeJoined,
     NodeLeft,
     Phase,
-    Restart,
     Tick,
 )
-from tests.core.scene import Scene, notes, sequences, submits
+from tests.core.scene import Scene, notes
 from tests.factories import CPU, MEMORY, RULES, counters, counters_of
 from tests.scene import MIB
-from workers.messages import Verdict, WorkerState
-
-#: Steps that a slice may do whose slot knows no speed yet.
-LEAST = 4
+from workers.messages import EndCause, Verdict, WorkerState
 
 
-@pytest.mark.parametrize(
-    ("failure", "words"),
-    [
-        (SliceFailure.DIED, "its process ended: killed, or crashed"),
-        (SliceFailure.UNAVAILABLE, "its process ended: Ray lost the connection to it"),
-        (SliceFailure.UNBUILDABLE, "its process failed outside a step: worker died"),
-    ],
-)
-def test_a_failed_slice_is_a_death_in_its_own_words(failure: SliceFailure, words: str) -> None:
+def test_a_process_that_ended_has_died_in_the_words_of_its_actor() -> None:
     scene = Scene.working()
-    scene.feed(scene.failure(failure))
-    assert scene.slot.phase == Phase.PAUSING
-    assert scene.slot.state == HeadState.RESTARTING
-    assert scene.slot.reason == words
+    full_ram = "the kernel killed it: the PC's RAM was full"
+    assert scene.deeds(scene.end(full_ram, EndCause.HOST_MEMORY)) == []
+    assert (scene.slot.phase, scene.slot.state) == (Phase.PAUSING, HeadState.RESTARTING)
+    assert scene.slot.reason == full_ram
     assert (scene.slot.restarts, scene.slot.deaths_at_s) == (1, (scene.now_s,))
+    assert not scene.orders().runs
+    scene.feed(scene.end(full_ram))
+    assert scene.slot.restarts == 1, "it is told again until the next process begins"
+    scene.feed(Tick())
+    wanted = scene.orders()
+    assert (wanted.incarnation, wanted.runs, wanted.begin is None) == (1, True, False)
 
 
-FULL_RAM = DeathExplained(cause=DeathCause(host_memory=True, text="NODE_OUT_OF_MEMORY: …"))
+@pytest.mark.parametrize("begun", [False, True])
+def test_another_process_of_the_actor_means_that_the_slots_has_died(begun: bool) -> None:
+    scene = Scene.joined()
+    scene.feed(scene.status(incarnation=None, is_up=False))
+    if begun:
+        scene.feed(scene.status(steps_ok=4))
+    scene.feed(scene.status(actor="pc1:2", incarnation=None, is_up=False, news=0))
+    assert (scene.slot.state, scene.slot.restarts) == (HeadState.RESTARTING, 1)
+    assert scene.slot.reason == "its process ended: killed, or crashed"
+    scene.feed(Tick())
+    wanted = scene.orders()
+    assert (wanted.actor, wanted.incarnation, wanted.heard) == ("pc1:2", 1, 0)
+    assert wanted.begin is not None
+    assert scene.slot.counts.steps_ok == (4 if begun else 0)
 
 
-@pytest.mark.parametrize("now", ["pauses", "starts again", "was given up"])
-def test_a_death_by_full_ram_is_explained_and_one_death(now: str) -> None:
-    scene = Scene.working(max_deaths=1 if now == "was given up" else 6)
-    scene.feed(scene.failure())
-    if now == "starts again":
-        scene.feed(Tick())
-    before = scene.slot
-    words = "Ray ended its process because the PC's RAM was nearly full"
-    reason = f"{before.reason}; {words}" if now == "was given up" else words
-    for _ in range(2):
-        assert scene.feed(FULL_RAM, later_s=1) == []
-        assert scene.slot == replace(before, reason=reason)
+def test_a_held_process_that_ends_is_not_replaced_before_it_is_wanted() -> None:
+    for event in ("end", "actor"):
+        scene = Scene.working()
+        scene.feed(Held(hold=Hold.PAUSE))
+        scene.feed(scene.status(is_held=True))
+        assert scene.slot.ready
+        told = scene.end() if event == "end" else scene.status(actor="pc1:2", is_up=False)
+        assert scene.deeds(told) == []
+        assert (scene.slot.phase, scene.slot.ready, scene.slot.restarts) == (Phase.HELD, False, 0)
+        assert scene.slot.reason == "it gets no work, and its process has ended, until `unpause`"
+        assert not scene.orders().runs
 
 
 def test_deaths_further_apart_than_the_window_are_not_added_up() -> None:
     scene = Scene.working(max_deaths=2)
     for _ in range(5):
         assert scene.die() == 0
-        scene.feed(scene.report(), later_s=RULES.death_window_s)
+        scene.feed(scene.status(), later_s=RULES.death_window_s)
     assert scene.slot.restarts == 5
 
 
-def test_an_unreachable_restarted_actor_has_not_died_again() -> None:
+def test_an_actor_that_cannot_be_reached_has_not_died() -> None:
     scene = Scene.working()
-    scene.feed(scene.failure())
-    scene.feed(Tick())
-    for _ in range(10):
-        assert scene.deeds(scene.failure(SliceFailure.UNAVAILABLE)) == [Forget()]
-        assert (scene.slot.phase, scene.slot.state) == (Phase.PAUSING, HeadState.RESTARTING)
-        assert scene.feed(Tick(), later_s=0.15) == []
-        assert len(sequences(scene.feed(Tick(), later_s=0.1))) == 1
-        # The same process is still awaited.
-        assert scene.slot.incarnation == 1
-    # Each try may have done the one step of its first slice.
-    assert counters_of(scene.slot) == counters(restarts=1, steps_lost_upper_bound=2 * LEAST + 10)
-    scene.feed(scene.report())
-    assert scene.slot.state is WorkerState.RUNNING
+    for seconds in (0.0, 2.0):
+        assert scene.feed(scene.unreached(), later_s=seconds) == []
+        assert scene.slot.state is WorkerState.RUNNING
+    scene.feed(scene.unreached(), later_s=2.0)
+    assert (scene.slot.state, scene.slot.phase) == (HeadState.RESTARTING, Phase.WORKING)
+    assert scene.slot.reason == "its process cannot be reached"
+    scene.feed(scene.status())
+    assert (scene.slot.state, scene.slot.restarts) == (WorkerState.RUNNING, 0)
 
 
-def test_a_process_that_dies_in_its_first_step_has_died() -> None:
-    scene = Scene.joined()
-    for deaths in range(1, RULES.max_deaths):
-        # What fails at once was sent to the process before.
-        scene.feed(scene.failure(SliceFailure.DIED), later_s=0.1)
-        assert scene.slot.restarts == deaths - 1
-        scene.feed(Tick(), later_s=0.3)
-        scene.feed(scene.failure(SliceFailure.DIED), later_s=1.0)
-        assert scene.slot.restarts == deaths
-        assert scene.slot.state is HeadState.RESTARTING
-        scene.feed(Tick(), later_s=RULES.restart_backoff_max_s)
-    assert scene.deeds(scene.failure(SliceFailure.DIED), later_s=1.0) == [Abandon()]
-
-
-def test_an_unreachable_actor_is_quarantined_after_its_time() -> None:
-    scene = Scene.joined()
+@pytest.mark.parametrize("ready", [False, True])
+def test_an_unreachable_actor_is_quarantined_after_its_time(ready: bool) -> None:
+    scene = Scene.working() if ready else Scene.joined()
     for _ in range(240):
-        scene.feed(scene.failure(SliceFailure.UNAVAILABLE))
+        scene.feed(scene.unreached())
         scene.feed(Tick(), later_s=0.5)
     assert scene.slot.phase is Phase.WORKING
-    assert scene.deeds(scene.failure(SliceFailure.UNAVAILABLE), later_s=0.1) == [Abandon()]
+    assert scene.deeds(Tick(), later_s=0.1) == [Abandon()]
     assert scene.slot.reason == "no process came up in 120 s"
 
 
@@ -116,10 +105,21 @@ def test_the_back_off_is_no_part_of_the_start_timeout() -> None:
         restart_backoff_s=600.0, restart_backoff_max_s=600.0, death_window_s=3600.0
     )
     scene.die()
-    scene.feed(scene.failure())
+    scene.feed(scene.unreached())
+    scene.feed(scene.end())
     scene.feed(Tick(), later_s=600)
-    scene.feed(scene.failure(SliceFailure.UNAVAILABLE))
-    assert scene.slot.phase is Phase.PAUSING
+    scene.feed(scene.unreached())
+    assert scene.slot.phase is Phase.WORKING
+
+
+def test_a_process_that_dies_at_its_start_has_died() -> None:
+    scene = Scene.joined()
+    for deaths in range(1, RULES.max_deaths):
+        scene.feed(scene.end(), later_s=1.0)
+        assert scene.slot.restarts == deaths
+        assert scene.slot.state is HeadState.RESTARTING
+        scene.feed(Tick(), later_s=RULES.restart_backoff_max_s)
+    assert scene.deeds(scene.end(), later_s=1.0) == [Abandon()]
 
 
 def test_a_slot_that_never_comes_up_is_given_up() -> None:
@@ -135,60 +135,83 @@ def test_a_slot_that_never_comes_up_is_given_up() -> None:
     )
 
 
-def test_an_overdue_slice_is_stale_until_its_report_comes() -> None:
+def test_a_process_that_tells_nothing_is_stale_until_it_does() -> None:
     scene = Scene.working()
-    scene.feed(Tick(), later_s=11)
-    assert scene.slot.reason == "steady"
+    scene.feed(scene.quiet(9), later_s=1)
     scene.feed(Tick(), later_s=1)
+    assert scene.slot.reason == "steady"
+    scene.feed(Tick(), later_s=2)
     assert scene.slot.state == WorkerState.RUNNING
-    assert scene.slot.reason == "STALE: its slice is 11 s overdue"
-    scene.feed(scene.report(), later_s=1)
+    assert scene.slot.reason == "STALE: told nothing for 12 s"
+    scene.feed(scene.quiet(14, idle_s=0.5, computed_s=9.0), later_s=2)
+    scene.feed(Tick())
+    assert scene.slot.reason == "a long step: 14 s so far, and computing (9 s of CPU)"
+    scene.feed(scene.status(), later_s=1)
+    scene.feed(Tick())
     assert scene.slot.reason == "steady"
 
 
-@pytest.mark.parametrize("ready", [False, True], ids=["first step", "later step"])
+@pytest.mark.parametrize("active", [False, True])
+def test_a_slot_ends_stale_if_its_process_does_nothing(active: bool) -> None:
+    scene = Scene.working()
+    scene.feed(scene.quiet(20, idle_s=0.0 if active else 20.0))
+    scene.feed(Close())
+    assert scene.slot.ended_stale != active
+
+
+@pytest.mark.parametrize("ready", [False, True], ids=["start", "step"])
 @pytest.mark.parametrize("slow_step_s", [30.0, 600.0])
-def test_a_step_that_may_be_slow_is_waited_for(ready: bool, slow_step_s: float) -> None:
+@pytest.mark.parametrize("answers", [False, True])
+def test_a_step_that_may_be_slow_is_waited_for(
+    ready: bool, slow_step_s: float, answers: bool
+) -> None:
     begin = Scene.working if ready else Scene.joined
     scene = begin(slow_step_s=slow_step_s)
     limit_s = max(slow_step_s, RULES.hang_timeout_s if ready else RULES.start_timeout_s)
-    slice_s = RULES.slice_s if ready else 0.0
-    assert Restart() not in scene.deeds(Tick(), later_s=slice_s + limit_s)
-    assert scene.slot.restarts == 0
-    assert Restart() in scene.deeds(Tick(), later_s=1.0)
-    assert scene.slot.restarts == 1
+    for seconds, restarts in ((limit_s, 0), (limit_s + 1.0, 1)):
+        if answers:
+            scene.feed(scene.quiet(seconds))
+        scene.feed(Tick(), later_s=0.0 if answers else seconds - (limit_s if restarts else 0.0))
+        assert scene.slot.restarts == restarts
+
+
+def test_a_hung_process_is_told_with_the_line_at_which_it_stands() -> None:
+    scene = Scene.working()
+    scene.feed(scene.quiet(61, stands_at="train.py:7 in step"))
+    scene.feed(Tick())
+    assert scene.slot.reason == (
+        "told nothing for 61 s, and its process used no CPU and no card, at train.py:7 in step; "
+        "its process was ended"
+    )
 
 
 @pytest.mark.parametrize(
     "full", [{}, {"device": CPU, "oom_count": 1}], ids=["", "out of memory on an open device"]
 )
-def test_a_poisoned_process_is_replaced_and_its_report_counts(full: dict[str, object]) -> None:
+def test_a_poisoned_process_is_replaced_and_its_status_counts(full: dict[str, object]) -> None:
     scene = Scene.working()
-    report = scene.report(
+    status = scene.status(
         verdict=Verdict.CONTEXT_CORRUPTED,
         reason="illegal access",
         steps_ok=2,
         resume={"failures": 1},
         **full,
     )
-    assert scene.deeds(report) == [Forget(), Restart()]
-    assert scene.slot.phase == Phase.PAUSING
-    assert scene.slot.state == HeadState.RESTARTING
+    assert scene.deeds(status) == []
+    assert not scene.orders().runs
+    assert (scene.slot.phase, scene.slot.state) == (Phase.PAUSING, HeadState.RESTARTING)
     assert scene.slot.reason == "illegal access"
-    counted = counters(
-        steps_ok=2, restarts=1, steps_lost_upper_bound=LEAST, oom_count=len(full) // 2
-    )
-    assert counters_of(scene.slot) == counted
+    assert counters_of(scene.slot) == counters(steps_ok=2, restarts=1, oom_count=len(full) // 2)
     assert scene.slot.resume == {"failures": 1}
     assert len(scene.slot.deaths_at_s) == 1
 
 
 def test_a_card_too_full_for_a_context_is_no_death() -> None:
     scene = Scene.joined()
-    full = scene.report(
+    full = scene.status(
         verdict=Verdict.CONTEXT_CORRUPTED, device=None, oom_count=1, reason="out of memory"
     )
-    assert scene.deeds(full) == [Forget(), Restart()]
+    assert scene.deeds(full) == []
     assert (scene.slot.phase, scene.slot.state) == (Phase.PAUSING, WorkerState.EMERGENCY)
     assert scene.slot.deaths_at_s == ()
     assert scene.slot.wake_at_s is not None
@@ -198,69 +221,56 @@ def test_a_card_too_full_for_a_context_is_no_death() -> None:
     assert scene.slot.restarts == 1
 
 
-@pytest.mark.parametrize("deaths", [0, 1])
-def test_errors_in_a_row_end_in_quarantine_also_over_a_death(deaths: int) -> None:
+def test_errors_in_a_row_end_in_quarantine() -> None:
     scene = Scene.working()
-    for _ in range(2):
-        assert (
-            len(
-                sequences(
-                    scene.feed(scene.report(error="Traceback …", reason="boom", steps_error=1))
-                )
-            )
-            == 1
-        )
-    for _ in range(deaths):
-        scene.feed(scene.failure())
-        scene.feed(Tick())
-    assert scene.deeds(scene.report(error="Traceback …", reason="boom", steps_error=1)) == [
-        Abandon()
-    ]
+    for errors in (2, 0, 2):
+        scene.feed(scene.status(error="Traceback …", reason="boom", errors_in_a_row=errors))
+        assert scene.slot.phase is Phase.WORKING
+    assert scene.deeds(scene.status(reason="boom", errors_in_a_row=3)) == [Abandon()]
     assert scene.slot.reason == "3 times in a row: boom"
-    lost = LEAST if deaths == 0 else 2 * LEAST
-    assert counters_of(scene.slot) == counters(
-        steps_error=3, restarts=deaths, steps_lost_upper_bound=lost
-    )
-
-
-def test_a_good_slice_forgives_workload_errors() -> None:
-    scene = Scene.working()
-    for _ in range(5):
-        scene.feed(scene.report(error="Traceback …"))
-        scene.feed(scene.report(error="Traceback …"))
-        scene.feed(scene.report())
-    assert scene.slot.phase is Phase.WORKING
 
 
 @pytest.mark.parametrize(("died_before_s", "blamed"), [(59, True), (61, False)])
 def test_deaths_just_before_a_node_leaves_are_the_nodes(died_before_s: float, blamed: bool) -> None:
     scene = Scene.working(max_deaths=2)
-    scene.feed(scene.failure())
+    scene.feed(scene.end())
     scene.feed(NodeLeft(), later_s=died_before_s)
     scene.feed(NodeJoined(), later_s=1)
-    scene.feed(scene.report())
-    scene.feed(scene.failure())
+    scene.feed(scene.status())
+    scene.feed(scene.end())
     assert (scene.slot.phase is Phase.PAUSING) == blamed
+
+
+def test_the_process_of_a_node_that_comes_back_is_the_next_one() -> None:
+    scene = Scene.working()
+    scene.feed(NodeLeft())
+    assert (scene.orders().actor, scene.orders().runs) == (None, False)
+    scene.feed(NodeJoined())
+    assert scene.orders().incarnation == 1
+    for actor in ("pc1:1", "pc1:2"):  # it was only cut off, or it was started again
+        back = Scene.working()
+        back.slot = scene.slot
+        back.feed(back.status(actor=actor, incarnation=0))
+        assert (back.slot.restarts, back.orders().begin is None) == (0, False)
 
 
 class Leaking(Scene):
     """A slot whose worker says what memory it holds."""
 
     def hold(self, mib: int, **changes: object) -> list[dict[str, Any]]:
-        """Report so much resident memory; return the notes of a leak."""
-        event = self.report(
-            **{"rss_bytes": mib * MIB, "device": CPU, "memory": MEMORY, "wall_s": 0.1, **changes}
-        )
-        self.commands = self.feed(event, later_s=1)
+        """Tell so much resident memory; return the notes of a leak."""
+        self.now_s += 1
+        event = self.status(**{"rss_bytes": mib * MIB, "device": CPU, "memory": MEMORY, **changes})
+        self.commands = self.feed(event)
         return notes(self.commands, "leak")
 
     def settle(self) -> None:
-        """Report until what comes next counts as growth: one begins, three settle, five are the base."""
+        """Tell until what comes next counts as growth: one begins, three settle, five are the base."""
         for _ in range(9):
             assert self.hold(100) == []
 
     def grow(self, mib: int) -> list[dict[str, Any]]:
-        """Report five times so much more."""
+        """Tell five times so much more."""
         return [note for _ in range(5) for note in self.hold(100 + mib)]
 
 
@@ -275,9 +285,25 @@ def test_a_leak_is_told_once_for_each_process() -> None:
         assert scene.slot.reason == "LEAK: its process keeps 30 MiB that its work does not need"
         assert scene.grow(40) == []
         assert scene.slot.reason == "LEAK: its process keeps 40 MiB that its work does not need"
-        scene.feed(scene.failure())
+        scene.feed(scene.end())
         scene.feed(Tick(), later_s=10)
     assert scene.slot.restarts == 2
+
+
+def test_a_status_that_comes_twice_is_no_growth() -> None:
+    scene = Leaking.joined(leak_flag_bytes=30 * MIB)
+    scene.settle()
+    scene.hold(140)
+    for _ in range(9):
+        assert notes(scene.feed(scene.status(**vars_of(scene))), "leak") == []
+
+
+def vars_of(scene: Scene) -> dict[str, Any]:
+    """Return what was told last, as fields of a status."""
+    told = scene.slot.status
+    assert told is not None
+    names = ("rss_bytes", "device", "memory", "wall_s")
+    return {name: getattr(told, name) for name in names}
 
 
 def test_a_leak_up_to_the_limit_is_a_fresh_process_and_no_death() -> None:
@@ -287,31 +313,24 @@ def test_a_leak_up_to_the_limit_is_a_fresh_process_and_no_death() -> None:
     assert scene.slot.phase is Phase.WORKING
     for _ in range(5):
         assert scene.slot.phase is Phase.WORKING
-        queued = scene.slot.in_flight[1]
         scene.hold(160)
-    assert [command for command in scene.commands if isinstance(command, Forget | Restart)] == [
-        Forget(),
-        Restart(),
-    ]
-    assert submits(scene.commands) == []
-    assert scene.slot.phase == Phase.PAUSING
-    assert scene.slot.state == HeadState.RESTARTING
+    assert not scene.orders().runs
+    assert (scene.slot.phase, scene.slot.state) == (Phase.PAUSING, HeadState.RESTARTING)
     assert scene.slot.wake_at_s == scene.now_s
     assert (
         scene.slot.reason
         == "its process keeps 60 MiB that its work does not need; its process was replaced"
     )
-    assert (scene.slot.deaths_at_s, scene.slot.in_flight) == ((), ())
-    assert counters_of(scene.slot) == counters(restarts=1, steps_lost_upper_bound=queued.step_limit)
-    assert [(submit.incarnation, submit.step_limit) for submit in submits(scene.feed(Tick()))] == [
-        (1, 1)
-    ]
+    assert scene.slot.deaths_at_s == ()
+    assert counters_of(scene.slot) == counters(restarts=1)
+    scene.feed(Tick())
+    assert scene.orders().incarnation == 1
     scene.settle()
     assert scene.slot.phase is Phase.WORKING
 
 
 def keeping(mib: int) -> dict[str, Any]:
-    """Report fields of a worker whose process kept so much after a release, at a size of its own."""
+    """Fields of a worker whose process kept so much after a release, at a size of its own."""
     return {"memory": replace(MEMORY, kept_bytes=mib * MIB), "size": 64 * mib}
 
 
@@ -352,3 +371,31 @@ def test_a_process_that_keeps_too_much_at_once_counts_as_a_death() -> None:
     assert scene.hold(100, **keeping(150)) == [{"growth_bytes": 150 * MIB}]
     assert (scene.slot.state, len(scene.slot.deaths_at_s)) == (HeadState.RESTARTING, 1)
     assert "drop every tensor in the workload's `release`" in scene.slot.reason
+
+
+@pytest.mark.parametrize(
+    ("told_s", "counted_s"),
+    [(1.0, 1.0), (1e300, 3.5), (math.inf, 3.5), (-5.0, 0.0), (math.nan, 0.0)],
+)
+def test_seconds_of_a_process_are_at_most_those_since_it_began(
+    told_s: float, counted_s: float
+) -> None:
+    scene = Scene.joined()
+    scene.now_s += 3.0
+    scene.feed(scene.status(wall_s=told_s, busy_s=told_s))
+    assert scene.slot.status is not None
+    assert scene.slot.status.wall_s == counted_s
+    assert scene.slot.counts.busy_s == counted_s
+
+
+def test_a_late_status_counts_as_worked() -> None:
+    """On a loaded PC the threads of a worker come late."""
+    scene = Scene.working(ends_at_s=1e6)
+    before_s = scene.slot.worked_s
+    scene.feed(scene.status(wall_s=1.5), later_s=9.0)
+    assert scene.slot.worked_s == before_s + 9.0
+    starved = {"busy_s": 0.25, "state": WorkerState.EMERGENCY}
+    scene.feed(scene.status(wall_s=2.5, **starved), later_s=9.0)
+    assert scene.slot.worked_s == before_s + 9.25
+    scene.feed(scene.status(wall_s=2.5, **starved), later_s=9.0)
+    assert scene.slot.worked_s == before_s + 9.25, "it told nothing new"

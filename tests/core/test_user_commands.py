@@ -6,13 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.core.fleet import SliceFailure
 from orchestrator.core.placement import Target, plan_slots
 from orchestrator.core.slot import (
     Abandon,
     Drain,
     Event,
-    Forget,
     HeadState,
     Held,
     Hold,
@@ -21,12 +19,12 @@ from orchestrator.core.slot import (
     Phase,
     Place,
     Reinstated,
-    Restart,
+    SaveAsked,
     Tick,
     Unheld,
 )
 from orchestrator.core.user_commands import Command, CommandRefusedError, Do, events_of
-from tests.core.scene import Scene, submits
+from tests.core.scene import Scene
 from tests.factories import REFERENCE
 from tests.scene import MIB
 from workers.messages import Progress, Verdict, WorkerState
@@ -44,19 +42,16 @@ def slot_in(state: str) -> Scene:
     if state == "held":
         hold(scene, Hold.PAUSE)
     if state in {"quarantined", "restarting"}:
-        scene.feed(scene.failure())
+        scene.feed(scene.end())
     if state == "done":
-        scene.feed(scene.report(verdict=Verdict.DONE, state=WorkerState.DONE))
+        scene.feed(scene.status(verdict=Verdict.DONE, state=WorkerState.DONE))
     return scene
 
 
 def hold(scene: Scene, how: Hold) -> list[object]:
-    """Hold a slot, and let what it was sent end; return the commands of the end."""
+    """Hold a slot, and let its process tell that it rests; return the commands of the end."""
     scene.feed(Held(hold=how))
-    commands: list[object] = []
-    while scene.slot.in_flight:
-        commands = list(scene.deeds(scene.report(steps_ok=3), later_s=1))
-    return commands
+    return list(scene.deeds(scene.status(steps_ok=3, is_held=True), later_s=1))
 
 
 def event_for(state: str, do: Do, *, amount_mib: int | None = None, ending: bool = False) -> Event:
@@ -97,7 +92,7 @@ REFUSALS: dict[Do, dict[str, str | None]] = {
         "absent": "has no process at work .STARTING.: wait until it runs",
         "running": "keeps no state that could be saved",
         "restarting": "has no process at work .RESTARTING.",
-        "held": "is held and gets no slice to save in: `unpause pc1/0` first",
+        "held": "is held and does no work that it could save: `unpause pc1/0` first",
         "quarantined": "is QUARANTINED: `reinstate",
         "done": "has finished its work",
     },
@@ -149,10 +144,7 @@ def test_one_wrong_slot_keeps_the_others_as_they_are() -> None:
             events_of(command, slots, PLANS, ["pc1"])
 
 
-@pytest.mark.parametrize(
-    ("how", "commands"),
-    [(Hold.PAUSE, [Forget(), Restart()]), (Hold.DRAIN, [Forget(), Restart(), Abandon()])],
-)
+@pytest.mark.parametrize(("how", "commands"), [(Hold.PAUSE, []), (Hold.DRAIN, [Abandon()])])
 def test_a_process_that_hangs_before_its_hold_is_not_replaced(
     how: Hold, commands: list[object]
 ) -> None:
@@ -160,7 +152,28 @@ def test_a_process_that_hangs_before_its_hold_is_not_replaced(
     scene.feed(Held(hold=how))
     assert scene.deeds(Tick(), later_s=1000) == commands
     assert (scene.slot.phase, scene.slot.restarts) == (Phase.HELD, 1)
-    assert [sent.incarnation for sent in submits(scene.deeds(Unheld()))] == [1]
+    assert not scene.slot.runs
+    scene.feed(Unheld())
+    assert (scene.orders().incarnation, scene.orders().runs) == (1, True)
+
+
+def test_a_paused_process_keeps_its_memory_and_goes_on() -> None:
+    scene = slot_in("running")
+    assert hold(scene, Hold.PAUSE) == []
+    assert (scene.orders().holds, scene.orders().runs) == (True, True)
+    assert scene.slot.state is HeadState.HELD
+    assert scene.deeds(Unheld(), later_s=1000) == []
+    assert (scene.orders().holds, scene.orders().incarnation) == (False, 0)
+    assert (scene.slot.state, scene.slot.counts.steps_ok) == (WorkerState.RUNNING, 3)
+    scene.feed(Tick(), later_s=1)
+    assert scene.slot.reason == "steady"
+
+
+def test_a_drained_process_ends() -> None:
+    scene = slot_in("running")
+    assert hold(scene, Hold.DRAIN) == [Abandon()]
+    assert scene.deeds(Unheld()) == [Place()]
+    assert (scene.orders().incarnation, scene.slot.counts.steps_ok) == (1, 3)
 
 
 def test_a_held_slot_stays_held_while_its_node_comes_and_goes() -> None:
@@ -169,45 +182,51 @@ def test_a_held_slot_stays_held_while_its_node_comes_and_goes() -> None:
     assert scene.slot.state == HeadState.HELD
     assert scene.slot.reason == "it gets no work until `unpause`; its node has left the cluster"
     assert scene.deeds(NodeJoined(), later_s=100) == []
-    assert scene.slot.phase is Phase.HELD
+    assert (scene.slot.phase, scene.orders().runs) == (Phase.HELD, False)
     scene.feed(NodeLeft())
     scene.feed(Unheld())
     assert (scene.slot.phase, scene.slot.state) == (Phase.ABSENT, HeadState.LOST)
-    assert [sent.incarnation for sent in submits(scene.deeds(NodeJoined()))] == [1]
+    scene.feed(NodeJoined())
+    assert (scene.orders().incarnation, scene.orders().runs) == (1, True)
 
 
 def test_a_quarantine_ends_a_hold_and_is_lifted_clean() -> None:
     scene = Scene.working(max_deaths=2)
     scene.die()
     scene.feed(Held(hold=Hold.PAUSE))
-    scene.feed(scene.failure())
+    scene.feed(scene.end())
     assert (scene.slot.phase, scene.slot.orders.hold) == (Phase.QUARANTINED, None)
-    place, first = scene.deeds(Reinstated(node_is_there=True))
-    assert isinstance(place, Place)
-    assert [(sent.incarnation, sent.step_limit) for sent in submits([first])] == [(2, 1)]
-    scene.feed(scene.report())
-    scene.feed(scene.failure(SliceFailure.DIED))
+    assert scene.deeds(Reinstated(node_is_there=True)) == [Place()]
+    assert scene.orders().incarnation == 2
+    scene.feed(scene.status())
+    scene.feed(scene.end())
     assert scene.slot.phase is Phase.PAUSING, "the deaths of before count no more"
 
 
 @pytest.mark.parametrize(
     ("event", "phase"), [(Held(hold=Hold.PAUSE), Phase.HELD), (Drain(), Phase.STOPPED)]
 )
-def test_a_training_gets_slices_until_it_has_saved(event: Event, phase: Phase) -> None:
+def test_a_training_works_until_it_has_saved(event: Event, phase: Phase) -> None:
     for last in ({"save_due": False}, {"save_due": True, "state": WorkerState.PARKED}):
         scene = slot_in("training")
         trains = {"progress": Progress(train_step=1)}
         scene.feed(event)
-        while len(scene.slot.in_flight) > 1:
-            assert submits(scene.feed(scene.report(**trains))) == []
-        told = [
-            sent.save
-            for _ in range(3)
-            for sent in submits(scene.feed(scene.report(**trains, save_due=True)))
-        ]
-        assert told == [True, True, True], "nothing is computed in them that would be lost"
-        assert submits(scene.feed(scene.report(**trains, **last))) == []
+        assert (scene.orders().saves, scene.orders().holds) == (1, True)
+        for told in ({"is_held": True}, {"saves": 1}, {"saves": 1, "is_held": True}):
+            scene.feed(scene.status(**trains, **told, save_due=True))
+            assert scene.slot.phase is Phase.WORKING
+        scene.feed(scene.status(**trains, saves=1, is_held=True, **last))
         assert scene.slot.phase is phase
+
+
+def test_a_save_that_was_not_taken_in_is_not_asked_for_twice() -> None:
+    scene = slot_in("training")
+    for asked, taken in ((1, 0), (1, 1), (2, 1)):
+        scene.feed(SaveAsked())
+        assert scene.orders().saves == asked
+        scene.feed(scene.status(progress=Progress(train_step=1), saves=taken))
+    scene.die()
+    assert scene.orders().saves == 0, "another process has nothing to save yet"
 
 
 def test_a_program_is_not_told_to_save_alone() -> None:

@@ -1,4 +1,4 @@
-"""A fleet in virtual time: processes, nodes and slices as Ray treats them, with faults when a script says so.
+"""A fleet in virtual time: nodes, actors and programs, with faults when a script says so.
 
 Nothing sleeps. `wait` moves the clock to the next thing that happens. The fleet keeps its own books
 of what was really done, so that a scenario can compare them with those of the supervisor.
@@ -7,26 +7,26 @@ of what was really done, so that a scenario can compare them with those of the s
 from __future__ import annotations
 
 import heapq
+import random
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from orchestrator.core.fleet import (
-    DeathCause,
-    NodeFact,
-    SliceEnded,
-    SliceFailed,
-    SliceFailure,
-    SliceReported,
-)
+from orchestrator.core.fleet import Heard, NodeFact, Told, Unreached
 from orchestrator.run.supervisor import Clock
-from tests.factories import CPU, MEMORY, report_of
+from tests.factories import CPU, MEMORY, status_of
 from workers.messages import (
-    Activity,
-    Directive,
+    Begin,
+    EndCause,
+    Orders,
+    ProcessEnd,
     Progress,
+    Quiet,
+    Status,
+    StepCounts,
     Verdict,
+    WorkerEvent,
     WorkerState,
 )
 from workers.settings import WorkerSpec
@@ -40,7 +40,11 @@ SAVED_EVERY = 50
 #: A process needs so long before it takes its first step.
 START_S = 2.0
 
-#: For so long after the end of a process its actor cannot be reached.
+#: A poll without news is answered after so long, one with news at once.
+POLL_S = 1.0
+AT_ONCE_S = 0.05
+
+#: For so long after the end of an actor's process there is no other.
 UNREACHABLE_S = 0.3
 
 #: A node that is started again joins so much later.
@@ -67,36 +71,44 @@ class VirtualClock(Clock):
 
 
 @dataclass(eq=False)
-class _Slice:
-    directive: Directive
-    forgotten: bool = False
-    began_s: float | None = None
-    """When its first step began; `None` while it is queued."""
+class Process:
+    """The program of a slot."""
 
-    @property
-    def steps(self) -> int:
-        """Good steps that it does if nothing happens."""
-        wanted = max(1, int(self.directive.duration_s * STEPS_PER_S))
-        limit = self.directive.step_limit
-        return wanted if limit is None else min(wanted, limit)
-
-
-@dataclass(eq=False)
-class _Process:
+    incarnation: int
     up_at_s: float
-    queue: list[_Slice] = field(default_factory=list)
-    hangs: bool = False
+    at_s: float
+    """Until when its steps are done."""
+    done: int = 0
+    counted: int = 0
+    """Steps in the last answer that has reached the head."""
+    is_alive: bool = True
+    hangs_since_s: float | None = None
     corrupted: str | None = None
+    holds: bool = False
+    saves: int = 0
     train_step: int = 0
     state: str | None = None
-    """Of what it trains, once it has been given work."""
+    """Of what it trains, once it has begun."""
+    extra: Counter[str] = field(default_factory=Counter)
+    errors: int = 0
+    told: Status | None = None
+    """What it told last."""
 
 
 @dataclass(eq=False)
 class _Actor:
     node: str
-    process: _Process | None
+    name: str | None = None
+    """Of its process; `None`: there is none."""
     reachable_at_s: float = 0.0
+    orders: Orders | None = None
+    poll: object | None = None
+    """That which is under way."""
+    process: Process | None = None
+    """The last that was started here."""
+    news: list[WorkerEvent] = field(default_factory=list)
+    heard: int = 0
+    """Events before those."""
 
 
 class ScriptedFleet:
@@ -106,18 +118,15 @@ class ScriptedFleet:
         self.clock = clock
         self.began_s = clock.now_s
         self.placed: list[str] = []
-        self.directives: dict[str, list[Directive]] = {}
-        """Each slot's, in the order in which they were submitted."""
+        self.begun: dict[str, list[Orders]] = {}
+        """The orders by which the processes of a slot began."""
+        self.processes: dict[str, list[Process]] = {}
         self.really_done: Counter[str] = Counter()
         """Good steps of each slot, told of or not."""
-        self.told: Counter[str] = Counter()
-        """Good steps of each slot in reports that came out of `wait`."""
-        self.cause: DeathCause | None = None
-        """What `why_ended` answers."""
-        self.activity: dict[str, Activity | None] = {}
-        """What `watch` answers for a slot whose process does not report."""
+        self.lost_answers = 0.0
+        """Share of the answers that are thrown away."""
         self.says: dict[str, Mapping[str, Any]] = {}
-        """Slot -> what every report of it says, beside the usual."""
+        """Slot -> what every status of it says, beside the usual."""
         self.finished_after: dict[str, int] = {}
         """Slot -> the steps after which its work is done."""
         self.trains: set[str] = set()
@@ -125,24 +134,25 @@ class ScriptedFleet:
         self.saved: Counter[str] = Counter()
         """Of each slot the step of its last checkpoint."""
         self.redone: Counter[str] = Counter()
-        """Steps that a slot had told of and had to do again."""
+        """Steps that a slot had done and had to do again."""
         self.start_s: dict[str, float] = {}
         """Slot -> how long its processes take to start, if not `START_S`."""
         self.dies_at_once: set[str] = set()
         """Slots whose processes die in their first step."""
         self.unbuildable: set[str] = set()
-        self.on_submit: Callable[[str, Directive], None] | None = None
-        self.restarts: list[str] = []
+        self.on_order: Callable[[str, Orders], None] | None = None
         self.abandoned: list[str] = []
+        self._chance = random.Random(7)  # noqa: S311 - repeatable is what is wanted
         self._nodes: dict[str, NodeFact] = {}
         self._node_count = 0
+        self._actor_count = 0
         self._without_power: set[str] = set()
         """The ids of nodes that were lost; some are still listed."""
         self._actors: dict[str, _Actor] = {}
-        self._agenda: list[tuple[float, int, Callable[[], None]]] = []
+        self._agenda: list[tuple[float, int, Callable[[], object]]] = []
         self._number = 0
         self._now_s = clock.now_s
-        self._ended: list[SliceEnded] = []
+        self._heard: list[Heard] = []
 
     # The script
 
@@ -157,14 +167,14 @@ class ScriptedFleet:
         self._nodes[node_id] = NodeFact(
             name=name, node_id=node_id, address="10.0.0.1", cpus=cpus, gpus=1.0
         )
-        for slot, actor in self._actors.items():
-            if actor.node == name and actor.process is None:
-                actor.process = self._new_process(slot)
+        for actor in self._actors.values():
+            if actor.node == name and actor.name is None:
+                self._start_actor(actor)
 
     def leave(self, name: str) -> None:
         """Let a node go as one that was stopped does: it is listed no more, and its processes end."""
         self._nodes = {node_id: fact for node_id, fact in self._nodes.items() if fact.name != name}
-        self._end_processes_of(name)
+        self._end_actors_of(name)
 
     def lose(self, name: str) -> None:
         """Cut a node's power: it no longer answers, its processes are gone, and Ray lists it for a while."""
@@ -175,7 +185,7 @@ class ScriptedFleet:
                 self._schedule(
                     self._now_s + LISTED_S, lambda gone=node_id: self._nodes.pop(gone, None)
                 )
-        self._end_processes_of(name)
+        self._end_actors_of(name)
 
     def silence(self, name: str, *, silent: bool = True, refuses: bool = False) -> None:
         """Let a node not answer, whatever its workers do.
@@ -186,22 +196,32 @@ class ScriptedFleet:
             if fact.name == name and node_id not in self._without_power:
                 self._nodes[node_id] = replace(fact, answers=not silent, refuses=refuses)
 
-    def kill(self, slot: str) -> None:
-        """End a slot's process by SIGKILL; Ray starts another."""
-        self._end_process(slot, SliceFailure.DIED)
-        self._actors[slot].process = self._new_process(slot)
+    def end_program(self, slot: str, text: str = "killed by signal 9") -> None:
+        """End the slot's program, which its actor sees."""
+        process = self._process(slot)
+        self._end(slot, process)
+        assert process.told is not None or process.at_s <= process.up_at_s
+        died = ProcessEnd(cause=EndCause.SIGNALLED, text=text)
+        told = process.told or status_of(slot, process.incarnation, is_up=False)
+        process.told = replace(told, died=died)
+        self._answer_soon(slot)
 
     def hang(self, slot: str) -> None:
         """Let the slot's process not end the step it is in."""
-        self._process(slot).hangs = True
+        process = self._process(slot)
+        self._work(slot, process)
+        process.hangs_since_s = self._now_s
 
     def corrupt(self, slot: str) -> None:
         """Let the device of the slot's process stop answering."""
-        self._process(slot).corrupted = "CUDA error: an illegal memory access was encountered"
+        process = self._process(slot)
+        self._work(slot, process)
+        process.corrupted = "CUDA error: an illegal memory access was encountered"
 
     def has_process(self, slot: str) -> bool:
         """Whether the slot has a process that can be ended."""
-        return slot in self._actors and self._actors[slot].process is not None
+        actor = self._actors.get(slot)
+        return actor is not None and actor.process is not None and actor.process.is_alive
 
     def has_node(self, name: str) -> bool:
         """Whether a node of this name is listed."""
@@ -214,7 +234,16 @@ class ScriptedFleet:
     def machine_stands_still(self, seconds: float) -> None:
         """Suspend everything, as a virtual machine is: what was to happen happens so much later."""
         self.clock.now_s += seconds
+        self._now_s += seconds
         self._agenda = [(at_s + seconds, number, action) for at_s, number, action in self._agenda]
+        for processes in self.processes.values():
+            for process in processes:
+                process.at_s += seconds
+                process.up_at_s += seconds
+
+    def unseen(self, slot: str) -> int:
+        """Good steps that were in no answer that has reached the head."""
+        return sum(process.done - process.counted for process in self.processes.get(slot, []))
 
     # The protocol
 
@@ -232,74 +261,50 @@ class ScriptedFleet:
         assert spec.slot not in self._actors, "a slot has one actor at a time"
         self._now_s = self.clock.now_s
         self.placed.append(spec.slot)
+        actor = self._actors[spec.slot] = _Actor(spec.node)
         # On a node that went just now the actor waits until there is one of that name again.
-        process = self._new_process(spec.slot) if self._has(spec.node) else None
-        self._actors[spec.slot] = _Actor(spec.node, process)
+        if self._has(spec.node):
+            self._start_actor(actor)
 
-    def submit(self, slot: str, directive: Directive) -> None:
-        assert slot in self._actors, "nothing is sent to an actor that was ended"
-        if self.on_submit is not None:
-            self.on_submit(slot, directive)
-        self.directives.setdefault(slot, []).append(directive)
+    def order(self, slot: str, orders: Orders) -> None:
+        assert slot in self._actors, "nothing is ordered of an actor that was ended"
+        if self.on_order is not None:
+            self.on_order(slot, orders)
+        self._actors[slot].orders = orders
+
+    def wait(self, timeout_s: float) -> tuple[Heard, ...]:
         self._now_s = self.clock.now_s
-        actor, work = self._actors[slot], _Slice(directive)
-        if slot in self.unbuildable:
-            self._fail(slot, work, SliceFailure.UNBUILDABLE)
-        elif actor.process is None or self._now_s < actor.reachable_at_s:
-            self._fail(slot, work, SliceFailure.UNAVAILABLE)
-        else:
-            self._reaches(slot, actor.process, directive)
-            actor.process.queue.append(work)
-            if len(actor.process.queue) == 1:
-                self._begin(slot, actor.process)
-
-    def wait(self, timeout_s: float) -> tuple[SliceEnded, ...]:
-        until_s = self.clock.now_s + (timeout_s if self._is_busy() else 0.0)
+        for slot, actor in self._actors.items():
+            if actor.orders is not None and actor.poll is None:
+                self._poll(slot, actor)
+        until_s = self.clock.now_s + (timeout_s if self._actors else 0.0)
         while self._agenda and self._agenda[0][0] <= (
-            self.clock.now_s if self._ended else max(until_s, self.clock.now_s)
+            self.clock.now_s if self._heard else max(until_s, self.clock.now_s)
         ):
-            self._now_s, _, action = heapq.heappop(self._agenda)
-            self.clock.now_s = max(self.clock.now_s, self._now_s)
+            at_s, _, action = heapq.heappop(self._agenda)
+            self._now_s = max(self._now_s, at_s)
+            self.clock.now_s = max(self.clock.now_s, at_s)
             action()
-        ended, self._ended = self._ended, []
-        if not ended:
+        heard, self._heard = self._heard, []
+        if not heard:
             self.clock.now_s = max(self.clock.now_s, until_s)
         self._now_s = self.clock.now_s
-        for each in ended:
-            if isinstance(each, SliceReported):
-                self.told[each.slot] += each.report.counts.steps_ok
-        return tuple(ended)
+        return tuple(heard)
 
-    def forget(self, slot: str) -> None:
-        actor = self._actors.get(slot)
-        if actor is not None and actor.process is not None:
-            for work in actor.process.queue:
-                work.forgotten = True
-        self._ended = [
-            ended for ended in self._ended if ended.slot != slot or isinstance(ended, SliceReported)
-        ]
-
-    def restart(self, slot: str) -> None:
-        self._now_s = self.clock.now_s
-        self.restarts.append(slot)
-        self._end_process(slot, SliceFailure.DIED)
+    def kill(self, slot: str) -> None:
+        """End the slot's actor by SIGKILL; Ray starts another process of it."""
+        self._end_actor(slot)
         actor = self._actors[slot]
-        actor.process = self._new_process(slot) if self._has(actor.node) else None
+        if self._has(actor.node):
+            self._start_actor(actor)
 
     def abandon(self, slot: str) -> None:
         self._now_s = self.clock.now_s
         assert slot in self._actors, "an actor is ended once"
         self.abandoned.append(slot)
-        self.forget(slot)
-        self._end_process(slot, SliceFailure.DIED)
+        self._end_actor(slot)
         del self._actors[slot]
-
-    def why_ended(self, slot: str) -> DeathCause | None:
-        del slot
-        return self.cause
-
-    def watch(self, silent: Collection[str]) -> Mapping[str, Activity | None]:
-        return {slot: self.activity[slot] for slot in silent if slot in self.activity}
+        self._heard = [heard for heard in self._heard if heard.slot != slot]
 
     def end_node(self, node: str) -> None:
         self._now_s = self.clock.now_s
@@ -320,109 +325,202 @@ class ScriptedFleet:
             for id_, fact in self._nodes.items()
         )
 
-    def _is_busy(self) -> bool:
-        processes = (actor.process for actor in self._actors.values() if actor.process is not None)
-        return bool(self._ended) or any(
-            not work.forgotten for process in processes for work in process.queue
-        )
-
-    def _process(self, slot: str) -> _Process:
+    def _process(self, slot: str) -> Process:
         process = self._actors[slot].process
         assert process is not None, f"{slot} has no process"
+        assert process.is_alive, f"the process of {slot} has ended"
         return process
 
-    def _new_process(self, slot: str) -> _Process:
-        return _Process(
-            up_at_s=self._now_s + self.start_s.get(slot, START_S), train_step=self.saved[slot]
-        )
+    def _start_actor(self, actor: _Actor) -> None:
+        self._actor_count += 1
+        actor.name = f"actor {self._actor_count}"
+        actor.process, actor.news, actor.heard = None, [], 0
+        actor.reachable_at_s = max(actor.reachable_at_s, self._now_s)
 
-    def _begin(self, slot: str, process: _Process) -> None:
-        """Let the first slice of the queue run to its end, whatever that will be."""
-        work = process.queue[0]
-        work.began_s = began_s = max(self._now_s, process.up_at_s)
-        if slot in self.dies_at_once:
-            self._schedule(began_s, lambda: self._if_alive(slot, process, lambda: self.kill(slot)))
-        ends_at_s = began_s + work.steps / STEPS_PER_S
-        self._schedule(
-            ends_at_s, lambda: self._if_alive(slot, process, lambda: self._end(slot, process, work))
-        )
+    def _end_actors_of(self, node: str) -> None:
+        for slot, actor in self._actors.items():
+            if actor.node == node:
+                self._end_actor(slot)
 
-    def _if_alive(self, slot: str, process: _Process, action: Callable[[], None]) -> None:
-        actor = self._actors.get(slot)
-        if actor is not None and actor.process is process and not process.hangs:
-            action()
+    def _end_actor(self, slot: str) -> None:
+        actor = self._actors[slot]
+        actor.name, actor.reachable_at_s = None, self._now_s + UNREACHABLE_S
+        if actor.process is not None and actor.process.is_alive:
+            self._end(slot, actor.process)
+        if actor.poll is not None:
+            actor.poll = None
+            self._heard.append(Unreached(slot=slot, text="The actor died."))
 
-    def _end(self, slot: str, process: _Process, work: _Slice) -> None:
-        process.queue.remove(work)
-        left = self._left(slot, process, work)
-        done = min(work.steps, left) if process.corrupted is None else 0
+    def _end(self, slot: str, process: Process) -> None:
+        self._work(slot, process)
+        process.is_alive = False
+        self.redone[slot] += max(0, process.train_step - self.saved[slot])
+
+    def _poll(self, slot: str, actor: _Actor) -> None:
+        """Let a poll take along what is ordered, and schedule its end."""
+        assert actor.orders is not None
+        actor.poll = poll = object()
+        if slot in self.unbuildable:
+            self._comes_to_nothing(slot, actor, poll, is_unbuildable=True)
+        elif actor.name is None or self._now_s < actor.reachable_at_s:
+            self._comes_to_nothing(slot, actor, poll, is_unbuildable=False)
+        else:
+            is_news = self._obey(slot, actor, actor.orders)
+            at_s = self._now_s + (AT_ONCE_S if is_news else POLL_S)
+            self._schedule(at_s, lambda: self._answer(slot, actor, poll))
+
+    def _comes_to_nothing(
+        self, slot: str, actor: _Actor, poll: object, *, is_unbuildable: bool
+    ) -> None:
+        def end() -> None:
+            if actor.poll is poll:
+                actor.poll = None
+                text = "The actor died unexpectedly before finishing this task."
+                self._heard.append(Unreached(slot=slot, text=text, is_unbuildable=is_unbuildable))
+
+        self._schedule(self._now_s + UNREACHABLE_S, end)
+
+    def _obey(self, slot: str, actor: _Actor, orders: Orders) -> bool:
+        """Do as an actor does; say whether something comes of it that is told at once."""
+        del actor.news[: max(0, orders.heard - actor.heard)]
+        actor.heard = max(actor.heard, orders.heard)
+        if orders.actor != actor.name:
+            return True
+        process = actor.process
+        if process is not None and process.is_alive:
+            if not orders.runs or orders.incarnation > process.incarnation:
+                self._end(slot, process)
+            else:
+                return self._heed(slot, process, orders)
+        if not orders.runs or (process is not None and orders.incarnation <= process.incarnation):
+            return False
+        assert orders.begin is not None, "a process is told how to begin"
+        up_at_s = self._now_s + self.start_s.get(slot, START_S)
+        actor.process = process = Process(orders.incarnation, up_at_s, up_at_s)
+        process.train_step = self.saved[slot]
+        self.processes.setdefault(slot, []).append(process)
+        self.begun.setdefault(slot, []).append(orders)
+        self._begins(slot, process, orders.begin)
+        self._heed(slot, process, orders)
+        self._schedule(up_at_s, lambda: self._comes_up(slot, actor, process))
+        return True
+
+    def _comes_up(self, slot: str, actor: _Actor, process: Process) -> None:
+        if process.is_alive:
+            actor.news.append(WorkerEvent(name="device_opened", at_unix_s=self.clock.unix_s()))
+            if slot in self.dies_at_once:
+                self.end_program(slot)
+            self._answer_soon(slot)
+
+    def _heed(self, slot: str, process: Process, orders: Orders) -> bool:
+        self._work(slot, process)
+        is_news = process.holds != orders.holds or process.saves != orders.saves
+        if orders.saves > process.saves and slot in self.trains:
+            self.saved[slot] = process.train_step
+        process.holds, process.saves = orders.holds, orders.saves
+        return is_news and self._now_s >= process.up_at_s
+
+    def _answer_soon(self, slot: str) -> None:
+        actor = self._actors[slot]
+        if actor.poll is not None:
+            poll = actor.poll
+            self._schedule(self._now_s, lambda: self._answer(slot, actor, poll))
+
+    def _answer(self, slot: str, actor: _Actor, poll: object) -> None:
+        if actor.poll is not poll:
+            return
+        actor.poll, process = None, actor.process
+        status = status_of(slot, None, is_up=False)
+        if process is not None:
+            status = self._told(slot, process)
+        if self._chance.random() < self.lost_answers:
+            return
+        if process is not None:
+            process.counted = status.counts.steps_ok
+        news = actor.heard + len(actor.news)
+        status = replace(status, actor=actor.name or "", news=news, events=tuple(actor.news))
+        self._heard.append(Told(status=status))
+
+    def _told(self, slot: str, process: Process) -> Status:
+        """Return what the process tells now, or has told last."""
+        if not process.is_alive:
+            return process.told or status_of(slot, process.incarnation, is_up=False)
+        if self._now_s < process.up_at_s:
+            return status_of(slot, process.incarnation, is_up=False)
+        if process.hangs_since_s is not None:
+            told = process.told or status_of(slot, process.incarnation, is_up=False)
+            seconds = self._now_s - process.hangs_since_s
+            return replace(told, quiet=Quiet(seconds=seconds, idle_s=seconds))
+        self._work(slot, process)
+        process.told = self._status(slot, process)
+        return process.told
+
+    def _work(self, slot: str, process: Process) -> None:
+        """Let the process do its steps until now."""
+        stands = process.holds or process.corrupted is not None or not process.is_alive
+        if process.hangs_since_s is not None or self._now_s <= process.at_s:
+            return
+        steps = 0 if stands else int((self._now_s - process.at_s) * STEPS_PER_S + 1e-9)
+        done = min(steps, self._left(slot, process, steps))
+        process.at_s = self._now_s if stands or done < steps else process.at_s + steps / STEPS_PER_S
+        process.done += done
         self.really_done[slot] += done
-        assert work.began_s is not None
-        report: dict[str, Any] = {
-            "steps_ok": done,
-            "wall_s": self._now_s - work.began_s,
+        self._did(slot, process, done)
+
+    def _status(self, slot: str, process: Process) -> Status:
+        says = dict(self.says.get(slot, {}))
+        process.extra.update(
+            {name: says.pop(name) for name in list(says) if name in StepCounts.__slots__}
+        )
+        process.errors = process.errors + 1 if "error" in says else 0
+        status: dict[str, Any] = {
+            **process.extra,
+            "steps_ok": process.done,
+            "errors_in_a_row": process.errors,
+            "wall_s": process.at_s - process.up_at_s,
             "device": CPU,
             "memory": MEMORY,
             "resume": {"done": self.really_done[slot]},
+            "is_held": process.holds,
+            "saves": process.saves,
         }
-        if slot in self.finished_after and done == left:
-            report |= {
+        if self._left(slot, process, 1) == 0:
+            status |= {
                 "verdict": Verdict.DONE,
                 "state": WorkerState.DONE,
                 "reason": "all its work is done",
             }
         if process.corrupted is not None:
-            report |= {"verdict": Verdict.CONTEXT_CORRUPTED, "reason": process.corrupted}
+            status |= {"verdict": Verdict.CONTEXT_CORRUPTED, "reason": process.corrupted}
         if slot in self.trains:
-            process.train_step += done
-            self.saved[slot] = process.train_step // SAVED_EVERY * SAVED_EVERY
             loss = 10.0 / (1 + process.train_step)
-            report["progress"] = Progress(
+            status["progress"] = Progress(
                 train_step=process.train_step, saved_step=self.saved[slot], loss=loss
             )
-        directive = work.directive
-        report |= self._more(slot, process, directive, done)
-        report |= self.says.get(slot, {})
-        told = report_of(slot, directive.incarnation, directive.sequence, **report)
-        self._ended.append(SliceReported(report=told))
-        if process.queue:
-            self._begin(slot, process)
+        return status_of(
+            slot, process.incarnation, **{**status, **self._more(slot, process), **says}
+        )
 
-    def _reaches(self, slot: str, process: _Process, directive: Directive) -> None:
-        """Do what a process does with a directive when that comes."""
+    # What others change
 
-    def _left(self, slot: str, process: _Process, work: _Slice) -> int:
-        """Return how many steps of its work a slot has before it, or as many as the slice has."""
+    def _begins(self, slot: str, process: Process, begin: Begin) -> None:
+        """Do what a process does with what it is told first."""
+
+    def _left(self, slot: str, process: Process, steps: int) -> int:
+        """Return how many of so many steps a slot has before it."""
         del process
-        done = self.really_done[slot]
-        return self.finished_after.get(slot, done + work.steps) - done
+        if slot not in self.finished_after:
+            return steps
+        return min(steps, self.finished_after[slot] - self.really_done[slot])
 
-    def _more(
-        self, slot: str, process: _Process, directive: Directive, done: int
-    ) -> dict[str, Any]:
-        """Return what else the report of a slice of so many steps says."""
-        del slot, process, directive, done
+    def _did(self, slot: str, process: Process, steps: int) -> None:
+        """Take in that a process has done so many steps more."""
+        if slot in self.trains:
+            process.train_step += steps
+            saved = process.train_step // SAVED_EVERY * SAVED_EVERY
+            self.saved[slot] = max(self.saved[slot], saved)
+
+    def _more(self, slot: str, process: Process) -> dict[str, Any]:
+        """Return what else a status says."""
+        del slot, process
         return {}
-
-    def _end_processes_of(self, node: str) -> None:
-        for slot, actor in self._actors.items():
-            if actor.node == node:
-                self._end_process(slot, SliceFailure.UNAVAILABLE)
-
-    def _end_process(self, slot: str, failure: SliceFailure) -> None:
-        actor = self._actors[slot]
-        process, actor.process = actor.process, None
-        actor.reachable_at_s = self._now_s + UNREACHABLE_S
-        if process is not None:
-            self.redone[slot] += max(0, process.train_step - self.saved[slot])
-        for work in process.queue if process is not None else ():
-            if work.began_s is not None:
-                self.really_done[slot] += min(
-                    work.steps, int(max(0.0, self._now_s - work.began_s) * STEPS_PER_S)
-                )
-            self._fail(slot, work, failure)
-
-    def _fail(self, slot: str, work: _Slice, failure: SliceFailure) -> None:
-        if not work.forgotten:
-            text = "The actor died unexpectedly before finishing this task."
-            self._ended.append(SliceFailed.of(slot, work.directive, failure, text))

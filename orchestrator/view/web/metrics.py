@@ -81,11 +81,6 @@ def _of_run(frame: Frame) -> Iterator[Metric]:
         ("run_elapsed_seconds", "Time that the run has worked.", snapshot.elapsed_s),
         ("run_planned_seconds", "Planned length of the run.", snapshot.duration_s),
         ("records_incomplete", "1 if anything of the run could not be stored.", run.incomplete),
-        (
-            "steps_lost_upper_bound",
-            "Most good steps that ended processes may have done unseen.",
-            snapshot.steps_lost_upper_bound,
-        ),
         ("frame_age_seconds", "Time since the records last changed.", frame.late_s),
     ):
         yield _gauges(name, text, (), [((), value)])

@@ -1,0 +1,479 @@
+"""What a status, or the end of a process, does to its slot. Pure; part of the lifecycle.
+
+A process that ends is followed by another after a pause, by none while the slot is held, or the
+slot is quarantined. `lifecycle.py` says in which phase which function here is called; what is then
+wanted of the process is in `orders.py`, and when one hangs in `silence.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import replace
+from typing import Final
+
+from orchestrator.core.fleet import Told, Unreached
+from orchestrator.core.leak_detector import NO_WATCH, observe
+from orchestrator.core.slot import (
+    Abandon,
+    Command,
+    EndRun,
+    HeadState,
+    Hold,
+    Moment,
+    Note,
+    Phase,
+    Place,
+    Rules,
+    Slot,
+    SlotState,
+    Transition,
+)
+from orchestrator.core.training import follow
+from workers.messages import STARVED, EndCause, Status, Verdict, WorkerState
+from workers.units import MIB
+
+#: A poll may come to nothing for so long before the table says it.
+_UNREACHED_S: Final = 3.0
+
+#: So many times the good steps of any process before it, and a process without checkpoints got
+#: further.
+_TIMES_FURTHER: Final = 10
+
+#: What a process keeps after a release is said, and is too much, from these shares of its cap on,
+#: and from the last one on if nothing runs any more. Between two replacements a leak then costs a
+#: sixth of the cap on average.
+_FLAG_SHARE: Final = 1 / 6
+_LIMIT_SHARE: Final = 1 / 3
+_STARVED_SHARE: Final = 1 / 8
+
+#: A process that keeps too much by its first statuses is no better than one that dies.
+_AT_ONCE_STATUSES: Final = 3
+
+#: A process's time is believed to be longer than the head waited by so much: the two clocks are
+#: read at two places.
+_TOLERANCE_S: Final = 0.5
+
+#: A worker that rests for its duty is RUNNING, and for one whose card is too hot THROTTLED and
+#: PAUSED say so: all of these are at work.
+_AT_WORK: Final = frozenset(
+    {WorkerState.RUNNING, WorkerState.THROTTLED, WorkerState.PAUSED, WorkerState.CORRUPT}
+)
+
+ACTOR_ENDED: Final = "its process ended: killed, or crashed"
+
+_HELD_WITH_PROCESS: Final = "it gets no work, and its process keeps its memory, until `unpause`"
+_HELD_WITHOUT: Final = "it gets no work, and its process has ended, until `unpause`"
+
+
+def told(slot: Slot, event: Told, moment: Moment) -> Transition:
+    """Take a status in; then the process goes on, comes to rest, is replaced or is given up."""
+    status = event.status
+    slot, is_same_actor = _heard(slot, status)
+    if not is_same_actor:
+        return died(slot, ACTOR_ENDED, moment)
+    if status.incarnation != slot.incarnation:
+        return slot, ()
+    worked_before = slot.first_work_s is not None
+    slot = _with_status(replace(slot, begun=True, quiet=status.quiet), status, moment)
+    if status.is_up:
+        slot = replace(slot, state=status.state, reason=status.reason)
+    if status.verdict is not Verdict.OK and not (
+        status.verdict is Verdict.DONE and status.save_due
+    ):
+        return _judged(slot, status, moment, worked_before=worked_before)
+    if status.died is not None:
+        is_unbuildable = status.died.cause is EndCause.UNBUILDABLE and not worked_before
+        return (_unbuildable if is_unbuildable else died)(slot, status.died.text, moment)
+    if status.errors_in_a_row >= moment.rules.max_workload_errors:
+        return quarantine(slot, f"{status.errors_in_a_row} times in a row: {status.reason}")
+    return _go_on(slot, status, moment) if status.is_up else (slot, ())
+
+
+def _judged(slot: Slot, status: Status, moment: Moment, *, worked_before: bool) -> Transition:
+    """Follow the verdict of a process that does nothing more."""
+    if status.verdict is Verdict.DONE:
+        return done(slot)
+    if status.verdict is Verdict.CONTEXT_CORRUPTED:
+        if status.device is None and status.counts.oom_count > 0:
+            return _no_memory_for_context(slot, status.reason, moment)
+        return died(slot, status.reason, moment)
+    end = EndRun(reason=status.reason, is_input=status.verdict is Verdict.BAD_INPUT)
+    return impossible(slot, end, moment, worked_before=worked_before)
+
+
+def told_aside(slot: Slot, event: Told, moment: Moment) -> Transition:
+    """Count what a process has done that is to end, or to rest, and see whether one that rests has
+    ended.
+    """
+    status = event.status
+    slot, is_same_actor = _heard(slot, status)
+    has_ended = not is_same_actor
+    if is_same_actor and status.incarnation == slot.incarnation:
+        slot = _with_status(slot, status, moment)
+        has_ended = status.died is not None or status.verdict is Verdict.CONTEXT_CORRUPTED
+    if slot.phase is Phase.HELD and slot.runs and has_ended:
+        slot = replace(slot, runs=False, reason=slot.orders.why or _HELD_WITHOUT)
+    return slot, ()
+
+
+def told_away(slot: Slot, event: Told, moment: Moment) -> Transition:
+    """Count what a process has done on a node that has left: it is not gone with it at once."""
+    if event.status.incarnation != slot.incarnation:
+        return slot, ()
+    counted = _with_status(slot, event.status, moment)
+    return replace(counted, heard_at_s=slot.heard_at_s), ()
+
+
+def unreached(slot: Slot, event: Unreached, moment: Moment) -> Transition:
+    """Distinguish code that cannot work from an actor that cannot be reached yet."""
+    if event.is_unbuildable:
+        if slot.first_work_s is None:
+            return _unbuildable(slot, event.text, moment)
+        return died(slot, f"its process cannot be started: {event.text}", moment)
+    if slot.unreached_since_s is None:
+        slot = replace(slot, unreached_since_s=moment.now_s)
+    return still_unreached(slot, moment.now_s - (slot.unreached_since_s or 0.0), moment.rules)
+
+
+def still_unreached(slot: Slot, unreached_s: float, rules: Rules) -> Transition:
+    """Say it once it lasts, and give up a slot whose actor does not come back."""
+    if unreached_s > rules.start_timeout_s:
+        return quarantine(slot, f"no process came up in {rules.start_timeout_s:.0f} s")
+    if slot.ready and unreached_s > _UNREACHED_S:
+        slot = replace(slot, state=HeadState.RESTARTING, reason="its process cannot be reached")
+    return slot, ()
+
+
+def _heard(slot: Slot, status: Status) -> tuple[Slot, bool]:
+    """Return the slot after an answer of its actor, and whether that is still the same process."""
+    is_same = slot.actor in {None, status.actor}
+    heard = max(slot.heard, status.news) if slot.actor == status.actor else status.news
+    return replace(slot, actor=status.actor, heard=heard, unreached_since_s=None), is_same
+
+
+def _with_status(slot: Slot, status: Status, moment: Moment) -> Slot:
+    """Return the slot with what the present process told; one that is not up has told nothing."""
+    slot = replace(slot, heard_at_s=moment.now_s)
+    if not status.is_up:
+        return slot
+    before = slot.status if slot.has_told else None
+    status = _bounded(status, slot, moment.now_s)
+    is_news = before is None or (status.wall_s, status.counts) != (before.wall_s, before.counts)
+    if is_news:
+        worked_s = 0.0 if moment.ends_at_s is None else _worked_s(slot, status, before, moment)
+        slot = replace(
+            slot,
+            news_at_s=moment.now_s,
+            worked_s=slot.worked_s + worked_s,
+            leak=observe(slot.leak, status),
+            progressed_at_s=moment.now_s if _progressed(slot, status) else slot.progressed_at_s,
+        )
+    is_at_work = slot.first_work_s is None and status.state is not WorkerState.WARMING
+    return replace(
+        slot,
+        status=status,
+        first_work_s=moment.now_s if is_at_work else slot.first_work_s,
+        longest_step_s=max(slot.longest_step_s or 0.0, status.longest_step_s) or None,
+        deaths_at_s=recent(slot.deaths_at_s, moment),
+        training=follow(slot.training, status),
+        device=status.device or slot.device,
+        resume=status.resume if status.resume is not None else slot.resume,
+    )
+
+
+def _bounded(status: Status, slot: Slot, now_s: float) -> Status:
+    """Return a status whose seconds are possible: what a step did to the worker's clock must not
+    count as work.
+
+    A process has worked at most since it was first asked to.
+    """
+    most_s = now_s - (now_s if slot.working_since_s is None else slot.working_since_s)
+    most_s += _TOLERANCE_S
+    counts = status.counts
+    if 0 <= status.wall_s <= most_s and 0 <= counts.busy_s <= most_s:
+        return status
+    wall_s, busy_s = (
+        min(most_s, told_s) if told_s > 0 else 0.0 for told_s in (status.wall_s, counts.busy_s)
+    )
+    return replace(status, wall_s=wall_s, counts=replace(counts, busy_s=busy_s))
+
+
+def _worked_s(slot: Slot, status: Status, before: Status | None, moment: Moment) -> float:
+    """Return the seconds that count as worked since the process told something before.
+
+    All of them if it is at work: on a loaded PC a status comes late, and that is no fault of the
+    worker. Without memory, what its good steps took.
+    """
+    if status.state in _AT_WORK and slot.news_at_s is not None:
+        return moment.now_s - slot.news_at_s
+    wall_s = status.wall_s - (0.0 if before is None else before.wall_s)
+    busy_s = status.counts.busy_s - (0.0 if before is None else before.counts.busy_s)
+    return max(0.0, wall_s if status.state in _AT_WORK else min(busy_s, wall_s))
+
+
+def _progressed(slot: Slot, status: Status) -> bool:
+    """Say whether the process got further than those before it: a newer checkpoint, or many times
+    their good steps.
+
+    What crashes in its tenth step, again and again, gets no further, although its last status may
+    come after the first step or after the ninth.
+    """
+    if status.progress is not None and status.progress.train_step is not None:
+        return (status.progress.saved_step or 0) > (slot.training.last.saved_step or 0)
+    return status.counts.steps_ok > _TIMES_FURTHER * slot.most_steps
+
+
+def _go_on(slot: Slot, status: Status, moment: Moment) -> Transition:
+    """After a good status: the process works on, unless it is to rest or keeps too much memory.
+
+    What it keeps is said in every reason, and once for each process in the event log.
+    """
+    rules, cap_bytes = moment.rules, math.inf if slot.device is None else slot.device.cap_bytes
+    # Where nothing runs any more, less is enough: a fresh process has that much more to work with.
+    share = _STARVED_SHARE if slot.state in STARVED else _LIMIT_SHARE
+    too_much_bytes = slot.leak.unneeded_bytes(rules.leak_limit_bytes, share * cap_bytes)
+    told_bytes = too_much_bytes or slot.leak.unneeded_bytes(
+        rules.leak_flag_bytes, _FLAG_SHARE * cap_bytes
+    )
+    notes: tuple[Command, ...] = ()
+    if told_bytes is not None:
+        if not slot.leak_told:
+            notes = (Note(name="leak", fields=(("growth_bytes", told_bytes),)),)
+        is_running = slot.state is WorkerState.RUNNING
+        reason = f"LEAK: {_leak_words(told_bytes)}" if is_running else slot.reason
+        slot = replace(slot, leak_told=True, reason=reason)
+    commands: tuple[Command, ...] = ()
+    if slot.draining or slot.orders.hold is not None:
+        if _rests(slot, status):
+            slot, commands = (
+                (replace(slot, phase=Phase.STOPPED), ()) if slot.draining else at_rest(slot, moment)
+            )
+    elif too_much_bytes is not None:
+        slot, commands = _leaked(slot, too_much_bytes, moment)
+    return slot, (*notes, *commands)
+
+
+def _rests(slot: Slot, status: Status) -> bool:
+    """Say whether the process does no steps, and has saved what it was asked to save, and could.
+
+    One that lacks the memory for any step and has not saved is in the middle of an optimiser step
+    that may never end.
+    """
+    has_saved = status.saves >= slot.saves and not status.save_due
+    return status.is_held and (has_saved or status.state in STARVED)
+
+
+def died(slot: Slot, why: str, moment: Moment) -> Transition:
+    """Start another process after a pause that grows with each death; give up after deaths without
+    progress between.
+    """
+    now_s, rules, status = moment.now_s, moment.rules, slot.status
+    was_up = slot.ready
+    deaths = (*(recent(slot.deaths_at_s, moment) if was_up else slot.deaths_at_s), now_s)
+    did = status.counts.steps_ok if was_up and status is not None else 0
+    slot = replace(_restarted(slot), deaths_at_s=deaths, most_steps=max(slot.most_steps, did))
+    in_vain = without_progress(slot)
+    if len(in_vain) >= rules.max_deaths:
+        span_s = max(rules.death_window_s, now_s - in_vain[0])
+        return quarantine(
+            slot, f"{len(in_vain)} deaths in {span_s:.0f} s without progress; the last: {why}"
+        )
+    pausing = _pausing(slot, HeadState.RESTARTING, why, now_s + _pause_s(slot, moment))
+    return _without_process(pausing, moment)
+
+
+def _no_memory_for_context(slot: Slot, why: str, moment: Moment) -> Transition:
+    """Try a fresh process after the longest pause: the card has no memory left even for a context.
+
+    Not a death.
+    """
+    slot = _restarted(slot)
+    pause_s = _jittered(moment.rules.restart_backoff_max_s, slot, moment)
+    pausing = _pausing(slot, WorkerState.EMERGENCY, why, moment.now_s + pause_s)
+    return _without_process(pausing, moment)
+
+
+def _leaked(slot: Slot, unneeded_bytes: int, moment: Moment) -> Transition:
+    """Replace a process that keeps more and more memory.
+
+    Not a death, unless it did so at once: it did its work.
+    """
+    if slot.leak.statuses <= _AT_ONCE_STATUSES:
+        why = f"{_leak_words(unneeded_bytes)}: drop every tensor in the workload's `release`"
+        return died(slot, why, moment)
+    why = f"{_leak_words(unneeded_bytes)}; its process was replaced"
+    return _pausing(_restarted(slot), HeadState.RESTARTING, why, moment.now_s), ()
+
+
+def _leak_words(unneeded_bytes: int) -> str:
+    """Say what a process keeps for nothing."""
+    return f"its process keeps {unneeded_bytes / MIB:.0f} MiB that its work does not need"
+
+
+def _unbuildable(slot: Slot, text: str, moment: Moment) -> Transition:
+    end = EndRun(reason=f"{slot.slot}: cannot be started: {text}")
+    return impossible(slot, end, moment, worked_before=False)
+
+
+def impossible(slot: Slot, end: EndRun, moment: Moment, *, worked_before: bool) -> Transition:
+    """Refuse what can never work in this slot.
+
+    Before the run counts, the plan is wrong and the run ends. Later it is this slot alone (a PC
+    that joined late, another card that came back): the slot is given up and the others continue.
+    """
+    if worked_before or moment.rules.has_counted or moment.ends_at_s is not None:
+        return quarantine(slot, end.reason)
+    return slot, (end,)
+
+
+def done(slot: Slot) -> Transition:
+    """End a slot whose work is finished, and its actor."""
+    return replace(without_actor(slot), phase=Phase.DONE, wake_at_s=None), (Abandon(),)
+
+
+def quarantine(slot: Slot, why: str) -> Transition:
+    """Give the slot up until the user reinstates it, or starts a new run.
+
+    It is held no more: it has ended.
+    """
+    slot = replace(
+        without_actor(slot),
+        phase=Phase.QUARANTINED,
+        state=HeadState.QUARANTINED,
+        reason=why,
+        wake_at_s=None,
+        orders=replace(slot.orders, hold=None),
+    )
+    return slot, (Abandon(),)
+
+
+def _without_process(slot: Slot, moment: Moment) -> Transition:
+    """Let a slot wait that has no process, unless its run is ending or the user holds it: it then
+    stops, or is held.
+    """
+    if slot.draining:
+        return replace(slot, phase=Phase.STOPPED, wake_at_s=None), ()
+    if slot.orders.hold is None:
+        return slot, ()
+    return at_rest(slot, moment)
+
+
+def at_rest(slot: Slot, moment: Moment) -> Transition:
+    """Hold a slot on a node that is there, now that it does no work.
+
+    End its process where that was asked.
+    """
+    ends = slot.orders.hold is Hold.DRAIN and slot.placed
+    stays = slot.ready and not ends
+    slot = replace(
+        slot,
+        phase=Phase.HELD,
+        state=HeadState.HELD,
+        reason=slot.orders.why or (_HELD_WITH_PROCESS if stays else _HELD_WITHOUT),
+        runs=stays,
+        wake_at_s=None,
+        held_since_s=moment.now_s if slot.held_since_s is None else slot.held_since_s,
+    )
+    return (without_actor(slot), (Abandon(),)) if ends else (slot, ())
+
+
+def start(slot: Slot, moment: Moment) -> Transition:
+    """Start a process in a slot whose node is there.
+
+    The actor may have to be made first.
+    """
+    place: tuple[Command, ...] = () if slot.placed else (Place(),)
+    slot = replace(
+        begin(slot, moment) if slot.placed else _awaited(slot, moment),
+        placed=True,
+        state=HeadState.STARTING,
+        reason="its process starts",
+        deaths_at_s=recent(slot.deaths_at_s, moment),
+    )
+    return slot, place
+
+
+def begin(slot: Slot, moment: Moment) -> Slot:
+    """Start the next process of a slot that has an actor."""
+    return _awaited(_next_process(slot), moment)
+
+
+def _awaited(slot: Slot, moment: Moment) -> Slot:
+    return replace(
+        slot,
+        phase=Phase.WORKING,
+        runs=True,
+        wake_at_s=None,
+        working_since_s=moment.now_s,
+        heard_at_s=None,
+        news_at_s=None,
+        quiet=None,
+        unreached_since_s=None,
+    )
+
+
+def _next_process(slot: Slot) -> Slot:
+    """Count another process, of which nothing is known yet."""
+    return replace(
+        slot,
+        incarnation=slot.incarnation + 1,
+        counts_before=slot.counts,
+        begun=False,
+        saves=0,
+        leak=NO_WATCH,
+        leak_told=False,
+    )
+
+
+def without_actor(slot: Slot) -> Slot:
+    """Return the slot once its actor is ended: the next process is another actor's."""
+    return replace(
+        _next_process(slot), placed=False, runs=False, actor=None, heard=0, unreached_since_s=None
+    )
+
+
+def _restarted(slot: Slot) -> Slot:
+    return replace(slot, runs=False, restarts=slot.restarts + 1)
+
+
+def _pausing(slot: Slot, state: SlotState, why: str, wake_at_s: float) -> Slot:
+    return replace(slot, phase=Phase.PAUSING, state=state, reason=why, wake_at_s=wake_at_s)
+
+
+def recent(deaths_at_s: tuple[float, ...], moment: Moment) -> tuple[float, ...]:
+    """Return the deaths of the window that ends now."""
+    return tuple(at for at in deaths_at_s if at > moment.now_s - moment.rules.death_window_s)
+
+
+def without_progress(slot: Slot) -> tuple[float, ...]:
+    """Return the slot's recent deaths (monotonic seconds) after which it got no further."""
+    since_s = slot.progressed_at_s
+    return (
+        slot.deaths_at_s
+        if since_s is None
+        else tuple(at for at in slot.deaths_at_s if at > since_s)
+    )
+
+
+def _pause_s(slot: Slot, moment: Moment) -> float:
+    """Return how long to wait before the slot starts again.
+
+    No pause after the first death of a window. Half of each later pause is jitter, so that workers
+    that died together do not come back together.
+    """
+    if len(slot.deaths_at_s) == 1:
+        return 0.0
+    rules = moment.rules
+    # 2.0**1024 would overflow.
+    doubled_s = rules.restart_backoff_s * 2.0 ** min(len(slot.deaths_at_s) - 2, 1000)
+    return _jittered(min(doubled_s, rules.restart_backoff_max_s), slot, moment)
+
+
+def _jittered(pause_s: float, slot: Slot, moment: Moment) -> float:
+    """Return between half of the pause and all of it (AWS Architecture Blog, "Exponential Backoff
+    And Jitter").
+    """
+    seed = f"{moment.rules.seed}:{slot.slot}:{slot.restarts}"
+    drawn = hashlib.blake2b(seed.encode(), digest_size=8)
+    return pause_s * (0.5 + 0.5 * int.from_bytes(drawn.digest(), "big") / 2**64)
