@@ -204,6 +204,9 @@ class RayFleet:
         ready, _ = ray.wait(list(slots), num_returns=len(slots), timeout=0, fetch_local=True)
         return tuple(self._answer(slots[ref], ref) for ref in ready)
 
+    def kill(self, slot: str) -> None:
+        ray.kill(self._asked[slot].actor, no_restart=False)
+
     def abandon(self, slot: str) -> None:
         asked = self._asked.pop(slot, None)
         if asked is not None:

@@ -9,7 +9,6 @@ import hashlib
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +36,13 @@ from orchestrator.record.store import STORE_NAME
 from orchestrator.run.dispatcher import Dispatcher
 from orchestrator.run.resume import Past, past_of
 from tests.jobs.scene import training
-from tests.run.scene import HeadScene
-from tests.run.scripted_fleet import STEPS_PER_S, ScriptedFleet, VirtualClock
+from tests.run.scene import AtOnce, HeadScene
+from tests.run.scripted_fleet import STEPS_PER_S, Process, ScriptedFleet, VirtualClock
 from workers.messages import (
+    Begin,
     CheckpointPiece,
-    Directive,
     Ending,
+    Orders,
     Progress,
     Verdict,
     WorkerState,
@@ -90,11 +90,15 @@ class JobsFleet(ScriptedFleet):
         self.starts: Counter[str] = Counter()
         """How often a program was begun."""
         self.kinds_of_report: dict[str, Callable[[str], Mapping[str, Any]]] = {}
-        """By slot, what its reports say on a node."""
+        """By slot, what its statuses say on a node."""
         self.began_at: dict[str, list[int]] = {}
         """Of each training the steps at which its processes began."""
         self.curve: Callable[[str, int], float] = lambda _, step: 10.0 / (1 + step)
         """The loss of a slot at a step."""
+        self._files: dict[int, tuple[int, bytes]] = {}
+        """Of a process, by its identity: number and content of the file that the head is to keep."""
+        self._asked_to_end: set[int] = set()
+        """Processes whose program was ended to rest."""
 
     def live_on(self, node: str) -> list[str]:
         """Return the slots that have an actor on a node."""
@@ -115,86 +119,97 @@ class JobsFleet(ScriptedFleet):
         job = self._job(slot)
         return self.program_steps.get(slot, 20) if job.command is not None else job.steps
 
-    def _reaches(self, slot: str, process: Any, directive: Directive) -> None:
-        if process.state is not None:
-            return
+    def _begins(self, slot: str, process: Process, begin: Begin) -> None:
         process.state, process.train_step = slot, 0
         if self._job(slot).command is not None:
             self.starts[slot] += 1
-        elif directive.checkpoint is not None:
-            step, process.state = directive.checkpoint.decode().split()
+        elif begin.checkpoint is not None:
+            step, process.state = begin.checkpoint.decode().split()
             process.train_step = self.saved[slot] = int(step)
         else:
             self.saved[slot] = 0
         self.began_at.setdefault(slot, []).append(process.train_step)
 
-    def _left(self, slot: str, process: Any, work: Any) -> int:
-        steps = self._steps_of(slot)
-        return work.steps if steps is None else int(steps - process.train_step)
+    def _left(self, slot: str, process: Process, steps: int) -> int:
+        whole = self._steps_of(slot)
+        left = steps if whole is None else int(whole - process.train_step)
+        return min(steps, 0 if id(process) in self._asked_to_end else left)
 
-    def _more(self, slot: str, process: Any, directive: Directive, done: int) -> dict[str, Any]:
-        said = self.kinds_of_report.get(slot)
-        if said is not None and (report := said(self._actors[slot].node)):
-            return dict(report)
+    def _did(self, slot: str, process: Process, steps: int) -> None:
+        first, process.train_step = process.train_step, process.train_step + steps
+        if self._job(slot).command is None:
+            last = process.train_step
+            process.state = hash_after(slot, last, process.state or "", first)
+            is_done = last >= (self._steps_of(slot) or 0)
+            if steps and (is_done or last // _SAVED_EVERY > first // _SAVED_EVERY):
+                self._save(slot, process)
+
+    def _save(self, slot: str, process: Process) -> None:
+        self.saved[slot] = process.train_step
+        number, _ = self._files.get(id(process), (0, b""))
+        self._files[id(process)] = number + 1, f"{process.train_step} {process.state}".encode()
+
+    def _heed(self, slot: str, process: Process, orders: Orders) -> bool:
+        is_asked = orders.saves > process.saves
+        is_news = super()._heed(slot, process, orders)
         if self._job(slot).command is not None:
-            return self._of_program(slot, process, directive, done)
-        return self._of_training(slot, process, directive, done)
+            if is_asked or orders.holds:
+                self._asked_to_end.add(id(process))
+            elif id(process) in self._asked_to_end:
+                self._asked_to_end.remove(id(process))
+                process.train_step = 0
+                self.starts[slot] += 1
+        elif is_asked:
+            self._save(slot, process)
+        kept, (number, data) = orders.kept, self._files.get(id(process), (0, b""))
+        if kept is not None and kept.number == number and kept.size_bytes == len(data):
+            self._files[id(process)] = number, b""
+            return True
+        return is_news
 
-    def _of_program(
-        self, slot: str, process: Any, directive: Directive, done: int
-    ) -> dict[str, Any]:
-        process.train_step += done
-        report: dict[str, Any] = {"progress": Progress()}
-        ended = None
-        if directive.save:
-            process.state = None  # it starts again with the next slice
-            return {**report, "ended": Ending(signal=15, was_asked=True)}
+    def _more(self, slot: str, process: Process) -> dict[str, Any]:
+        said = self.kinds_of_report.get(slot)
+        if said is not None and (status := said(self._actors[slot].node)):
+            return dict(status)
+        if self._job(slot).command is not None:
+            return self._of_program(slot, process)
+        return self._of_training(slot, process)
+
+    def _of_program(self, slot: str, process: Process) -> dict[str, Any]:
+        status: dict[str, Any] = {"progress": Progress()}
+        if id(process) in self._asked_to_end:
+            ended = Ending(signal=15, was_asked=True)
+            at_rest = {"verdict": Verdict.OK, "state": WorkerState.RUNNING, "reason": "at rest"}
+            return {**status, **at_rest, "ended": ended, "is_held": True}
         if process.train_step >= (self._steps_of(slot) or 0):
             endings = self.endings.get(slot) or [Ending(exit_code=0)]
             ended = endings[min(self.starts[slot], len(endings)) - 1]
-        if ended is not None:
-            report |= {"ended": ended, "verdict": Verdict.DONE, "state": WorkerState.DONE}
-            report["reason"] = f"exit code {ended.exit_code}"
-        return report
+            status |= {"ended": ended, "verdict": Verdict.DONE, "state": WorkerState.DONE}
+            status["reason"] = f"exit code {ended.exit_code}"
+        return status
 
-    def _of_training(
-        self, slot: str, process: Any, directive: Directive, done: int
-    ) -> dict[str, Any]:
-        first, steps = process.train_step, self._job(slot).steps
+    def _of_training(self, slot: str, process: Process) -> dict[str, Any]:
+        steps, last = self._job(slot).steps, process.train_step
         assert steps is not None
-        process.train_step = last = first + done
-        process.state = state = hash_after(slot, last, process.state, first)
         is_done = last >= steps
-        report: dict[str, Any] = {}
-        if done and (is_done or directive.save or last // _SAVED_EVERY > first // _SAVED_EVERY):
-            self.saved[slot] = last
-            data = f"{last} {state}".encode()
-            report["checkpoint"] = CheckpointPiece(
-                number=last, offset_bytes=0, total_bytes=len(data), data=data
+        status: dict[str, Any] = {}
+        number, data = self._files.get(id(process), (0, b""))
+        if data:
+            status["checkpoint"] = CheckpointPiece(
+                number=number, offset_bytes=0, total_bytes=len(data), data=data
             )
-        report["progress"] = Progress(
+        status["save_due"] = bool(data)
+        status["progress"] = Progress(
             train_step=last,
             train_steps=steps,
             saved_step=self.saved[slot],
             eta_s=(steps - last) / STEPS_PER_S,
             loss=self.curve(slot, last),
-            weights_sha256=state if is_done else None,
+            weights_sha256=process.state if is_done else None,
         )
         if is_done:
-            report |= {"verdict": Verdict.DONE, "state": WorkerState.DONE, "reason": "all is done"}
-        return report
-
-
-class _AtOnce:
-    """What else is done by threads, whose time is not the virtual one."""
-
-    def submit(self, work: Callable[..., Any], *given: object, **named: object) -> Future[Any]:
-        done: Future[Any] = Future()
-        try:
-            done.set_result(work(*given, **named))
-        except Exception as error:  # noqa: BLE001 - as an executor does
-            done.set_exception(error)
-        return done
+            status |= {"verdict": Verdict.DONE, "state": WorkerState.DONE, "reason": "all is done"}
+        return status
 
 
 class JobsRun(HeadScene):
@@ -238,8 +253,8 @@ class JobsRun(HeadScene):
             stays=stays,
             before_unix_s=past.updated_at_unix_s,
         )
-        self.dispatcher._files._threads = _AtOnce()  # type: ignore[assignment]
-        self.dispatcher._threads = _AtOnce()  # type: ignore[assignment]
+        self.dispatcher._files._threads = AtOnce()  # type: ignore[assignment]
+        self.dispatcher._threads = AtOnce()  # type: ignore[assignment]
         self._begin(
             self.fleet,
             self.dispatcher.resumed(),
@@ -294,7 +309,7 @@ class JobsRun(HeadScene):
         for owner, names in (
             (self.journal, ("append",)),
             (self.store, ("commit",)),
-            (self.fleet, ("place", "submit", "abandon")),
+            (self.fleet, ("place", "order", "abandon")),
         ):
             for name in names:
                 setattr(owner, name, mortal(getattr(owner, name)))
