@@ -26,7 +26,7 @@ ResumeState: TypeAlias = Mapping[str, Scalar]
 
 
 class WorkerState(StrEnum):
-    """What a worker reports that it is doing, as the health table names it. Always shown with a
+    """What a worker tells that it is doing, as the health table names it. Always shown with a
     reason in words.
 
     What only the head can know, such as that a node is lost, is its `HeadState`.
@@ -52,7 +52,7 @@ STARVED: Final = frozenset({WorkerState.EMERGENCY, WorkerState.PARKED})
 
 
 class Verdict(StrEnum):
-    """How the process that sent a report stands."""
+    """How the process that sent a status stands."""
 
     OK = "ok"
     #: The workload is finished; the head ends this process and starts no other.
@@ -60,7 +60,7 @@ class Verdict(StrEnum):
     #: The device context is beyond repair; the head must end this process and let a fresh one
     #: resume.
     CONTEXT_CORRUPTED = "poisoned"
-    #: The directive cannot work on this machine however often it is tried (wrong card, unknown
+    #: The workload cannot work on this machine however often it is tried (wrong card, unknown
     #: workload).
     INCOMPATIBLE = "incompatible"
     #: It can work on no machine before the user changes what is trained: its settings or its data.
@@ -68,7 +68,7 @@ class Verdict(StrEnum):
 
 
 class IncompatibleError(Exception):
-    """The directive can never work here (wrong card, unknown workload, a cap too small).
+    """The workload can never work here (wrong card, unknown workload, a cap too small).
 
     Its text says what would.
     """
@@ -169,7 +169,7 @@ class DeviceInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryInfo:
-    """The device's memory as the worker sees it at the end of a slice."""
+    """The device's memory as the worker sees it between two steps."""
 
     device_total_bytes: int | None
     device_used_bytes: int | None
@@ -182,7 +182,7 @@ class MemoryInfo:
     reserved_bytes: int
     """Held by the allocator: live tensors and its pool."""
     peak_bytes: int
-    """The most that a step of the slice needed: `allocated_bytes`, and on a card gaps between
+    """The most that a step since the last status needed: `allocated_bytes`, and on a card gaps between
     tensors.
     """
     alloc_retries: int
@@ -194,7 +194,7 @@ class MemoryInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerEvent:
-    """Something that happened inside a slice: an OOM, a back-off, an emergency.
+    """Something that happened to a worker: an OOM, a back-off, an emergency.
 
     Goes to events.jsonl.
     """
@@ -206,7 +206,7 @@ class WorkerEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCounts:
-    """The counters of steps and result checks: of one slice, of a slot, or of a whole run.
+    """The counters of steps and result checks: of one process, of a slot, or of a whole run.
 
     The only place that names them; whatever adds counts up, adds two of these. Their names are keys
     of summary.json.
@@ -232,7 +232,7 @@ class StepCounts:
     def __add__(self, other: StepCounts) -> StepCounts:
         """Return the sum, counter by counter.
 
-        Without `__init__`, which takes twice as long: every report adds two.
+        Without `__init__`, which takes twice as long: every step adds two.
         """
         total = object.__new__(StepCounts)
         for put, mine, others in zip(
@@ -404,12 +404,12 @@ class ProcessEnd:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrintedOutput:
-    """What a worker's process printed in one slice, by Python and by native libraries."""
+    """What a worker's process printed lately, by Python and by native libraries."""
 
     text: str
     """As it was printed: it may hold what steers a terminal."""
     dropped_bytes: int
-    """Printed before it, and more than a report carries."""
+    """Printed before it, and more than a status carries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -474,9 +474,9 @@ class Status:
     longest_step_s: float = 0.0
     """Of its good steps."""
     errors_in_a_row: int = 0
-    """Errors of the workload since its last good step."""
+    """Errors of the workload since it worked for about a second with good steps and without one."""
     error: str | None = None
-    """Traceback of the workload's last exception, as text."""
+    """Traceback of the workload's last exception, as text; it stays when good steps follow."""
     sensors: SensorReading | None = None
     """The last look at the sensors; `None` if there was none yet."""
     rss_bytes: int | None = None

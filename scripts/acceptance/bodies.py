@@ -16,12 +16,12 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-from benches.common import ChildDiedError, run_slice
+from benches.common import ChildDiedError, run_turn
 
 from workers import oom
 from workers.devices.base import threads_for
 from workers.engine.engine import Engine
-from workers.messages import IncompatibleError, Report, StepCounts, Verdict
+from workers.messages import Begin, IncompatibleError, Status, StepCounts, Verdict
 from workers.nvml import queries
 from workers.settings import WorkerSpec
 
@@ -31,19 +31,19 @@ DTYPES = {
 #: A bare loop queues products for about so long before it waits; and it waits only for the batch
 #: before the last.
 _QUEUED_S = 0.05
-_SLICE_S = 1.0
+_TURN_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
     """What came of an order."""
 
-    reports: tuple[Report, ...]
-    window_s: float  # from the first directive to the last report
+    reports: tuple[Status, ...]
+    window_s: float  # from the begin of the first turn to the end of the last
     process_used_bytes: int | None  # what the driver says this process holds of the card
 
     @property
-    def last(self) -> Report:
+    def last(self) -> Status:
         return self.reports[-1]
 
     @property
@@ -52,7 +52,7 @@ class Turn:
 
     @property
     def flop_per_s(self) -> float:
-        """Work over time; whatever lies between steps and slices counts against it."""
+        """Work over time; whatever lies between steps and turns counts against it."""
         return self.counts.work_flop / self.window_s
 
     @property
@@ -70,19 +70,17 @@ def serve_engine(connection: Connection, spec: WorkerSpec, environment: Mapping[
     An order of no seconds is worked at until the first good step, as the head has new processes do.
     """
     os.environ.update(environment)  # before CUDA reads it
-    engine = Engine(spec)
-    sequence = 0
+    engine = Engine(spec, Begin(fresh=True))
     while True:
         seconds, at_s = connection.recv()
-        reports: list[Report] = []
+        reports: list[Status] = []
         time.sleep(max(0.0, at_s - time.monotonic()))
         began_s = time.monotonic()
         while not reports or (
             reports[-1].verdict is Verdict.OK and time.monotonic() - began_s < seconds
         ):
-            duration_s = max(0.0, min(_SLICE_S, seconds - (time.monotonic() - began_s)))
-            reports.append(run_slice(engine, sequence, duration_s))
-            sequence += 1
+            duration_s = max(0.0, min(_TURN_S, seconds - (time.monotonic() - began_s)))
+            reports.append(run_turn(engine, duration_s))
         window_s = time.monotonic() - began_s
         on_card = spec.device == "cuda"
         used_bytes = queries.process_used_bytes(queries.visible_card()) if on_card else None

@@ -1,7 +1,7 @@
 """The work that workers do: against a bare torch loop, together on one card, and by shares of time
 or of the card.
 
-Speed: the product is driven slice by slice as the head does and counted from outside; the bare loop
+Speed: the product is driven turn by turn as its program does and counted from outside; the bare loop
 always has a batch queued. Totals: the guides claim 180 % for two workers and 250 % for three; what
 is true depends on how much of the card one leaves idle, so a size that fills it and one that does
 not are measured. MPS: in plain fp32, where the power limit does not set the pace, with a control
@@ -142,7 +142,7 @@ def judge_totals(found: Sequence[Row]) -> Outcome:
 
 _MOST_OFF = 0.05
 _TOGETHER, _TOGETHER_DUTY = 7, 0.6
-#: Turns of a check of duties are longer: what a slice owes is paid by the next one.
+#: Turns of a check of duties are longer: what a turn owes is paid by the next one.
 _TURNS = 4
 
 

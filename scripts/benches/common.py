@@ -14,13 +14,13 @@ import signal
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from multiprocessing import get_context
 from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from workers.messages import Directive, Report
+from workers.messages import Orders, Status, StepCounts
 from workers.settings import MemorySettings, WorkerSpec, WorkloadSpec
 from workers.units import MIB
 
@@ -255,8 +255,12 @@ def trainer_spec(
     return replace(usual, policy="adaptive", workload=workload, workers_on_host=cores)
 
 
-def run_slice(engine: Engine, sequence: int, duration_s: float) -> Report:
-    """Run a slice of so long; of no length, up to the first good step."""
-    return engine.run_slice(
-        Directive(incarnation=0, sequence=sequence, duration_s=duration_s, resume=None)
-    )
+def run_turn(engine: Engine, duration_s: float) -> Status:
+    """Drive a turn of so long; of no length, up to the first good step. Its counters are those of
+    this turn alone.
+    """
+    before = engine.status().counts
+    status = engine.turn(Orders(), duration_s)
+    names = [each.name for each in fields(StepCounts)]
+    counts = {name: getattr(status.counts, name) - getattr(before, name) for name in names}
+    return replace(status, counts=StepCounts(**counts))

@@ -39,7 +39,7 @@ from benches.common import (
     in_turn,
     judged,
     progress,
-    run_slice,
+    run_turn,
     status_bytes,
     told_by,
     trainer_spec,
@@ -59,7 +59,7 @@ _RESOLUTION_BYTES = MIB // 4
 _MOST_BYTES = 512 * MIB
 #: A training under a cap that takes longer has not finished.
 _LONGEST_S = 240.0
-_SLICE_S = 0.5
+_TURN_S = 0.5
 
 
 def run(rounds: int, seconds: float, models: Sequence[str], caps: int, steps: int) -> Result:
@@ -158,6 +158,7 @@ class _Ours:
 
         from workers.devices import cpu
         from workers.engine import engine, session
+        from workers.messages import Begin
         from workers.workloads.train import Train
 
         class Capped(cpu.CpuDevice):
@@ -175,17 +176,15 @@ class _Ours:
         Train.prepare(_keys(folder))
         _warmed_up(folder)
         self._engine = engine.Engine(
-            trainer_spec(cap_bytes + 64 * MIB, _keys(folder), floor_bytes=MIB)
+            trainer_spec(cap_bytes + 64 * MIB, _keys(folder), floor_bytes=MIB), Begin(fresh=True)
         )
-        self._sequence = -1
         self.batch: int | None = None
         self.step = 0
 
-    def slice(self, seconds: float) -> None:
+    def turn(self, seconds: float) -> None:
         from workers.messages import Verdict
 
-        self._sequence += 1
-        told = run_slice(self._engine, self._sequence, seconds)
+        told = run_turn(self._engine, seconds)
         if told.verdict is not Verdict.OK and told.error:
             raise RuntimeError(told.error)
         self.batch = told.batch
@@ -214,12 +213,12 @@ def _warmed_up(folder: str) -> None:
 def _ours_in_turns(connection: Connection, folder: str) -> None:
     ours = _Ours(folder, _SPARE_BYTES)
     while ours.batch != BATCH or ours.step < 5:
-        ours.slice(_SLICE_S)
+        ours.turn(_TURN_S)
     connection.send("ready")
     while True:
         seconds = connection.recv()
         began_s, cpu_s, step = time.monotonic(), time.process_time(), ours.step
-        ours.slice(seconds)
+        ours.turn(seconds)
         spent_s, cpu_spent_s = time.monotonic() - began_s, time.process_time() - cpu_s
         connection.send(((ours.step - step) * BATCH, spent_s, cpu_spent_s))
 
@@ -318,10 +317,10 @@ def _turn(name: str, body: Any, *arguments: object) -> tuple[float, int | None, 
 
 def _ours_capped(connection: Connection, folder: str, cap_bytes: int, steps: int) -> None:
     ours = _Ours(folder, cap_bytes)
-    ours.slice(0.0)  # plans
+    ours.turn(0.0)  # plans
     began_s, first, spent_s = time.monotonic(), ours.step, 0.0
     while ours.step - first < steps and spent_s < _LONGEST_S:
-        ours.slice(_SLICE_S)
+        ours.turn(_TURN_S)
         spent_s = time.monotonic() - began_s
     done = ours.step - first
     speed = done * BATCH / spent_s if done >= steps else 0.0

@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from benches.common import Result, lone_worker, percentile, progress, run_slice, sized
+from benches.common import Result, lone_worker, percentile, progress, run_turn, sized
 from workers.engine.engine import Engine
-from workers.messages import Verdict
+from workers.messages import Begin, Verdict
 from workers.workloads.base import StepResult
 from workers.workloads.matmul import Matmul
 
@@ -58,16 +58,16 @@ def run(
         size_decay=1.0, batch_step=1, batch_floor=1, cleanup_every=0,
     )  # fmt: skip
     EverySecondStepFails.excess_bytes = 2 * budget_bytes
-    engine = Engine(spec)
+    engine = Engine(spec, Begin(fresh=True))
     broken: list[str] = []
     ooms = 0
     for sequence in range(errors + 1):
-        report = run_slice(engine, sequence, 0.0)
+        report = run_turn(engine, 0.0)
         counts = report.counts
         ooms += counts.steps_oom
         if report.verdict is not Verdict.OK or counts.steps_error or counts.steps_ok != 1:
             broken.append(
-                f"slice {sequence} ended {report.verdict} {report.state}: {report.reason} "
+                f"turn {sequence} ended {report.verdict} {report.state}: {report.reason} "
                 f"{report.error or ''}"
             )
             break

@@ -19,7 +19,8 @@ import pytest
 import torch
 
 from orchestrator.cluster.actor import WorkerActor
-from tests.scene import Patience, spec_of
+from tests.command.scenes import is_gone
+from tests.scene import Patience, spec_of, wait_for
 from workers.messages import Begin, EndCause, Orders, Status, Verdict, WorkerEvent
 from workers.workloads.base import StepResult, Workload, WorkloadContext
 
@@ -214,7 +215,7 @@ def test_a_kill_from_outside_is_told(acting: Callable[[str], Slot], victim: str)
     ended = slot.wait(lambda told: told.died is not None)
     assert ended.died is not None
     assert ended.died.cause is EndCause.SIGNALLED
-    assert not process.is_running()
+    wait_for(lambda: is_gone(process.pid), "end of the process")
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 import venv
 from dataclasses import replace
 from pathlib import Path
@@ -13,18 +12,14 @@ from pathlib import Path
 import pytest
 
 from orchestrator.cluster.actor import load_worker
-from orchestrator.core import slot as slots
-from orchestrator.core.fleet import SliceReported
-from orchestrator.core.lifecycle import advance
 from orchestrator.jobs.causes import cause_of
 from orchestrator.jobs.model import Cause
 from tests.command.scenes import Slot, command_spec, told
-from tests.factories import RULES
 from tests.scene import ROOT, python
 from workers.command import files
-from workers.command.engine import ATTEMPT, CommandEngine
+from workers.command.engine import ATTEMPT
 from workers.command.launch import split_python
-from workers.messages import Directive, Verdict, WorkerState
+from workers.messages import Verdict, WorkerState
 from workers.units import GIB, MIB
 
 pytestmark = pytest.mark.usefixtures("state_dir")
@@ -376,39 +371,6 @@ def test_worker_loads_no_torch(tmp_path: Path) -> None:
     )
     done = python("-c", code, str(ROOT), cwd=tmp_path)
     assert done.stdout.strip() == "False", done.stderr
-
-
-class Drained:
-    """A slot of the real lifecycle around the real engine: every command is obeyed at once."""
-
-    def __init__(self, engine: CommandEngine) -> None:
-        self.engine, self.slot = engine, slots.Slot(slot="job")
-        self.waiting: list[Directive] = []
-        self.is_abandoned = False
-
-    def feed(self, event: slots.Event) -> None:
-        moment = slots.Moment(now_s=time.monotonic(), rules=RULES, ends_at_s=None)
-        self.slot, commands = advance(self.slot, event, moment)
-        self.waiting += [command for command in commands if isinstance(command, Directive)]
-        self.is_abandoned = self.is_abandoned or slots.Abandon() in commands
-
-    def work(self) -> None:
-        """Run the slice that was sent first."""
-        self.feed(SliceReported(report=self.engine.run_slice(self.waiting.pop(0))))
-
-
-def test_a_drained_slot_has_saved_before_its_process_ends(state_dir: Path) -> None:
-    folder = state_dir / "state" / "run" / "job"
-    scene = Drained(CommandEngine(command_spec("-c", SAVES)))
-    scene.feed(slots.NodeJoined())
-    scene.work()
-    told(folder / "ready")
-    scene.work()
-    scene.feed(slots.Held(hold=slots.Hold.DRAIN))
-    while not scene.is_abandoned:
-        scene.work()
-    assert (folder / "saved").is_file()
-    assert (scene.slot.phase, scene.waiting) == (slots.Phase.HELD, [])
 
 
 def test_cap_holds_in_another_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

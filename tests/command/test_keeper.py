@@ -137,7 +137,7 @@ def test_a_program_ends_when_the_head_is_silent(tmp_path: Path, state_dir: Path)
     assert "no word from the head for 1 s" in ended.text
 
 
-def test_slices_keep_a_program_alive(tmp_path: Path, state_dir: Path) -> None:
+def test_being_asked_keeps_a_program_alive(tmp_path: Path, state_dir: Path) -> None:
     slot = Slot(command_spec("-c", "import time; time.sleep(600)", cwd=str(tmp_path), lease_s=5.0))
     until_s = time.monotonic() + 7.0
     while time.monotonic() < until_s:

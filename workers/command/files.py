@@ -25,7 +25,7 @@ from workers.messages import Ending, PrintedOutput, Progress
 from workers.settings import WorkerSpec
 from workers.units import MIB
 
-#: Of what is printed between two reports: 100 lines of 160 characters. The newest are kept.
+#: Of what is printed between two polls: 100 lines of 160 characters. The newest are kept.
 KEPT_BYTES: Final = 16 * 2**10
 
 #: A log is renamed when it has grown to this: with the one before it, it takes twice as much.
@@ -34,7 +34,7 @@ LOG_BYTES: Final = 32 * MIB
 #: Of the results, at most so many of the newest bytes are read at once.
 _RESULTS_MOST_BYTES: Final = MIB
 
-#: What a line of results calls the figures that have a place in a report; a later name goes first.
+#: What a line of results calls the figures that have a place in a status; a later name goes first.
 _PLACES: Final = {
     **dict.fromkeys(("max_steps", "total_steps", "steps"), "train_steps"),
     **dict.fromkeys(("eta", "eta_s"), "eta_s"),
@@ -116,7 +116,7 @@ class Results:
 
     A record begins in a line of its own, and may take several. What is no record is passed over.
     `step`, `steps`, `loss`, `eta_s` (or `eta`), `samples_per_s`, `tokens_per_s` and `epoch` have
-    their place in a report; any other number is a metric under its own name.
+    their place in a status; any other number is a metric under its own name.
     """
 
     path: Path

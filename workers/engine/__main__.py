@@ -65,7 +65,12 @@ class Channel:
 
     def tell(self, status: Status) -> None:
         """Send it, unless the other end is busy: the next status makes up for it, and events wait."""
-        self._events = [*self._events, *map(_cut, status.events)][-_MOST_EVENTS:]
+        with contextlib.suppress(MemoryError):
+            self._events += map(_cut, status.events)
+            del self._events[:-_MOST_EVENTS]
+            self._send(status)
+
+    def _send(self, status: Status) -> None:
         short = replace(status, reason=status.reason[:_MOST_CHARS])
         while True:
             count = _fitting(self._events)
@@ -139,7 +144,7 @@ def main() -> None:
     from workers.engine.engine import Engine  # noqa: PLC0415
 
     engine = Engine(start.spec, start.begin(), start.incarnation)
-    duration_s = 0.0  # the first turn is told with its first step
+    is_first = True
     other.tell(engine.status())
     while not other.is_closed:
         orders = other.orders
@@ -147,8 +152,11 @@ def main() -> None:
             other.wait(start.spec.poll_s)
             continue
         if engine.is_open:
+            # The first step is told at once. There is none while the head lends nothing.
+            waits = orders.lease_bytes == 0
+            duration_s = 0.0 if is_first and not waits else start.spec.poll_s
             status = engine.turn(orders, duration_s, other.wait)
-            duration_s = start.spec.poll_s
+            is_first = is_first and waits
         else:
             status = engine.open(orders)
         other.tell(status)

@@ -48,13 +48,15 @@ class Account:
     began_s: float = 0.0
     """When the turn began (monotonic seconds)."""
     wait: Wait = no_orders
+    has_orders: bool = False
+    """Whether new orders came in the turn."""
     is_good: bool = False
     """Whether the turn has done good steps, and no error of the workload came after them."""
 
     def begin_turn(self, duration_s: float, wait: Wait) -> None:
         """Begin a turn of so long, which ends earlier when `wait` says that there are orders."""
         self.duration_s, self.wait, self.began_s = duration_s, wait, time.monotonic()
-        self.is_good = False
+        self.has_orders = self.is_good = False
 
     def end_turn(self) -> None:
         """Count the time of a turn in which it worked, or rested from work."""
@@ -70,12 +72,13 @@ class Account:
     @property
     def remaining_s(self) -> float:
         """Seconds until the turn should end: 0 after that time, and when there are new orders."""
-        return 0.0 if self.wait(0.0) else max(0.0, self.duration_s - self.elapsed_s)
+        self.sleep(0.0)
+        return 0.0 if self.has_orders else max(0.0, self.duration_s - self.elapsed_s)
 
     def sleep(self, seconds: float) -> float:
         """Sleep, or wake up earlier for new orders; return for how long it was."""
         began_s = time.monotonic()
-        self.wait(seconds)
+        self.has_orders = self.has_orders or self.wait(seconds)
         return time.monotonic() - began_s
 
     def good_step(self, seconds: float, flop: float) -> None:

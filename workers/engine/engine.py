@@ -54,6 +54,8 @@ class Engine:
         self._account = Account(slot=spec.slot)
         self._verdict = Verdict.OK
         self._is_held = False
+        self._saves = 0
+        """`Orders.saves` that came before it was open: there was nothing to save."""
         self._lease_bytes: int | None = None
         self._memory: MemoryInfo | None = None
         """As the present turn leaves it; `None` if it ended by a failure."""
@@ -106,10 +108,15 @@ class Engine:
 
     def _open(self, orders: Orders) -> None:
         self._is_held = orders.holds
+        if self._session is not None:
+            return
         if orders.holds:
+            self._saves = orders.saves
             self._account.settle(WorkerState.WARMING, "its device is not open: it is held")
-        elif self._session is None:
+        else:
             self._session = open_session(self._spec, self._begin, self._incarnation, self._account)
+            self._session.saves = self._saves
+            self._begin = replace(self._begin, checkpoint=None)  # as large as a training's state
             self._account.settle(WorkerState.WARMING, "its device is open")
 
     def _turn(self, orders: Orders, duration_s: float, wait: Wait) -> None:
@@ -165,6 +172,7 @@ class Engine:
             errors_in_a_row=account.errors_in_a_row,
             error=account.error,
             rss_bytes=psutil.Process().memory_info().rss,
+            saves=self._saves,
             resume=self._begin.resume,
             progress=self._progress,
             events=tuple(events),
@@ -300,7 +308,8 @@ def _wait_until_cool(session: Session, account: Account) -> bool:
             account.settle(
                 WorkerState.CORRUPT, f"{wrong_result}; {session.thermal.decision.reason}"
             )
-        if account.elapsed_s >= _COOL_POLL_S and not account.remaining_s:
+        is_over = not account.remaining_s and account.elapsed_s >= _COOL_POLL_S
+        if account.has_orders or is_over:
             return False
         session.duty.rested(account.sleep(_COOL_POLL_S))
         session.thermal.sample(account)

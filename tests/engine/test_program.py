@@ -1,0 +1,283 @@
+"""The engine as a program of its own: what it tells on its channel, and what it obeys."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.scene import MIB, ROOT, Patience, computed, spec_of, wait_for
+from workers.engine.channel import ClosedError, receive_all, send
+from workers.engine.pieces import SavedPieces
+from workers.engine.spec_file import read_spec, write_spec
+from workers.keeper.task import CHANNEL
+from workers.messages import Begin, CheckpointPiece, KeptBytes, Orders, Status, Verdict
+from workers.settings import (
+    CommandSpec,
+    Learned,
+    LimitKey,
+    StoredLimit,
+    ThermalSettings,
+    WorkerSpec,
+)
+
+pytestmark = pytest.mark.usefixtures("state_dir")
+
+
+class Program:
+    """An engine in a process, at whose other end a test stands."""
+
+    def __init__(self, spec: WorkerSpec, folder: Path, orders: Orders | None = None) -> None:
+        path = write_spec(folder, spec, 0, Begin(fresh=True))
+        self.end, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.heard: list[Status] = []
+        with theirs, (folder / "printed").open("wb") as printed:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "workers.engine", str(path)],
+                env=os.environ | {CHANNEL: str(theirs.fileno()), "PYTHONPATH": str(ROOT)},
+                pass_fds=[theirs.fileno()],
+                cwd=folder,
+                stdout=printed,
+                stderr=printed,
+            )
+        self.order(orders or Orders())
+
+    def order(self, orders: Orders) -> None:
+        assert send(self.end, orders)
+
+    def until(self, holds: Callable[[Status], bool]) -> Status:
+        """Hear what it tells until it is as wanted."""
+        patience = Patience(lambda: computed(self.process.pid))
+        while True:
+            for status in receive_all(self.end):
+                self.heard.append(status)
+                if holds(status):
+                    return status
+            assert not patience.is_over(), f"it never came: {self.heard[-1:]}"
+            time.sleep(0.01)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Program]]:
+    programs: list[Program] = []
+
+    def started(spec: WorkerSpec, orders: Orders | None = None) -> Program:
+        programs.append(Program(spec, tmp_path, orders))
+        return programs[-1]
+
+    yield started
+    for program in programs:
+        program.process.kill()
+        program.process.wait()
+        program.end.close()
+
+
+def test_it_tells_its_device_first_and_works_on_without_orders(
+    start: Callable[..., Program],
+) -> None:
+    program = start(replace(spec_of(), poll_s=0.1))
+    opened = program.until(lambda status: status.device is not None)
+    assert opened.counts.steps_ok == 0
+    assert opened.is_up
+    worked = program.until(lambda status: status.counts.steps_ok > 0)
+    more = program.until(lambda status: status.counts.steps_ok > worked.counts.steps_ok)
+    assert more.wall_s > worked.wall_s
+    counts = [status.counts.steps_ok for status in program.heard]
+    assert counts == sorted(counts), "of all since its begin"
+
+
+def test_orders_end_a_long_turn_at_once_and_a_closed_channel_the_program(
+    start: Callable[..., Program],
+) -> None:
+    program = start(replace(spec_of(), poll_s=3600.0))
+    program.until(lambda status: status.counts.steps_ok > 0)
+    program.order(Orders(holds=True, saves=1))
+    held = program.until(lambda status: status.is_held)
+    assert held.saves == 1
+    program.order(Orders(saves=1))
+    program.order(Orders(saves=1, lease_bytes=64 * MIB))
+    leased = program.until(lambda status: status.lease_bytes == 64 * MIB)
+    assert not leased.is_held
+    program.end.close()
+    assert program.process.wait(60) == 0
+
+
+def test_it_opens_nothing_while_it_is_held(start: Callable[..., Program]) -> None:
+    program = start(replace(spec_of(), poll_s=0.05), Orders(holds=True))
+    program.until(lambda status: status.is_held)
+    again = program.until(lambda status: status.is_held)
+    assert again.device is None
+    program.order(Orders())
+    assert not program.until(lambda status: status.counts.steps_ok > 0).is_held
+
+
+def test_a_last_verdict_is_repeated(start: Callable[..., Program]) -> None:
+    program = start(replace(spec_of(name="no_such_workload"), poll_s=0.05))
+    for _ in range(3):
+        last = program.until(lambda status: status.verdict is not Verdict.OK)
+        assert last.verdict is Verdict.INCOMPATIBLE
+        assert "cannot be loaded" in last.reason
+
+
+CHATS = """
+from workers.workloads.base import Workload
+class Chats(Workload):
+    told = 0
+    def step(self, size, batch):
+        if Chats.told < 500:
+            Chats.told += 1
+            self.context.tell("chat", number=Chats.told, text="x" * 2000)
+        else:
+            open("all_told", "w").close()
+    def release(self):
+        pass
+"""
+
+
+def test_no_event_is_lost_while_it_is_not_heard(
+    start: Callable[..., Program], tmp_path: Path
+) -> None:
+    (tmp_path / "chats.py").write_text(CHATS)
+    program = start(replace(spec_of(name="chats:Chats"), poll_s=0.01))
+    wait_for((tmp_path / "all_told").exists, "end of the chat")
+    numbers: list[Any] = []
+
+    def has_all(status: Status) -> bool:
+        numbers.extend(each.detail["number"] for each in status.events if each.name == "chat")
+        return len(numbers) >= 500
+
+    program.until(has_all)
+    assert numbers == list(range(1, 501))
+
+
+def test_it_says_where_it_stands(start: Callable[..., Program], tmp_path: Path) -> None:
+    (tmp_path / "sleeps.py").write_text(
+        "import time\nfrom workers.workloads.base import Workload\nclass Sleeps(Workload):\n"
+        "    def step(self, size, batch):\n        time.sleep(3600)\n"
+        "    def release(self):\n        pass\n"
+    )
+    program = start(spec_of(name="sleeps:Sleeps"))
+    program.until(lambda status: status.device is not None)
+    printed = tmp_path / "printed"
+    patience = Patience(lambda: computed(program.process.pid))
+    while 'sleeps.py", line 5 in step' not in printed.read_text():
+        os.kill(program.process.pid, signal.SIGUSR1)
+        assert not patience.is_over(), printed.read_text()
+        time.sleep(0.1)
+
+
+def test_a_person_can_start_it(tmp_path: Path) -> None:
+    path = write_spec(tmp_path, spec_of(name="no_such_workload"), 0, Begin(fresh=True))
+    done = subprocess.run(
+        [sys.executable, "-m", "workers.engine", str(path)],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "STOPPED: 0 steps" in done.stdout
+    assert "'no_such_workload' cannot be loaded on this machine" in done.stdout
+
+
+def test_a_spec_file_holds_all_that_a_worker_must_know(tmp_path: Path) -> None:
+    key = LimitKey(
+        card="c", total_bytes=None, driver=None, torch="2", dtype="fp32", workload="w", cap_bytes=3
+    )
+    limit = StoredLimit(
+        key=key, learned=Learned(size=3, unit_bytes=0.5), peak_bytes=None, learned_at_unix_s=1.5
+    )
+    spec = replace(
+        spec_of(),
+        learned=(limit,),
+        thermal=ThermalSettings(critical_c=None, longest_pause_s=float("inf")),
+        command=CommandSpec(argv=("a", "b"), env={"c": "d"}),
+    )
+    begin = Begin(resume={"size": 3, "of": None}, checkpoint=b"\0" * 8)
+    path = write_spec(tmp_path, spec, 7, begin)
+    found = read_spec(path)
+    assert (found.spec, found.begin(), found.incarnation) == (spec, begin, 7)
+    assert {each.stat().st_mode & 0o777 for each in tmp_path.iterdir()} == {0o600}
+    write_spec(tmp_path, spec, 8, Begin())
+    assert read_spec(path).begin() == Begin(), "the copy of an earlier process is gone"
+
+
+def test_a_channel_that_is_not_read_is_full_and_a_closed_one_is_told() -> None:
+    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with one:
+        count = 0
+        while send(one, b"x" * 100_000):
+            count += 1
+        assert count >= 1
+        assert len(receive_all(other)) == count
+        assert receive_all(other) == []
+        assert send(one, "last")
+        other.close()
+        assert not send(one, "more")
+        with pytest.raises(ValueError, match="at most"):
+            send(one, b"x" * 300_000)
+        with pytest.raises(ClosedError):
+            receive_all(one)
+
+
+def carried(pieces: SavedPieces, saved: Path, has: bytes = b"") -> tuple[bytes, KeptBytes | None]:
+    """Take pieces as the head does, each of them twice, until there are none."""
+    kept: KeptBytes | None = None
+    while (piece := pieces.piece(str(saved), kept)) is not None:
+        assert pieces.piece(str(saved), kept) == piece, "it is sent until it is acknowledged"
+        assert pieces.pending(str(saved), kept)
+        has = _with(has, piece)
+        kept = KeptBytes(number=piece.number, size_bytes=len(has))
+    return has, kept
+
+
+def _with(has: bytes, piece: CheckpointPiece) -> bytes:
+    assert piece.offset_bytes in {0, len(has)}
+    return has[: piece.offset_bytes] + piece.data
+
+
+def test_a_saved_file_is_sent_whole_however_often_its_sender_changes(tmp_path: Path) -> None:
+    saved, pieces = tmp_path / "saved.pt", SavedPieces()
+    assert pieces.piece(None, None) is None
+    assert pieces.piece(str(saved), None) is None
+    assert not pieces.pending(str(saved), None)
+    content = os.urandom(17 * MIB)
+    saved.write_bytes(content)
+    has, kept = carried(pieces, saved)
+    assert has == content
+    assert not SavedPieces().pending(str(saved), kept), "another process asks what is there"
+    first = SavedPieces().piece(str(saved), None)
+    assert first is not None
+    half = KeptBytes(number=first.number, size_bytes=len(first.data))
+    second = SavedPieces().piece(str(saved), half)
+    assert second is not None
+    assert second.offset_bytes == len(first.data)
+
+
+def test_a_file_that_is_replaced_meanwhile_is_sent_to_its_end(tmp_path: Path) -> None:
+    saved, pieces = tmp_path / "saved.pt", SavedPieces()
+    saved.write_bytes(b"a" * 9 * MIB)
+    first = pieces.piece(str(saved), None)
+    assert first is not None
+    newer = tmp_path / "newer"
+    newer.write_bytes(b"b" * MIB)
+    os.utime(newer, ns=(1, first.number + 1))
+    newer.replace(saved)
+    kept = KeptBytes(number=first.number, size_bytes=len(first.data))
+    rest = pieces.piece(str(saved), kept)
+    assert rest is not None
+    assert (rest.is_last, set(rest.data)) == (True, {ord("a")})
+    kept = KeptBytes(number=first.number, size_bytes=9 * MIB)
+    assert pieces.pending(str(saved), kept)
+    new = pieces.piece(str(saved), kept)
+    assert new is not None
+    assert (new.number, new.is_last, new.data) == (first.number + 1, True, b"b" * MIB)
