@@ -218,6 +218,10 @@ class ScriptedFleet:
         self._work(slot, process)
         process.corrupted = "CUDA error: an illegal memory access was encountered"
 
+    def tell(self, slot: str, *events: WorkerEvent) -> None:
+        """Let something have happened in the slot's process."""
+        self._actors[slot].news.extend(events)
+
     def has_process(self, slot: str) -> bool:
         """Whether the slot has a process that can be ended."""
         actor = self._actors.get(slot)
