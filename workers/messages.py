@@ -354,7 +354,7 @@ class CheckpointPiece:
     """A part of a file with a slot's state, on its way to the head."""
 
     number: int
-    """Of the file; counts up in each process."""
+    """Of the file: that of no other file of the slot."""
     offset_bytes: int
     total_bytes: int
     """Of the file."""

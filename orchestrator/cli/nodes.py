@@ -35,7 +35,7 @@ _GRACE_S = 10.0
 #: What the process of a head is called that knows the cluster.
 _STORE = "gcs_server"
 
-#: After its last slices a run writes its summary and ends its processes.
+#: After its last steps a run writes its summary and ends its processes.
 _SUMMARY_S = 30.0
 
 _NOT_MADE = (

@@ -30,7 +30,7 @@ from orchestrator.core.slot import (
     Transition,
 )
 from orchestrator.core.training import follow
-from workers.messages import STARVED, EndCause, Status, Verdict, WorkerState
+from workers.messages import STARVED, EndCause, ProcessEnd, Status, Verdict, WorkerState
 from workers.units import MIB
 
 #: A poll may come to nothing for so long before the table says it.
@@ -84,10 +84,16 @@ def told(slot: Slot, event: Told, moment: Moment) -> Transition:
         return _judged(slot, status, moment, worked_before=worked_before)
     if status.died is not None:
         is_unbuildable = status.died.cause is EndCause.UNBUILDABLE and not worked_before
-        return (_unbuildable if is_unbuildable else died)(slot, status.died.text, moment)
+        return (_unbuildable if is_unbuildable else died)(slot, _in_words(status.died), moment)
     if status.errors_in_a_row >= moment.rules.max_workload_errors:
         return quarantine(slot, f"{status.errors_in_a_row} times in a row: {status.reason}")
     return _go_on(slot, status, moment) if status.is_up else (slot, ())
+
+
+def _in_words(end: ProcessEnd) -> str:
+    if end.cause is EndCause.HOST_MEMORY:
+        return f"{end.text}: the PC's RAM was nearly full"
+    return end.text
 
 
 def _judged(slot: Slot, status: Status, moment: Moment, *, worked_before: bool) -> Transition:

@@ -69,7 +69,7 @@ _OF_PROGRAM: Final = re.compile(
     r"|operation not supported on global/shared address space"
 )
 
-#: What the lifecycle says of a slot that it has given up (`core/slice_results.py`), and Ray of a
+#: What the lifecycle says of a slot that it has given up (`core/processes.py`), and an actor of a
 #: process that has ended.
 _REASONS: Final = (
     (Cause.HOST_MEMORY, "PC's RAM was nearly full"),

@@ -282,7 +282,7 @@ class Chaos:
             if slot not in self._of_steps:
                 at_s = max(0.0, self._clock.monotonic_s() - self._began_s)
                 fault = self._of_steps[slot] = self._enter(FaultKind.OOM, slot, at_s)
-                fault.fate, fault.became = FaultOutcome.SURVIVED, "survived in the same slice"
+                fault.fate, fault.became = FaultOutcome.SURVIVED, "survived in the same process"
                 fault.count = 0
             self._of_steps[slot].count += count
 

@@ -136,7 +136,7 @@ _Identity: TypeAlias = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """What is known of a run before its first slice, and needed to resume it after its head was
+    """What is known of a run before its first step, and needed to resume it after its head was
     killed.
     """
 

@@ -100,8 +100,8 @@ class CheckpointKeeper:
     def __init__(self, folder: Path) -> None:
         """Touch nothing yet."""
         self._folder = folder
-        self._kept: dict[str, tuple[int | None, KeptBytes]] = {}
-        """Slot -> an incarnation, and how much of its last file is here."""
+        self._kept: dict[str, KeptBytes] = {}
+        """Slot -> how much of the file that came last is here."""
         self._copies: dict[str, tuple[int, Future[bytes | None]]] = {}
         """Slot -> the incarnation that its copy is read for."""
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="copies")
@@ -113,7 +113,7 @@ class CheckpointKeeper:
         piece, here_bytes = status.checkpoint, 0
         if piece is None:
             return
-        kept = self.kept(status.slot, status.incarnation)
+        kept = self.kept(status.slot)
         if kept is not None and kept.number == piece.number:
             here_bytes = kept.size_bytes
         if piece.offset_bytes != here_bytes:
@@ -127,13 +127,11 @@ class CheckpointKeeper:
                 f"states of the workers are not kept in {self._folder}: {failure.strerror}"
             )
             here_bytes = piece.total_bytes  # nothing waits for what cannot be kept
-        now = KeptBytes(number=piece.number, size_bytes=here_bytes)
-        self._kept[status.slot] = status.incarnation, now
+        self._kept[status.slot] = KeptBytes(number=piece.number, size_bytes=here_bytes)
 
-    def kept(self, slot: str, incarnation: int | None) -> KeptBytes | None:
-        """Return how much is here of the file that a process of the slot sends."""
-        of, kept = self._kept.get(slot, (None, None))
-        return kept if of == incarnation else None
+    def kept(self, slot: str) -> KeptBytes | None:
+        """Return how much is here of the file that the slot has sent last."""
+        return self._kept.get(slot)
 
     def copy_for(self, slot: str, incarnation: int, start: object = None) -> Future[bytes | None]:
         """Read the copy for a process of the slot that is not its first one; where there is none,

@@ -321,7 +321,7 @@ class Supervisor:
             begin = Begin(resume=slot.resume, fresh=is_first, checkpoint=copy.result())
         elif slot.begun:
             self.checkpoints.drop_copy(name)
-        kept = self.checkpoints.kept(name, slot.incarnation)
+        kept = self.checkpoints.kept(name)
         wanted = orders_of(slot, self._broker.grant(slot), begin, kept)
         if wanted != self._ordered.get(name):
             self._ordered[name] = wanted

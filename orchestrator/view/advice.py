@@ -34,7 +34,7 @@ class Cause(StrEnum):
     #: Another program uses the card.
     NEIGHBOUR = "neighbour"
     MEMORY = "memory"
-    #: The worker waits for its next slice.
+    #: The worker waits for the processor.
     HEAD = "head"
 
 

@@ -56,8 +56,8 @@ _EVENTS: Final = {
     "counting": "the planned time begins",
     "chaos": "injected faults",
     "chaos_strike": "injected fault",
-    "slice_failed": "gave no report",
-    "death_explained": "why its process ended",
+    "unreached": "cannot be reached",
+    "process_ended": "its process ended",
     "workload_error": "error of the workload",
 }
 

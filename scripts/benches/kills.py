@@ -27,12 +27,12 @@ from benches.common import Result, percentile
 from benches.heads import supervise
 from benches.outside import WITNESS, WITNESS_FOLDER, Ledger, Scene, sums
 from orchestrator.config.load import load_config
-from orchestrator.core.fleet import Fleet, SliceEnded, SliceReported
+from orchestrator.core.fleet import Fleet, Heard, Told
 from orchestrator.record.model import Snapshot
 from orchestrator.run import environment as environments
 from orchestrator.run.environment import Environment
 from orchestrator.run.terminal import own_screen
-from workers.messages import Report, Verdict, WorkerState
+from workers.messages import Status, Verdict, WorkerState
 
 _TARGET = 1.5
 _PATIENCE_S = 120.0  # for one restart; what takes longer hangs
@@ -109,19 +109,19 @@ class TorchActor:
 
 
 class Arrivals:
-    """A fleet that tells of each report when it arrives, and passes everything on."""
+    """A fleet that tells of each status when it arrives, and passes everything on."""
 
-    def __init__(self, fleet: Fleet, heard: Callable[[float, Report], None]) -> None:
+    def __init__(self, fleet: Fleet, heard: Callable[[float, Status], None]) -> None:
         self._fleet, self._heard = fleet, heard
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the fleet has
         return getattr(self._fleet, name)
 
-    def wait(self, timeout_s: float) -> tuple[SliceEnded, ...]:
+    def wait(self, timeout_s: float) -> tuple[Heard, ...]:
         outcomes, now_s = self._fleet.wait(timeout_s), time.monotonic()
         for outcome in outcomes:
-            if isinstance(outcome, SliceReported):
-                self._heard(now_s, outcome.report)
+            if isinstance(outcome, Told):
+                self._heard(now_s, outcome.status)
         return outcomes
 
 
@@ -129,7 +129,7 @@ class _Head:
     def __init__(self, environment: Environment, fleet: Fleet, folder: Path) -> None:
         folder.mkdir()
         self.folder = folder
-        #: Slot and process id -> when its first RUNNING report arrived, in monotonic seconds.
+        #: Slot and process id -> when its first RUNNING status arrived, in monotonic seconds.
         self.first: dict[tuple[str, int], float] = {}
         self.pids: dict[str, int] = {}
         self._stop = threading.Event()
@@ -139,15 +139,15 @@ class _Head:
         self._run = thread.submit(supervise, *arguments, interrupted=self._stop.is_set)
         thread.shutdown(wait=False)
 
-    def _hear(self, at_s: float, report: Report) -> None:
+    def _hear(self, at_s: float, status: Status) -> None:
         good = (
-            report.verdict is Verdict.OK
-            and report.state is WorkerState.RUNNING
-            and report.counts.steps_ok > 0
+            status.verdict is Verdict.OK
+            and status.state is WorkerState.RUNNING
+            and status.counts.steps_ok > 0
         )
-        if good and report.device is not None:
-            self.first.setdefault((report.slot, report.device.pid), at_s)
-            self.pids[report.slot] = report.device.pid
+        if good and status.device is not None:
+            self.first.setdefault((status.slot, status.device.pid), at_s)
+            self.pids[status.slot] = status.device.pid
 
     def await_first(self, slot: str, pids_before: set[int]) -> float:
         """Wait for the first RUNNING report of another process of the slot; return its moment."""

@@ -188,7 +188,6 @@ class Ledger:
         return [
             {
                 "slot": slot.slot, "steps_ok": slot.counters["steps_ok"],
-                "lost_at_most": slot.counters["steps_lost_upper_bound"],
                 "witnessed": (witnessed := counts.get(self._seeds[slot.slot], 0)),
                 "really_lost": witnessed - slot.counters["steps_ok"],
                 "restarts": slot.counters["restarts"], "state": slot.state, "reason": slot.reason,
@@ -196,27 +195,13 @@ class Ledger:
             for slot in run.slots
         ]  # fmt: skip
 
-    def end(self, run: StoredRun) -> None:
-        """Demand that nothing of an ended run is under way: then `counted + lost` is a bound."""
-        for slot in run.slots:
-            told = f"{slot.slot}: {slot.steps_at_risk} steps are at risk after the run's end"
-            self._demand(slot.steps_at_risk == 0, told)
-
     def _compare(self, slot: SlotRecord, before: int, after: int) -> None:
-        counted, lost = slot.counters["steps_ok"], slot.counters["steps_lost_upper_bound"]
+        counted = slot.counters["steps_ok"]
         self._demand(
             counted <= after,
             f"{slot.slot}: {counted} steps are counted, and {after} were done: counted too often",
         )
-        self._demand(
-            before <= counted + lost + slot.steps_at_risk,
-            f"{slot.slot}: {before} steps were done, and the store knows of {counted} counted + "
-            f"{lost} lost + {slot.steps_at_risk} at risk: sent before it was written down, or the "
-            "bound is none",
-        )
-        grows = {
-            **slot.counters, "incarnation": slot.incarnation, "next_sequence": slot.next_sequence,
-        }  # fmt: skip
+        grows = {**slot.counters, "incarnation": slot.incarnation}
         for name, value in self._last.get(slot.slot, {}).items():
             self._demand(
                 grows[name] >= value, f"{slot.slot}: {name} went back from {value} to {grows[name]}"

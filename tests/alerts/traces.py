@@ -65,7 +65,6 @@ def frame_at(second: float, *, slots_per_node: int = 2, **changed: Any) -> Frame
         nodes_seen=nodes,
         notices=(),
         restart_count=0,
-        steps_lost_upper_bound=0,
         incomplete=changed.pop("incomplete", False),
         heads=1,
         faults=(),

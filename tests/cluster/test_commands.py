@@ -93,7 +93,6 @@ def test_slots_are_held_capped_and_saved_also_by_the_next_head(start: Starter) -
         lambda: all(again.rows()[slot]["steps_ok"] > steps[slot] for slot in steps), "more steps"
     )
     assert (summary["run_id"], read_run(head.folder()).heads) == (run_id, 2)
-    assert summary["steps_lost_upper_bound"] >= sum(slot.steps_at_risk for slot in left.slots)
     after = {row["slot"]: row for row in summary["workers"]}
     for slot in left.slots:
         assert after[slot.slot]["steps_ok"] > slot.counters["steps_ok"] > 0

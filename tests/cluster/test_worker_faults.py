@@ -98,7 +98,7 @@ def write_faults(folder: Path, most_bytes: int = 0) -> None:
 def test_crashed_and_leaking_workers_are_replaced(start: Starter, short_tmp: Path) -> None:
     write_faults(short_tmp)
     slots = ("--set", "nodes.pc1.workers=5", "--set", "nodes.pc2.workers=2")
-    rules = ("slice_s=0.5", "leak_flag_mib=30", "leak_limit_mib=100")
+    rules = ("poll_s=0.5", "leak_flag_mib=30", "leak_limit_mib=100")
     leaks = tuple(f"--set=run.{rule}" for rule in rules)
     workload = ("--workload", "faults:BySlot", "--duration", "10")
     head = start("--rehearse", "--json", *workload, *slots, *leaks, cwd=short_tmp)
@@ -190,7 +190,7 @@ def test_a_worker_that_eats_the_ram_is_told_from_a_crash(start: Starter, short_t
         "work of all slots",
     )
     rows = {row["slot"]: row for row in summary["workers"]}
-    told = [event["text"] for event in head.events() if event["event"] == "death_explained"]
+    told = [event["text"] for event in head.events() if event["event"] == "process_ended"]
     assert any("memory" in text for text in told)
     assert (short_tmp / "greedy").exists()
     assert rows["pc1/0"]["restarts"] >= 1

@@ -27,13 +27,13 @@ from workers.messages import EndCause, Verdict, WorkerState
 
 def test_a_process_that_ended_has_died_in_the_words_of_its_actor() -> None:
     scene = Scene.working()
-    full_ram = "the kernel killed it: the PC's RAM was full"
-    assert scene.deeds(scene.end(full_ram, EndCause.HOST_MEMORY)) == []
+    text = "its process was ended by SIGKILL"
+    assert scene.deeds(scene.end(text, EndCause.HOST_MEMORY)) == []
     assert (scene.slot.phase, scene.slot.state) == (Phase.PAUSING, HeadState.RESTARTING)
-    assert scene.slot.reason == full_ram
+    assert scene.slot.reason == f"{text}: the PC's RAM was nearly full"
     assert (scene.slot.restarts, scene.slot.deaths_at_s) == (1, (scene.now_s,))
     assert not scene.orders().runs
-    scene.feed(scene.end(full_ram))
+    scene.feed(scene.end(text))
     assert scene.slot.restarts == 1, "it is told again until the next process begins"
     scene.feed(Tick())
     wanted = scene.orders()

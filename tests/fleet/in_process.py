@@ -1,4 +1,4 @@
-"""A fleet for tests: real engines in this very process, one slice after the other, without Ray.
+"""A fleet for tests: real engines in this very process, one turn after the other, without Ray.
 
 `python -m tests.fleet.in_process run ...` is the product's command with this fleet in place of the
 cluster, so that a run of seconds needs no seconds to start Ray. `CONFIG` has its only node.
@@ -7,24 +7,16 @@ cluster, so that a run of seconds needs no seconds to start Ray. `CONFIG` has it
 from __future__ import annotations
 
 import contextlib
-import gc
 import warnings
-from collections import deque
-from collections.abc import Callable, Iterator
-from typing import Any, cast
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import cast
 
 from orchestrator.cli.main import main
-from orchestrator.core.fleet import (
-    Fleet,
-    NodeFact,
-    SliceEnded,
-    SliceFailed,
-    SliceFailure,
-    SliceReported,
-)
+from orchestrator.core.fleet import Fleet, Heard, NodeFact, Told, Unreached
 from orchestrator.run import environment
 from workers.engine.engine import Engine
-from workers.messages import Directive, Report
+from workers.messages import NO_ORDERS, Begin, Orders, Status
 from workers.settings import WorkerSpec
 
 #: The product's command with this fleet, as arguments of Python.
@@ -44,10 +36,7 @@ class InProcessFleet:
         # torch says this on the user's terminal where numpy is not installed; nothing here needs
         # it.
         warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
-        self._specs: dict[str, WorkerSpec] = {}
-        self._run_slice: dict[str, Callable[[Directive], Report]] = {}
-        """Of each slot's engine, once its first slice has run."""
-        self._queue: deque[tuple[str, Directive]] = deque()
+        self._slots: dict[str, _Slot] = {}
 
     def nodes(self) -> tuple[NodeFact, ...]:
         return (NodeFact(name="local", node_id="this", address="localhost", cpus=64, gpus=0),)
@@ -59,45 +48,57 @@ class InProcessFleet:
         return 0
 
     def place(self, spec: WorkerSpec, num_cpus: float, num_gpus: float) -> None:
-        self._specs[spec.slot] = spec
+        self._slots[spec.slot] = _Slot(spec)
 
-    def submit(self, slot: str, directive: Directive) -> None:
-        self._queue.append((slot, directive))
+    def order(self, slot: str, orders: Orders) -> None:
+        self._slots[slot].orders = orders
 
-    def wait(self, timeout_s: float) -> tuple[SliceEnded, ...]:
-        """Runs the next slice, however long that takes."""
-        if not self._queue:
-            return ()
-        slot, directive = self._queue.popleft()
-        try:
-            if slot not in self._run_slice:
-                self._run_slice[slot] = Engine(self._specs[slot]).run_slice
-        # Torch raises many types where it cannot be loaded.
-        except Exception as error:  # noqa: BLE001
-            text = f"{type(error).__name__}: {error}"
-            return (SliceFailed.of(slot, directive, SliceFailure.UNBUILDABLE, text),)
-        return (SliceReported(report=self._run_slice[slot](directive)),)
-
-    def forget(self, slot: str) -> None:
-        """What has not begun never runs."""
-        self._queue = deque(entry for entry in self._queue if entry[0] != slot)
-
-    def restart(self, slot: str) -> None:
-        """The process stays; the slot gets a fresh engine, and its memory is released."""
-        if self._run_slice.pop(slot, None) is not None:
-            gc.collect()
+    def wait(self, timeout_s: float) -> tuple[Heard, ...]:
+        """Lets every engine work until it has something to tell, however long that takes."""
+        return tuple(slot.poll() for slot in self._slots.values())
 
     def abandon(self, slot: str) -> None:
-        self.forget(slot)
-        self.restart(slot)
-        self._specs.pop(slot, None)
+        del self._slots[slot]
 
-    def why_ended(self, slot: str) -> None:
-        """No process ended."""
 
-    def watch(self, silent: object) -> dict[str, Any]:
-        """No process but this one."""
-        return {}
+class _Slot:
+    """An actor and its program."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self.spec = spec
+        self.orders = NO_ORDERS
+        self.engine: Engine | None = None
+        self.incarnation: int | None = None
+        self.last = Status(slot=spec.slot)
+        self.events: list[object] = []
+        self.heard = 0
+
+    def poll(self) -> Heard:
+        orders = self.orders
+        del self.events[: max(0, orders.heard - self.heard)]
+        self.heard = max(self.heard, orders.heard)
+        if orders.actor is None:
+            return Told(status=replace(self.last, actor="this"))
+        if not orders.runs or orders.incarnation != self.incarnation:
+            self.engine = None  # the process stays, and what the engine held is released
+        if orders.runs:
+            try:
+                self._work(orders)
+            # Torch raises many types where it cannot be loaded.
+            except Exception as error:  # noqa: BLE001
+                text = f"{type(error).__name__}: {error}"
+                return Unreached(slot=self.spec.slot, text=text, is_unbuildable=True)
+        self.events.extend(self.last.events)
+        news = self.heard + len(self.events)
+        self.last = replace(self.last, actor="this", news=news, events=tuple(self.events))
+        told, self.last = self.last, replace(self.last, events=())
+        return Told(status=told)
+
+    def _work(self, orders: Orders) -> None:
+        if self.engine is None:
+            self.incarnation = orders.incarnation
+            self.engine = Engine(self.spec, orders.begin or Begin(), orders.incarnation)
+        self.last = self.engine.turn(orders, self.spec.poll_s)
 
 
 @contextlib.contextmanager

@@ -97,6 +97,7 @@ class JobsFleet(ScriptedFleet):
         """The loss of a slot at a step."""
         self._files: dict[int, tuple[int, bytes]] = {}
         """Of a process, by its identity: number and content of the file that the head is to keep."""
+        self._file_count = 0
         self._asked_to_end: set[int] = set()
         """Processes whose program was ended to rest."""
 
@@ -146,8 +147,11 @@ class JobsFleet(ScriptedFleet):
 
     def _save(self, slot: str, process: Process) -> None:
         self.saved[slot] = process.train_step
-        number, _ = self._files.get(id(process), (0, b""))
-        self._files[id(process)] = number + 1, f"{process.train_step} {process.state}".encode()
+        self._file_count += 1
+        self._files[id(process)] = (
+            self._file_count,
+            f"{process.train_step} {process.state}".encode(),
+        )
 
     def _heed(self, slot: str, process: Process, orders: Orders) -> bool:
         is_asked = orders.saves > process.saves

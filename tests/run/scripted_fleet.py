@@ -134,7 +134,7 @@ class ScriptedFleet:
         self.saved: Counter[str] = Counter()
         """Of each slot the step of its last checkpoint."""
         self.redone: Counter[str] = Counter()
-        """Steps that a slot had done and had to do again."""
+        """Steps that a slot had told of and had to do again."""
         self.start_s: dict[str, float] = {}
         """Slot -> how long its processes take to start, if not `START_S`."""
         self.dies_at_once: set[str] = set()
@@ -217,6 +217,10 @@ class ScriptedFleet:
         process = self._process(slot)
         self._work(slot, process)
         process.corrupted = "CUDA error: an illegal memory access was encountered"
+
+    def tell(self, slot: str, *events: WorkerEvent) -> None:
+        """Let something have happened in the slot's process."""
+        self._actors[slot].news.extend(events)
 
     def has_process(self, slot: str) -> bool:
         """Whether the slot has a process that can be ended."""
@@ -354,7 +358,9 @@ class ScriptedFleet:
     def _end(self, slot: str, process: Process) -> None:
         self._work(slot, process)
         process.is_alive = False
-        self.redone[slot] += max(0, process.train_step - self.saved[slot])
+        progress = None if process.told is None else process.told.progress
+        told_step = 0 if progress is None else progress.train_step or 0
+        self.redone[slot] += max(0, told_step - self.saved[slot])
 
     def _poll(self, slot: str, actor: _Actor) -> None:
         """Let a poll take along what is ordered, and schedule its end."""

@@ -350,7 +350,9 @@ def test_after_ctrl_c_everything_is_saved_and_goes_on(new_jobs: JobsMaker) -> No
     run.fleet.program_steps["two"] = 300
     run.finish()
     check_ends(run)
-    assert run.fleet.directives["one"][0].checkpoint is not None
+    begin = run.fleet.begun["one"][0].begin
+    assert begin is not None
+    assert begin.checkpoint is not None
 
 
 def test_while_the_journal_cannot_be_written_all_stands(
@@ -358,7 +360,7 @@ def test_while_the_journal_cannot_be_written_all_stands(
 ) -> None:
     run = new_jobs(short("one", 900, nodes=("pc1",)), short("two", 900), short("three", 100))
     run.until_state("two", JobState.RUNNING)
-    done = run.fleet.told["one"]
+    done = run.supervisor._slots["one"].counts.steps_ok
 
     def full(_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -367,7 +369,7 @@ def test_while_the_journal_cannot_be_written_all_stands(
     run.say(Word.CANCEL, "two")
     run.until(30.0)
     assert any("journal of jobs" in notice for notice in run.supervisor.snapshot().notices)
-    assert run.fleet.told["one"] > done, "what runs goes on"
+    assert run.supervisor._slots["one"].counts.steps_ok > done, "what runs goes on"
     assert run.standings()["two"].state is JobState.RUNNING
     monkeypatch.undo()
     run.until_state("two", JobState.CANCELLED)

@@ -16,7 +16,7 @@ import pytest
 from orchestrator.core.placement import SlotPlan, Target, plan_slots
 from orchestrator.record.events import EventLog
 from orchestrator.run.learned_limits import LearnedLimits, terms
-from tests.factories import REFERENCE, report_of
+from tests.factories import REFERENCE, status_of
 from tests.run.conftest import RunMaker
 from tests.run.scene import events_in
 from workers.learned_limits import EXPIRY_S, LimitStore
@@ -61,9 +61,9 @@ class Run:
         return self.limits.add_learned(plans, time.time())
 
     def learn(self, *learned: StoredLimit | None, save: bool = True) -> None:
-        """Let each of some workers report what it has learned."""
+        """Let each of some workers tell what it has learned."""
         for index, one in enumerate(learned):
-            self.limits.take(SPEC, report_of(f"pc1/{index}", 0, 0, learned=one))
+            self.limits.take(SPEC, status_of(f"pc1/{index}", learned=one))
         if save:
             self.limits.save()
 
@@ -115,9 +115,9 @@ def test_what_was_learned_is_kept_for_the_next_run(
     learned = limit()
     run.learn(limit(GIB), save=False)
     run.learn(learned, save=False)
-    assert known(store) == [], "not with every report"
+    assert known(store) == [], "not with every status"
     run.limits.save()
-    assert known(store) == [learned], "the last report of a worker counts"
+    assert known(store) == [learned], "the last status of a worker counts"
     written = store.path.stat().st_mtime_ns
     run.learn(None)
     assert store.path.stat().st_mtime_ns == written, "nothing is new"
@@ -152,7 +152,7 @@ def test_the_best_of_an_earlier_run_is_known_to_the_next(
 ) -> None:
     for index, best in enumerate((3.0, 7.5, None)):
         learned = limit(cap_bytes=3 * GIB + index * 2**20)
-        run.limits.take(SPEC, report_of(f"pc1/{index}", 0, 0, learned=learned), best)
+        run.limits.take(SPEC, status_of(f"pc1/{index}", learned=learned), best)
     run.limits.save()
     following = Run(tmp_path / "next", LimitStore(store.path))
     following.sent()
@@ -165,7 +165,7 @@ def test_the_best_of_an_earlier_run_is_known_to_the_next(
         (alone, limit(), None),
         (replace(SPEC, duty=None), limit(), None),
     ):
-        assert following.limits.best_tflops(spec, report_of("pc1/0", 0, 0, learned=learned)) == best
+        assert following.limits.best_tflops(spec, status_of("pc1/0", learned=learned)) == best
 
 
 def test_a_store_that_cannot_be_had_costs_a_sentence_each_try(run: Run, store: LimitStore) -> None:

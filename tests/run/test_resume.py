@@ -21,7 +21,7 @@ from tests import factories
 from tests.factories import counters, counters_of, facts_of
 from tests.scene import ROOT
 
-CONFIG = load_config(str(ROOT / "cluster.yaml"), ["run.slice_s=1.0"])
+CONFIG = load_config(str(ROOT / "cluster.yaml"), ["run.poll_s=1.0"])
 OPTIONS = Options(json=True, plain=True, wait_for_nodes=False)
 
 
@@ -30,10 +30,8 @@ def facts(**changes: object) -> RunFacts:
 
 
 def record(**changes: Any) -> SlotRecord:
-    counters = {"steps_ok": 500, "restarts": 3, "steps_lost_upper_bound": 7, "busy_s": 1.5}
-    usual = factories.record(
-        incarnation=4, next_sequence=90, counters=counters, resume={"failures": 2}
-    )
+    counters = {"steps_ok": 500, "restarts": 3, "busy_s": 1.5}
+    usual = factories.record(incarnation=4, counters=counters, resume={"failures": 2})
     return replace(usual, **changes)
 
 
@@ -49,7 +47,6 @@ def stored(*records: SlotRecord, folder: Path = Path("runs/x"), **changes: objec
         "nodes_seen": (),
         "notices": (),
         "restart_count": 0,
-        "steps_lost_upper_bound": None,
         "incomplete": False,
         "heads": 1,
         "faults": (),
@@ -73,17 +70,15 @@ def test_slow_steps_are_known_from_what_is_compiled(given: list[str], slow_step_
     )
 
 
-def test_a_slot_goes_on_and_what_was_under_way_is_lost() -> None:
+def test_a_slot_goes_on_with_another_process() -> None:
     past = past_of(stored(record()))
     slot = past.slots["pc1/0"]
     assert past.elapsed_s == 100.0
-    assert counters_of(slot) == counters(
-        steps_ok=500, restarts=3, steps_lost_upper_bound=7 + 12, busy_s=1.5
-    )
-    # A report of a process of before must not be taken for one of the next.
-    assert (slot.incarnation, slot.next_sequence) == (5, 90)
+    assert counters_of(slot) == counters(steps_ok=500, restarts=3, busy_s=1.5)
+    # A status of a process of before must not be taken for one of the next.
+    assert slot.incarnation == 5
     assert slot.resume == {"failures": 2}
-    assert (slot.phase, slot.placed, slot.in_flight) == (Phase.ABSENT, False, ())
+    assert (slot.phase, slot.placed, slot.runs) == (Phase.ABSENT, False, False)
 
 
 def test_a_quarantined_slot_gets_another_chance() -> None:
@@ -96,7 +91,7 @@ def test_a_quarantined_slot_gets_another_chance() -> None:
 @pytest.mark.parametrize("value", [-5, 10**400, True, None, "many", 1.5, float("nan")])
 def test_a_counter_that_makes_no_sense_begins_at_nothing(value: object) -> None:
     slot = past_of(stored(record(counters={"steps_ok": value, "restarts": 2}))).slots["pc1/0"]
-    assert counters_of(slot) == counters(restarts=2, steps_lost_upper_bound=12)
+    assert counters_of(slot) == counters(restarts=2)
 
 
 def test_the_environment_is_that_of_the_run() -> None:

@@ -76,7 +76,7 @@ class Defect:
         pass
 
 config, runs = sys.argv[1:]
-overrides = [f"run.dir={runs}", "run.duration=60s", "run.slice_s=0.2", "workload.name=mine:Fine"]
+overrides = [f"run.dir={runs}", "run.duration=60s", "run.poll_s=0.2", "workload.name=mine:Fine"]
 options = Options(json=False, plain=True, wait_for_nodes=False, judge=Defect())
 in_place_of_a_cluster()
 run(on_cluster(load_config(config, overrides)), options)
@@ -160,15 +160,14 @@ def test_a_workload_that_cannot_be_made_ends_the_run(
     assert summary["error"] in sentence
 
 
-def test_a_defect_of_the_head_is_recorded_with_what_was_lost(user: UserFolder) -> None:
+def test_a_defect_of_the_head_is_recorded(user: UserFolder) -> None:
     done = user.run(WITH_A_DEFECT, "cluster.yaml", str(user.runs))
     assert done.returncode == 1
     assert done.stderr.strip().splitlines()[-1] == "RuntimeError: a bug of ours"
     summary, left = user.summary(), read_run(user.run_dir)
     assert (summary["outcome"], summary["error"]) == ("failed", "a bug of ours")
     assert (left.outcome, left.exit_code, left.error) == ("failed", 1, "a bug of ours")
-    assert [slot.steps_at_risk for slot in left.slots] == [0]
-    assert summary["steps_lost_upper_bound"] == left.slots[0].counters["steps_lost_upper_bound"] > 0
+    assert summary["workers"][0]["steps_ok"] == left.slots[0].counters["steps_ok"] > 20
     assert left.remaining_s > 50
 
 

@@ -1,4 +1,4 @@
-"""From reports to what the health table says of a slot: throughput over a window, and nothing that is not known."""
+"""From statuses to what the health table says of a slot: throughput over a window, and nothing that is not known."""
 
 from __future__ import annotations
 
@@ -11,25 +11,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.core.placement import Target, plan_slots
-from orchestrator.core.slot import HeadState, Orders, Phase, Slot, SlotState
+from orchestrator.core.slot import HeadState, Phase, Slot, SlotState, UserOrders
 from orchestrator.record.summary import summary_dict
 from orchestrator.run.snapshot import Meter, row_of
-from tests.factories import CPU, REFERENCE, report_of
+from tests.factories import CPU, REFERENCE, status_of
 from tests.run.conftest import RunMaker
 from workers.messages import (
     NO_PROGRESS,
     MemoryInfo,
     Progress,
-    Report,
+    Status,
     StepCounts,
-    WorkerEvent,
     WorkerState,
 )
 from workers.readings import SensorReading
 
 PLAN = plan_slots(REFERENCE, Target())[3]
-
-OPENED = (WorkerEvent(name="device_opened", at_unix_s=0.0),)
 
 DEVICE = replace(
     CPU, kind="cuda", name="NVIDIA GeForce RTX 3090", uuid="GPU-0", cap_bytes=3, dtype="bf16"
@@ -48,87 +45,116 @@ SENSORS = SensorReading(
 )
 
 
-def report(**changes: Any) -> Report:
-    """Return the report of a slice of one second at 10 TFLOP/s, half of it busy."""
+def told(**changes: Any) -> Status:
+    """Return the status of a process that has worked for a second at 10 TFLOP/s, half of it busy."""
     second = {"work_flop": 1e13, "busy_s": 0.5, "wall_s": 1.0}
     usual = {**second, "device": DEVICE, "memory": MEMORY, "claim_bytes": 5}
-    return report_of("pc1/3", 0, 0, **{**usual, **changes})
+    return status_of("pc1/3", **{**usual, **changes})
 
 
-def slot_with(one: Report, **changes: Any) -> Slot:
-    """Return a slot that works and had this report."""
+def slot_with(status: Status, **changes: Any) -> Slot:
+    """Return a slot that works and has told this."""
     usual = {
         "phase": Phase.WORKING,
         "state": WorkerState.RUNNING,
-        "report": one,
-        "device": one.device,
+        "runs": True,
+        "status": status,
+        "device": status.device,
     }
     return Slot(slot="pc1/3", **{**usual, **changes})
 
 
-def metered(*reports: Report) -> Meter:
-    meter = Meter()
-    for one in reports:
-        meter.add(one)
-    return meter
+class Metered:
+    """The meter of a slot, whose processes tell sums."""
+
+    def __init__(self) -> None:
+        self.meter = Meter()
+        self._incarnation = 0
+        self._wall_s = self._busy_s = self._flop = 0.0
+
+    def add(self, wall_s: float = 1.0, busy_s: float = 0.5, flop: float = 1e13) -> Meter:
+        """Let the process work for some time more."""
+        self._wall_s += wall_s
+        self._busy_s += busy_s
+        self._flop += flop
+        sums = {"wall_s": self._wall_s, "busy_s": self._busy_s, "work_flop": self._flop}
+        self.meter.add(told(incarnation=self._incarnation, **sums))
+        return self.meter
+
+    def restart(self) -> None:
+        """Go on with another process."""
+        self._incarnation += 1
+        self._wall_s = self._busy_s = self._flop = 0.0
+
+
+def metered(seconds: int = 2) -> Meter:
+    one = Metered()
+    for _ in range(seconds):
+        one.add()
+    return one.meter
 
 
 def test_throughput_and_duty_are_over_wall_time() -> None:
-    meter = metered(report(), report(work_flop=2e13, busy_s=1.5, wall_s=2.0))
+    one = Metered()
+    one.add(flop=9e13)
+    one.add()
+    meter = one.add(wall_s=2.0, busy_s=1.5, flop=2e13)
     assert meter.tflops == pytest.approx(10.0)
     assert meter.duty == pytest.approx(2.0 / 3.0)
 
 
 @pytest.mark.parametrize("earlier", [0, 2], ids=["first process", "new process"])
-def test_a_first_report_serves_until_there_is_another(earlier: int) -> None:
-    meter = metered(*[report()] * earlier, report(work_flop=1e12, events=OPENED))
-    assert meter.tflops == pytest.approx(1.0)
-    meter.add(report(work_flop=8e12))
-    assert meter.tflops == pytest.approx(8.0)
+def test_a_first_status_serves_until_there_is_another(earlier: int) -> None:
+    one = Metered()
+    for _ in range(earlier):
+        one.add()
+    one.restart()
+    assert one.add(flop=1e12).tflops == pytest.approx(1.0)
+    assert one.add(flop=8e12).tflops == pytest.approx(8.0)
 
 
 def test_what_is_older_than_the_window_is_forgotten() -> None:
-    meter = metered(*[report() for _ in range(10)])
-    assert meter.tflops == pytest.approx(10.0)
+    one = Metered()
+    for _ in range(11):
+        one.add()
+    assert one.meter.tflops == pytest.approx(10.0)
     for seconds in range(1, 11):
-        meter.add(report(work_flop=0.0, busy_s=0.0))
-        assert meter.duty == pytest.approx(0.05 * (10 - seconds))
-    assert meter.tflops is None
+        assert one.add(busy_s=0.0, flop=0.0).duty == pytest.approx(0.05 * (10 - seconds))
+    assert one.meter.tflops is None
 
 
 def test_the_baseline_is_the_best_window_and_no_warming_up() -> None:
-    meter = metered(report(work_flop=9e13, events=OPENED))
-    assert meter.best_tflops is None
-    meter.add(report())
-    meter.add(report(work_flop=0.4e13))
-    assert meter.tflops == pytest.approx(7.0)
-    assert meter.best_tflops == pytest.approx(10.0)
-    assert row_of(PLAN, slot_with(report()), meter, 0.0).baseline_pct == pytest.approx(70.0)
+    one = Metered()
+    assert one.add(flop=9e13).best_tflops is None
+    one.add()
+    assert one.add(flop=0.4e13).tflops == pytest.approx(7.0)
+    assert one.meter.best_tflops == pytest.approx(10.0)
+    assert row_of(PLAN, slot_with(told()), one.meter, 0.0).baseline_pct == pytest.approx(70.0)
 
 
 @given(
     st.lists(
-        st.builds(
-            report,
-            work_flop=st.just(0.0) | st.floats(1.0, 1e15),
-            busy_s=st.floats(0, 100),
-            wall_s=st.just(0.0) | st.floats(1e-6, 100),
-            events=st.sampled_from([(), (), (), OPENED]),
+        st.tuples(
+            st.just(0.0) | st.floats(1e-6, 100),
+            st.floats(0, 100),
+            st.just(0.0) | st.floats(1.0, 1e15),
+            st.sampled_from([False, False, False, True]),
         ),
         max_size=30,
     )
 )
-def test_whatever_is_reported_the_numbers_stay_in_their_bounds(reports: list[Report]) -> None:
-    meter = Meter()
-    best = 0.0
-    for one in reports:
-        meter.add(one)
+def test_whatever_is_told_the_numbers_stay_in_their_bounds(
+    added: list[tuple[float, float, float, bool]],
+) -> None:
+    one, best = Metered(), 0.0
+    for *more, is_restarted in added:
+        if is_restarted:
+            one.restart()
+        meter = one.add(*more)
         assert meter.duty is None or 0.0 <= meter.duty <= 1.0
         assert meter.tflops is None or meter.tflops > 0.0
         assert (meter.best_tflops or 0.0) >= best, "the baseline never falls"
         best = meter.best_tflops or 0.0
-        if meter.tflops is not None and one.events == ():
-            assert best >= meter.tflops
 
 
 def test_a_process_that_is_awaited_says_for_how_long() -> None:
@@ -138,18 +164,18 @@ def test_a_process_that_is_awaited_says_for_how_long() -> None:
     assert row_of(PLAN, slot, Meter(), 1009.5).reason == "its process starts, 9 s so far"
 
 
-def test_a_row_shows_counters_and_the_last_reports_facts() -> None:
+def test_a_row_shows_counters_and_the_last_statuses_facts() -> None:
     known = {"steps_ok": 6, "steps_oom": 2, "steps_error": 2, "oom_count": 3, "emergency_count": 4}
     counts = {**known, "verify_checks": 5, "verify_errors": 1}
     slot = slot_with(
-        report(steps_ok=1, sensors=SENSORS),
+        told(**{**counts, "steps_ok": 1}, sensors=SENSORS),
         state=WorkerState.BACKOFF,
         reason="down to 4096",
         heard_at_s=998.5,
-        counts=StepCounts(**counts),
+        counts_before=StepCounts(steps_ok=5),
         restarts=7,
     )
-    shown = row_of(PLAN, slot, metered(report()), 1000.0)
+    shown = row_of(PLAN, slot, metered(), 1000.0)
     expected = {
         **counts,
         "state": WorkerState.BACKOFF,
@@ -168,34 +194,32 @@ def test_a_row_shows_counters_and_the_last_reports_facts() -> None:
         "power_limit_w": None,
         "throttle_pct": None,
     }
-    told = shown.to_dict()
-    assert {name: told[name] for name in expected} == expected
+    row = shown.to_dict()
+    assert {name: row[name] for name in expected} == expected
     assert shown.tflops == pytest.approx(10.0)
 
 
 @pytest.mark.parametrize("state", [WorkerState.BACKOFF, HeadState.RESTARTING])
 def test_without_a_working_process_there_is_no_throughput(state: SlotState) -> None:
-    shown = row_of(PLAN, slot_with(report(), state=state), metered(report()), 0.0)
+    shown = row_of(PLAN, slot_with(told(), state=state), metered(), 0.0)
     known = (shown.tflops is not None, shown.baseline_pct, shown.duty_measured)
     is_working = isinstance(state, WorkerState)
     assert known == ((True, 100.0, 0.5) if is_working else (False, None, None))
 
 
 def test_a_held_slot_shows_the_memory_of_its_process() -> None:
-    paused = slot_with(
-        report(), state=HeadState.HELD, phase=Phase.HELD, ready=True, heard_at_s=10.0
-    )
+    paused = slot_with(told(), state=HeadState.HELD, phase=Phase.HELD, heard_at_s=10.0)
     shown = row_of(PLAN, paused, Meter(), 100.0)
     assert (shown.size, shown.reserved_bytes, shown.heartbeat_age_s) == (8192, 3, None)
-    drained = row_of(PLAN, replace(paused, ready=False), Meter(), 100.0)
+    drained = row_of(PLAN, replace(paused, runs=False), Meter(), 100.0)
     assert (drained.size, drained.reserved_bytes, drained.temperature_c) == (None, None, None)
     assert drained.cap_bytes == shown.cap_bytes
-    capped = row_of(PLAN, replace(paused, orders=Orders(cap_bytes=2)), Meter(), 100.0)
+    capped = row_of(PLAN, replace(paused, orders=UserOrders(cap_bytes=2)), Meter(), 100.0)
     assert capped.cap_bytes == 2
 
 
 def test_what_was_last_known_of_a_lost_worker_stays_in_its_row() -> None:
-    slot = slot_with(report(), state=HeadState.LOST, heard_at_s=10.0, counts=StepCounts(steps_ok=5))
+    slot = slot_with(told(steps_ok=5), state=HeadState.LOST, heard_at_s=10.0)
     shown = row_of(PLAN, slot, Meter(), 100.0)
     assert shown.size == 8192
     assert shown.counts.steps_ok == 5
@@ -220,11 +244,11 @@ def test_progress_is_shown_of_slots_that_train_only(new_run: RunMaker) -> None:
     stored = {row.slot: row for row in scene.stored().snapshot().rows}
     assert stored["pc1/0"].progress == expected
     summary = json.loads(json.dumps(summary_dict(scene.recorder.shown[-1], "good", 0, "")))
-    told = {row["slot"]: row for row in summary["workers"]}
-    assert told["pc1/0"]["train_step"] == step
-    assert told["pc1/0"]["mfu_pct"] is None
-    assert told["pc2/0"]["train_step"] is None
-    assert told["pc1/0"]["loss"] == expected.loss
+    workers = {row["slot"]: row for row in summary["workers"]}
+    assert workers["pc1/0"]["train_step"] == step
+    assert workers["pc1/0"]["mfu_pct"] is None
+    assert workers["pc2/0"]["train_step"] is None
+    assert workers["pc1/0"]["loss"] == expected.loss
 
 
 def test_unsaved_steps_of_dead_processes_count_as_redone(new_run: RunMaker) -> None:
@@ -244,7 +268,7 @@ def test_unsaved_steps_of_dead_processes_count_as_redone(new_run: RunMaker) -> N
 
 def test_without_a_process_there_is_no_speed(new_run: RunMaker) -> None:
     scene = new_run(pc2=0)
-    told = Progress(
+    progress = Progress(
         train_step=5,
         samples_per_s=3.0,
         tokens_per_s=3.0,
@@ -255,7 +279,7 @@ def test_without_a_process_there_is_no_speed(new_run: RunMaker) -> None:
         optimizer_pct=1.0,
         loss=2.0,
     )
-    scene.fleet.says["pc1/0"] = {"progress": told}
+    scene.fleet.says["pc1/0"] = {"progress": progress}
     scene.fleet.at(9.0, lambda: scene.fleet.leave("pc1"))
     row = scene.finish()["pc1/0"]
     assert row.progress == Progress(train_step=5, loss=2.0, redone_steps=0)

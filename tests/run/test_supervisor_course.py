@@ -23,7 +23,7 @@ from orchestrator.run.terminal import Interrupts
 from tests.run.conftest import RunMaker
 from tests.run.scene import Run
 from tests.run.scripted_fleet import START_S, STEPS_PER_S
-from workers.messages import Directive, WorkerState
+from workers.messages import Orders, WorkerState
 
 
 def test_every_slot_is_placed_once_and_works_to_the_planned_end(new_run: RunMaker) -> None:
@@ -34,12 +34,12 @@ def test_every_slot_is_placed_once_and_works_to_the_planned_end(new_run: RunMake
         assert (row.state, row.restarts) == (WorkerState.RUNNING, 0)
         assert row.counts.steps_ok == pytest.approx(20 * STEPS_PER_S, rel=0.1)
         assert run.fleet.really_done[row.slot] == row.counts.steps_ok, (
-            "what was sent is waited for, and counted"
+            "what it does until it rests is counted"
         )
     (counting,) = run.events("counting")
-    assert counting["startup_s"] == pytest.approx(START_S, abs=0.2)
+    assert counting["startup_s"] == pytest.approx(START_S, abs=0.5)
     last = run.recorder.shown[-1]
-    assert (last.elapsed_s, last.restart_count, last.steps_lost_upper_bound) == (20.0, 0, 0)
+    assert (last.elapsed_s, last.restart_count) == (20.0, 0)
     assert run.clock.now_s - run.fleet.began_s == pytest.approx(START_S + 20, abs=0.5)
     assert {slot.slot: slot.counters["steps_ok"] for slot in run.stored().slots} == {
         slot: row.counts.steps_ok for slot, row in rows.items()
@@ -51,7 +51,7 @@ def test_the_planned_time_begins_with_the_slowest_worker(new_run: RunMaker) -> N
     run.fleet.start_s["pc2/0"] = 30.0
     rows = run.finish()
     (counting,) = run.events("counting")
-    assert counting["startup_s"] == pytest.approx(30, abs=0.2)
+    assert counting["startup_s"] == pytest.approx(30, abs=0.5)
     assert rows["pc1/0"].counts.steps_ok > rows["pc2/0"].counts.steps_ok > 19 * STEPS_PER_S
     awaited = [shown for shown in run.recorder.shown if shown.starting_s is not None]
     assert max(shown.starting_s or 0.0 for shown in awaited) == pytest.approx(30, abs=0.5)
@@ -60,16 +60,33 @@ def test_the_planned_time_begins_with_the_slowest_worker(new_run: RunMaker) -> N
     assert any(reason.endswith(", 29 s so far") for reason in reasons)
 
 
-def test_the_store_knows_of_every_slice_before_it_is_sent(new_run: RunMaker) -> None:
+def test_the_store_knows_of_every_process_before_it_is_begun(new_run: RunMaker) -> None:
     run = new_run(duration="5s")
 
-    def check(slot: str, directive: Directive) -> None:
+    def check(slot: str, orders: Orders) -> None:
         record = next(record for record in run.stored().slots if record.slot == slot)
-        assert record.next_sequence > directive.sequence
-        assert record.steps_at_risk >= (directive.step_limit or 0)
+        assert record.incarnation == orders.incarnation
+        assert orders.begin is None or orders.begin.resume == record.resume
 
-    run.fleet.on_submit = check
+    run.fleet.on_order = check
+    run.fleet.at(3, lambda: run.fleet.kill("pc1/0"))
     assert all(row.counts.steps_ok > 0 for row in run.finish().values())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_answers_that_are_lost_cost_no_event_and_no_step(new_run: RunMaker, seed: int) -> None:
+    run = new_run(pc1=2, duration="60s", max_deaths=9)
+    run.fleet.lost_answers = 0.4
+    run.fleet._chance.seed(seed)
+    run.fleet.at(12, lambda: run.fleet.kill("pc1/0"))
+    run.fleet.at(25, lambda: run.fleet.end_program("pc1/1"))
+    run.fleet.at(40, lambda: run.fleet.corrupt("pc2/0"))
+    rows = run.finish()  # which compares the books
+    for slot, row in rows.items():
+        assert (row.state, row.restarts) == (WorkerState.RUNNING, 1)
+        assert row.counts.steps_ok == pytest.approx(56 * STEPS_PER_S, rel=0.12)
+        assert len(run.events("device_opened", slot=slot)) == 2
+    assert len(run.events("process_ended")) == 1
 
 
 def test_a_run_in_which_every_slot_was_given_up_ends_at_once(new_run: RunMaker) -> None:
@@ -106,30 +123,27 @@ def press_ctrl_c() -> None:
     signal.raise_signal(signal.SIGTERM)
 
 
-def test_an_interrupted_run_lets_its_slices_end_and_begins_none(
+def test_an_interrupted_run_waits_until_its_workers_rest(
     new_run: RunMaker, interrupts: Interrupts
 ) -> None:
     run = new_run(duration="1h", interrupts=interrupts)
     run.fleet.at(10, press_ctrl_c)
     rows = run.finish()
-    assert run.clock.now_s - run.fleet.began_s == pytest.approx(12, abs=1)
+    assert run.clock.now_s - run.fleet.began_s == pytest.approx(10.6, abs=0.7)
     for row in rows.values():
         assert row.state is WorkerState.RUNNING
         assert row.counts.steps_ok == run.fleet.really_done[row.slot]
-    assert run.recorder.shown[-1].steps_lost_upper_bound == 0
     assert 0 < run.recorder.shown[-1].elapsed_s < 12
 
 
-def test_a_second_interrupt_ends_the_run_and_loses_slices(
-    new_run: RunMaker, interrupts: Interrupts
-) -> None:
+def test_a_second_interrupt_ends_the_run_at_once(new_run: RunMaker, interrupts: Interrupts) -> None:
     run = new_run(duration="1h", interrupts=interrupts)
+    run.fleet.at(9, lambda: run.fleet.hang("pc2/0"))
     run.fleet.at(10, press_ctrl_c)
     run.fleet.at(10.3, press_ctrl_c)
     with pytest.raises(KeyboardInterrupt):
         run.supervisor.run()
     assert run.clock.now_s - run.fleet.began_s < 11
-    assert all(slot.counters["steps_lost_upper_bound"] > 0 for slot in run.stored().slots)
     run.check_books()
 
 
@@ -138,11 +152,6 @@ def test_a_worker_that_hangs_at_the_end_is_lost_in_time(new_run: RunMaker) -> No
     run.fleet.at(START_S + 19, lambda: run.fleet.hang("pc2/0"))
     rows = run.finish()
     assert run.clock.now_s - run.fleet.began_s == pytest.approx(START_S + 20 + 3 + 3, abs=1)
-    assert (
-        run.recorder.shown[-1].steps_lost_upper_bound
-        == run.stored().slots[1].counters["steps_lost_upper_bound"]
-        > 0
-    )
     assert rows["pc1/0"].counts.steps_ok == run.fleet.really_done["pc1/0"]
 
 
@@ -311,7 +320,7 @@ FELL_SHORT = {
     ),
     "hangs in every process": (
         hangs_in_every_process,
-        r"pc2/0: ended STALE: its slice is \d+ s overdue; worked .* \(restarts 2, .*",
+        r"pc2/0: ended STALE: told nothing for \d+ s; worked .* \(restarts 2, .*",
     ),
     "restarting": (
         once(31.0, "kill"),

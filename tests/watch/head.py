@@ -37,7 +37,7 @@ def main(folder: Path) -> None:
     for turn in range(1, 10**9):
         rows = [make_row(slot=f"pc1/{index}", steps_ok=turn) for index in range(SLOTS)]
         store.event(event(turn, name="turn"))
-        store.slots(record(row.slot, next_sequence=turn, row=row.to_dict()) for row in rows)
+        store.slots(record(row.slot, incarnation=turn, row=row.to_dict()) for row in rows)
         if turn % 3 == 0:
             store.update(make_snapshot(*rows, elapsed_s=turn))
         store.commit()

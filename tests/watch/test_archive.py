@@ -128,22 +128,17 @@ def test_everything_comes_back_as_it_was(folder: Path, store: RunStore) -> None:
     assert told.details == {"number": None, "cause": "\udc80 \u2028"}
 
 
-def test_losses_and_restarts_are_what_the_slots_add_up_to(folder: Path, store: RunStore) -> None:
-    store.update(
-        make_snapshot(make_row(), restart_count=90, steps_lost_upper_bound=900)
-    )  # older than the slots
-    store.slots([
-        record(counters={"steps_lost_upper_bound": 30, "restarts": 2}),
-        record("pc2/0", counters={"steps_lost_upper_bound": 5, "restarts": 1}),
-    ])  # fmt: skip
+def test_restarts_are_what_the_slots_add_up_to(folder: Path, store: RunStore) -> None:
+    store.update(make_snapshot(make_row(), restart_count=90))  # older than the slots
+    store.slots([record(counters={"restarts": 2}), record("pc2/0", counters={"restarts": 1})])
     store.commit()
     running = read_run(folder)
     assert running.outcome == "running"
-    assert (running.snapshot().steps_lost_upper_bound, running.snapshot().restart_count) == (35, 3)
+    assert running.snapshot().restart_count == 3
     store.end("failed", 1, "no cluster", [])
     for outcome, exit_code in (("failed", 1), ("good", 0), ("interrupted", None)):
         snapshot = replace(read_run(folder), outcome=outcome, exit_code=exit_code).snapshot()
-        assert (snapshot.steps_lost_upper_bound, snapshot.restart_count) == (35 + 2 * 12, 3)
+        assert snapshot.restart_count == 3
 
 
 @pytest.mark.parametrize("elapsed_s", [0.0, 29.0, 29.1])
@@ -151,7 +146,7 @@ def test_losses_and_restarts_are_what_the_slots_add_up_to(folder: Path, store: R
 def test_what_is_offered_to_be_resumed_is_what_resuming_accepts(
     folder: Path, store: RunStore, outcome: str, elapsed_s: float
 ) -> None:
-    slow = "run: {duration: 30s, slice_s: 1.5}\nnodes: {pc1: {gpu: cpu, gpus: 0, workers: 1, vram_per_worker_gib: 1}}\n"
+    slow = "run: {duration: 30s, poll_s: 1.5}\nnodes: {pc1: {gpu: cpu, gpus: 0, workers: 1, vram_per_worker_gib: 1}}\n"
     run = read_run(folder)
     run = replace(
         run,
@@ -162,7 +157,7 @@ def test_what_is_offered_to_be_resumed_is_what_resuming_accepts(
     was_refused = elapsed_s == 0 and outcome == "failed"
     assert run.is_resumable == (elapsed_s < 29.1 and outcome != "running" and not was_refused)
     if run.is_resumable:
-        assert environment_of(run).config.run.slice_s == 1.5
+        assert environment_of(run).config.run.poll_s == 1.5
     elif outcome != "running":
         with pytest.raises(
             UsageError, match="before it began" if was_refused else "has worked all of its 30 s"
@@ -194,7 +189,6 @@ def test_a_head_whose_process_is_another_now_was_killed(
     store.commit()
     run = read_run(folder)
     assert (run.outcome, run.exit_code, run.was_killed) == ("interrupted", None, True)
-    assert run.snapshot().steps_lost_upper_bound == 24
 
 
 def test_a_killed_head_is_interrupted_before_its_parent_notes(tmp_path: Path) -> None:
