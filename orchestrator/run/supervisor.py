@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -45,6 +46,9 @@ from workers.messages import Begin, Orders, Status
 
 #: How long one wait for a status may last: Ctrl-C and times may be late by so much.
 _WAIT_S = 0.1
+
+#: A small copy of a slot's state is read within this time; for a large one its process waits.
+_COPY_S = 0.02
 
 #: What is done so often at most. A killed head loses what was learned since the last save.
 _EVERY_S = {"look at nodes": 1.0, "show": 0.25, "save": 60.0, "dispatch": 0.2}
@@ -315,10 +319,11 @@ class Supervisor:
         if needs_begin(slot):
             start = self._plans[name].spec.workload.settings.get("from")
             copy = self.checkpoints.copy_for(name, slot.incarnation, start)
-            if not copy.done():
-                return  # a later turn finds it read
-            is_first = slot.incarnation == 0
-            begin = Begin(resume=slot.resume, fresh=is_first, checkpoint=copy.result())
+            if wait([copy], timeout=_COPY_S).done:
+                is_first = slot.incarnation == 0
+                begin = Begin(resume=slot.resume, fresh=is_first, checkpoint=copy.result())
+            else:
+                slot = replace(slot, runs=False)  # until a later turn finds it read
         elif slot.begun:
             self.checkpoints.drop_copy(name)
         kept = self.checkpoints.kept(name)

@@ -179,7 +179,7 @@ class Ledger:
         self._seeds = self._seeds or _seeds_of(run)
         for slot in run.slots:
             seed = self._seeds[slot.slot]
-            self._compare(slot, before.get(seed, 0), after.get(seed, 0))
+            self._compare(slot, after.get(seed, 0))
         return run
 
     def rows(self, run: StoredRun) -> list[dict[str, Any]]:
@@ -195,7 +195,7 @@ class Ledger:
             for slot in run.slots
         ]  # fmt: skip
 
-    def _compare(self, slot: SlotRecord, before: int, after: int) -> None:
+    def _compare(self, slot: SlotRecord, after: int) -> None:
         counted = slot.counters["steps_ok"]
         self._demand(
             counted <= after,
@@ -217,7 +217,7 @@ class Ledger:
 
 
 def sums(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    kinds = ("ok", "lost_at_most", "really_lost")
+    kinds = ("ok", "really_lost")
     return {
         f"steps_{kind}": sum(row["steps_ok" if kind == "ok" else kind] for row in rows)
         for kind in kinds

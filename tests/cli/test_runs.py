@@ -167,7 +167,7 @@ def test_a_killed_run_is_told_with_all_that_happened(tmp_path: Path) -> None:
     (error,) = [line for line in text.splitlines() if "ValueError" in line]
     assert error.endswith("pc1/0 error of the workload: ValueError: no good")
     assert "\x1b" not in text
-    table = text[text.index("nodes ") : text.index("good steps counted")]
+    table = text[text.index("nodes ") : text.index("memory of trainings")]
     assert max(map(len, table.splitlines())) <= 100
 
 

@@ -1,4 +1,4 @@
-"""What the head's leases are made of: reports and directives of real slots, on cards that they share or do not."""
+"""What the head's leases are made of: statuses and orders of real slots, on cards that they share or do not."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.core.fleet import SliceReported
 from orchestrator.core.memory_broker import MemoryBroker
 from orchestrator.core.placement import SlotPlan, Target, plan_slots
-from orchestrator.core.slot import Command, NodeJoined, NodeLeft
-from tests.core.scene import Scene, submits
+from orchestrator.core.slot import NodeJoined, NodeLeft
+from tests.core.scene import Scene
 from tests.factories import CPU, MEMORY, REFERENCE
 from tests.scene import MIB
 from workers.messages import DeviceInfo
@@ -35,17 +34,18 @@ class House:
         self.outside_bytes = outside_bytes
         self.held_bytes: dict[str, int] = {}
         self.sent: dict[str, list[int | None]] = {name: [] for name in self.plans}
-        """Of each slot the leases of all its directives."""
+        """Of each slot the leases that it was told, turn by turn."""
         self.news: list[dict[str, int | None]] = []
         """Every answer of the broker that told of something new."""
         self.now_s = 1000.0
 
     def join(self, *names: str) -> None:
         for name in names or tuple(self.plans):
-            self.after(name, self.scenes[name].feed(NodeJoined()))
+            self.scenes[name].feed(NodeJoined())
+            self.after(name)
 
     def report(self, name: str, held_bytes: int, **changes: object) -> None:
-        """Let the running slice end with a look at the card, and send what comes next."""
+        """Let a worker tell what it sees of the card, and that it obeys what it was told last."""
         self.now_s += 0.1
         self.held_bytes[name] = held_bytes
         used_bytes = (
@@ -60,12 +60,14 @@ class House:
             reserved_bytes=held_bytes,
             peak_bytes=held_bytes,
         )
-        event: SliceReported = self.scenes[name].report(
-            device=card(self.plans[name]), **{"memory": memory, **changes}
-        )
-        self.after(name, self.scenes[name].feed(event))
+        for scene in self.scenes.values():
+            scene.now_s = self.now_s
+        usual = {"memory": memory, "lease_bytes": self.sent[name][-1]}
+        scene = self.scenes[name]
+        scene.feed(scene.status(device=card(self.plans[name]), **{**usual, **changes}))
+        self.after(name)
 
-    def after(self, name: str, commands: list[Command]) -> None:
+    def after(self, *names: str) -> None:
         """Do as the supervisor does at the end of a turn."""
         for scene in self.scenes.values():
             scene.now_s = self.now_s
@@ -74,17 +76,17 @@ class House:
         )
         if new:
             self.news.append(new)
-        for command in submits(commands):
-            self.sent[name].append(self.broker.grant(self.scenes[name].slot, command.sequence))
+        for name in names:
+            self.sent[name].append(self.broker.grant(self.scenes[name].slot))
 
     def settle(self, *names: str, rounds: int = 10, share: float = 1.0) -> None:
-        """Let workers hold this share of what the slice that ends allowed them."""
+        """Let workers hold this share of what they were told last."""
         for _ in range(rounds):
             for name in names or tuple(self.plans):
-                running = self.sent[name][-len(self.scenes[name].slot.in_flight)]
+                told = self.sent[name][-1]
                 cap_bytes = card(self.plans[name]).cap_bytes
                 self.report(
-                    name, int(share * (cap_bytes if running is None else min(running, cap_bytes)))
+                    name, int(share * (cap_bytes if told is None else min(told, cap_bytes)))
                 )
             self.now_s += 1.0
 
@@ -114,7 +116,7 @@ def test_what_is_under_way_is_not_promised_to_others() -> None:
     house.settle("pc1/0", "pc1/1", rounds=40)
     before = house.sent["pc1/0"][-1]
     assert before is not None
-    # The third comes up at last. The others have two directives each that allow all they have.
+    # The third comes up at last. The others may still hold all that they were told.
     house.report("pc1/2", 0)
     assert house.sent["pc1/2"][-1] == 0
     for _ in range(2):
@@ -134,7 +136,8 @@ def test_who_has_gone_leaves_its_share_to_the_others() -> None:
     house.settle()
     before = house.sent["pc1/0"][-1]
     del house.held_bytes["pc1/6"]
-    house.after("pc1/6", house.scenes["pc1/6"].feed(NodeLeft()))
+    house.scenes["pc1/6"].feed(NodeLeft())
+    house.after("pc1/6")
     house.settle(*[name for name in house.plans if name != "pc1/6"])
     assert house.sent["pc1/0"][-1] == pytest.approx(before * 7 / 6, rel=0.1)
 
@@ -143,9 +146,11 @@ def test_a_process_that_comes_back_begins_with_nothing_again() -> None:
     house = seven()
     house.settle()
     scene = house.scenes["pc1/3"]
-    house.after("pc1/3", scene.feed(NodeLeft()))
+    scene.feed(NodeLeft())
+    house.after("pc1/3")
     del house.held_bytes["pc1/3"]
-    house.after("pc1/3", scene.feed(NodeJoined()))
+    scene.feed(NodeJoined())
+    house.after("pc1/3")
     assert house.sent["pc1/3"][-1] == 0
     house.report("pc1/3", 0)
     assert house.sent["pc1/3"][-1] == house.caps()["pc1/3"]
@@ -163,7 +168,7 @@ def test_a_worker_alone_on_its_card_has_no_lease() -> None:
     house = House(plan_slots(REFERENCE.model_copy(update={"nodes": {"pc1": pc1}}), Target()))
     house.join()
     house.report("pc1/0", 0)
-    assert house.sent == {"pc1/0": [None] * 3, "pc1/1": [None]}
+    assert house.sent == {"pc1/0": [None] * 2, "pc1/1": [None]}
 
 
 def test_a_slot_that_begins_costs_the_others_no_lease() -> None:

@@ -8,16 +8,14 @@ from pathlib import Path
 import pytest
 
 from orchestrator.record.output import OutputFiles, cleaned, last_lines
-from workers.messages import PrintedOutput, Report, Verdict, WorkerState
+from tests.factories import status_of
+from workers.messages import PrintedOutput, Status
 
-REPORT = Report(
-    slot="pc1/3", incarnation=0, sequence=0, verdict=Verdict.OK, state=WorkerState.RUNNING, reason="", device=None,
-    memory=None, size=None, batch=None, claim_bytes=None,
-)  # fmt: skip
+STATUS = status_of("pc1/3")
 
 
-def told(text: str, dropped_bytes: int = 0) -> Report:
-    return replace(REPORT, output=PrintedOutput(text=text, dropped_bytes=dropped_bytes))
+def told(text: str, dropped_bytes: int = 0) -> Status:
+    return replace(STATUS, output=PrintedOutput(text=text, dropped_bytes=dropped_bytes))
 
 
 @pytest.mark.parametrize(
@@ -46,7 +44,7 @@ def test_a_slot_keeps_its_newest_mib_and_says_what_it_dropped(tmp_path: Path) ->
     for number in range(200):
         files.take(
             told(
-                f"slice {number}\n" + ("x" * 99 + "\n") * 160,
+                f"status {number}\n" + ("x" * 99 + "\n") * 160,
                 dropped_bytes=5 if number == 199 else 0,
             )
         )
@@ -57,7 +55,7 @@ def test_a_slot_keeps_its_newest_mib_and_says_what_it_dropped(tmp_path: Path) ->
     lines = last_lines(tmp_path, "pc1/3", 170)
     assert len(lines) == 170
     assert "[5 bytes were printed before this that a report has no room for]" in lines
-    files.take(REPORT)
+    files.take(STATUS)
     assert last_lines(tmp_path, "pc1/3", 170) == lines
 
 

@@ -112,7 +112,7 @@ def test_a_sample_per_slot_and_second(path: Path, store: RunStore) -> None:
 
     assert (store.problem, store.incomplete) == (None, False)
     assert read(path, "SELECT count(*) FROM samples") == [(8,)]
-    assert read(path, "SELECT key, value FROM meta") == [("schema_version", "1")]
+    assert read(path, "SELECT key, value FROM meta") == [("schema_version", "2")]
     assert read(
         path, "SELECT slot, state, tflops, power_w FROM samples ORDER BY at_unix_s DESC, slot"
     )[:2] == [("pc1/0", "RUNNING", 9.61, 281.4), ("pc1/1", "BACKOFF", None, None)]
