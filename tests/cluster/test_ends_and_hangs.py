@@ -234,7 +234,7 @@ def test_a_hang_is_seen_with_what_the_process_does_and_where_it_stands(
     status = slot.wait(lambda told: told.quiet is not None and told.quiet.seconds > 2.0)
     assert status.counts.steps_ok <= BEFORE
     assert status.quiet is not None
-    assert (status.quiet.computed_s > 0.2) is computes
+    assert (status.quiet.computed_s > 0) is computes
     assert (status.quiet.idle_s == status.quiet.seconds) is not computes
     slot.orders = replace(slot.orders, runs=False)
     ended = slot.wait(lambda told: told.quiet is not None and told.quiet.stands_at is not None)

@@ -128,8 +128,7 @@ def test_a_silent_program_is_no_failure() -> None:
     slot = Slot(command_spec("-c", "import time; time.sleep(600)"))
     reports = [slot.poll(0.1) for _ in range(5)]
     assert [report.counts.steps_error for report in reports] == [0] * 5
-    assert reports[0].counts.steps_ok == 1
-    assert 0.3 < reports[-1].wall_s < reports[-1].counts.steps_ok < 60
+    assert all(report.counts.steps_ok > report.wall_s > 0 for report in reports), "one a second"
     slot.rest()
 
 

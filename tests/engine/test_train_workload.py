@@ -276,3 +276,24 @@ def test_a_save_that_was_asked_for_waits_for_the_step_to_end(
     assert [report.progress.saved_step for report in reports] == [None, None, None, 1, 1], (
         "asked between two steps, too"
     )
+
+
+def test_a_training_that_is_held_ends_its_step_and_saves_first(
+    in_child: InChild, tmp_path: Path
+) -> None:
+    quarters = spec(micro=2, save_every_s=36000)  # an optimiser step is four parts
+    statuses = in_child(trained, str(tmp_path), quarters, [{}, *[{"holds": True, "saves": 1}] * 5])
+    assert [status.is_held for status in statuses] == [False] * 4 + [True] * 2
+    assert [status.counts.steps_ok for status in statuses] == [1, 1, 1, 1, 0, 0]
+    assert (statuses[-1].saves, statuses[-1].save_due) == (1, False)
+    assert statuses[-1].progress.saved_step == 1
+    assert statuses[-1].wall_s == 0, "time in which it is held is no time of work"
+
+
+def test_a_training_without_memory_is_held_at_once(in_child: InChild, tmp_path: Path) -> None:
+    quarters = spec(micro=2, save_every_s=36000)
+    short = {"lease_bytes": MIB}
+    held = {**short, "holds": True, "saves": 1}
+    statuses = in_child(trained, str(tmp_path), quarters, [{}, short, held])
+    assert [status.is_held for status in statuses] == [False, False, True]
+    assert (statuses[-1].state, statuses[-1].save_due) == (WorkerState.PARKED, True)
