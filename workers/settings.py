@@ -246,8 +246,8 @@ class CommandSpec:
     grace_s: float = 30.0
     """Between SIGTERM and SIGKILL."""
     lease_s: float | None = None
-    """It ends if its worker is not asked for so long: another PC may have begun it anew. `None`: none
-    can.
+    """It ends if its worker is not asked for so long: another PC may have begun it anew. `None`:
+    none can.
     """
     cap: bool = True
     """Whether a Python script is started by `workers.capped` with the job's memory."""

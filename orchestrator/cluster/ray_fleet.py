@@ -183,7 +183,7 @@ class RayFleet:
                 return heard
 
     def _ask_all(self) -> float:
-        """Ask every actor that is not asked already; return when the next one may be asked again."""
+        """Ask every actor that is not asked already; return when the next may be asked again."""
         now_s, next_s = time.monotonic(), math.inf
         for asked in self._asked.values():
             if asked.poll is not None or asked.orders is None:

@@ -603,7 +603,7 @@ def _speed(gpu: str, budget: NodeBudget) -> float:
 
 
 def _end(slot: Slot, job: Job) -> tuple[Cause | None, str, int | None]:
-    """Return why the attempt in a slot has ended, in words, with an exit code; `None`: it goes on."""
+    """Return why the attempt in a slot has ended, with an exit code; `None`: it goes on."""
     if slot.phase not in {Phase.DONE, Phase.QUARANTINED}:
         return None, slot.reason, None
     ended = None if slot.status is None else slot.status.ended

@@ -66,8 +66,6 @@ def run(kills: int, seed: int, config: str, overrides: Sequence[str]) -> Result:
             finally:
                 last = head.end()
             stored = ledger.look(head.folder)
-        if stored is not None:
-            ledger.end(stored)
         lost = [f"the head ended with {last!r}"]
         if isinstance(last, Snapshot):
             lost = [

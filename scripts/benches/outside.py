@@ -167,7 +167,6 @@ class Ledger:
 
     def look(self, folder: Path) -> StoredRun | None:
         """Compare once, and return the run as its store knows it; `None`: it stores nothing yet."""
-        before = self._counts()
         try:
             run = read_run(folder)
         except NothingStoredError:
