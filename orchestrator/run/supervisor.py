@@ -25,7 +25,7 @@ from orchestrator.control.wire import Answer, WireError, answer_from, command_of
 from orchestrator.core import circuit_breaker, lifecycle, run_outcome, slices
 from orchestrator.core import slot as slots
 from orchestrator.core.fleet import Fleet, SliceEnded, SliceFailed, SliceFailure, SliceReported
-from orchestrator.core.memory_broker import MemoryBroker
+from orchestrator.core.memory_shares import MemoryShares
 from orchestrator.core.placement import SlotPlan
 from orchestrator.core.slot import Event, Phase, Slot
 from orchestrator.core.user_commands import EFFECTS, Command, CommandRefusedError, events_of
@@ -186,7 +186,7 @@ class Supervisor:
         self._nodes = NodeWatch(self.config, self._plans, self.outlets.events)
         self._restarts = sum(slot.restarts for slot in self._slots.values())
         self._steps_lost = sum(slot.steps_lost_upper_bound for slot in self._slots.values())
-        self._broker = MemoryBroker(self._plans)
+        self._shares = MemoryShares(self._plans)
         self._outbox: list[tuple[str, slots.Command]] = []
         self._changed: dict[str, None] = dict.fromkeys(self._plans)
         """In the order of their changes; at first in that of the plan."""
@@ -402,7 +402,7 @@ class Supervisor:
         self._plans[name] = plan
         self._meters.setdefault(name, Meter())
         self._slots.setdefault(name, self.past.slots.get(name, Slot(slot=name)))
-        self._broker = MemoryBroker(self._plans, self._broker)
+        self._shares.replan(self._plans)
         self._feed(name, slots.Assigned(node_is_there=node_is_there))
 
     def _send_out(self) -> None:
@@ -410,7 +410,7 @@ class Supervisor:
         now_s = self.clock.monotonic_s()
         changed, self._changed = self._changed, {}
         self._recorder.take(changed, self._slots, now_s, self.clock.unix_s())
-        for name, lease_bytes in self._broker.look(self._slots, now_s, changed).items():
+        for name, lease_bytes in self._shares.look(self._slots, now_s).items():
             self.outlets.events.write("leased", slot=name, lease_bytes=lease_bytes)
         self.outlets.store.commit()
         self.commands.answer()
@@ -553,7 +553,7 @@ class Supervisor:
                 spec = replace(plan.spec, run_id=self.facts.run_id)
                 self.fleet.place(spec, plan.num_cpus, plan.num_gpus)
             case Directive():
-                lease_bytes = self._broker.grant(self._slots[name], command.sequence)
+                lease_bytes = self._shares.grant(self._slots[name])
                 start = self._plans[name].spec.workload.settings.get("from")
                 copy = self.checkpoints.copy_for(name, command.incarnation, start)
                 self.fleet.submit(name, command.granted(lease_bytes, copy))
