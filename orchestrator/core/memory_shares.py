@@ -4,8 +4,8 @@
 
 A share is bounded by the job's cap, and by what it uses while others can use the rest; what it
 leaves is divided among them. Its lease, the most that it is told to hold, follows its share once
-the two differ by more than 5 %. It is lowered at once, and raised when three statuses in a row of
-every job on the card allow it. Two rules come before the formula:
+the two differ by more than 5 %. It is lowered once two statuses of every job show the lack, and
+raised when three in a row of every job allow it. Two rules come before the formula:
 
 1. The leases never add up to more than the card was seen to have. Until a job that was told to
    shrink has reported again, the larger lease that it was told before counts; and what it still
@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 from orchestrator.core.placement import SlotPlan
 from orchestrator.core.slot import Phase, Slot
@@ -34,8 +34,8 @@ from workers.settings import ASSUMED_CONTEXT_BYTES, WorkerSpec
 _WORTH_MOVING: Final = 0.05
 _WAITS_S: Final = 10.0
 
-#: Statuses in a row that must allow a raise; a cut waits for two that show the lack, since
-#: neighbours that grow between their statuses look like one.
+#: Statuses in a row that must allow a raise, and that must show a lack: statuses are of different
+#: moments, and a neighbour that grew in between looks like a lack.
 _TO_RAISE: Final = 3
 _TO_LOWER: Final = 2
 
@@ -54,6 +54,15 @@ _ASK_AGAIN: Final = 60
 _EXPECTED_S: Final = 30.0
 
 
+class _Seen(NamedTuple):
+    """What one status says of the card."""
+
+    own_bytes: int
+    """Free, or held by the job itself."""
+    there_bytes: int
+    """Free, or held by any job as its last status says."""
+
+
 @dataclass(slots=True)
 class _Worker:
     """What is remembered of one process at work."""
@@ -61,10 +70,12 @@ class _Worker:
     incarnation: int
     report: Report | None = None
     """The last one that was taken in."""
-    there_bytes: deque[int] = field(default_factory=lambda: deque(maxlen=_TO_RAISE))
-    """What the card had for all jobs, by each of the last statuses."""
+    seen: deque[_Seen] = field(default_factory=lambda: deque(maxlen=_TO_RAISE))
+    """What the last statuses say of the card."""
     held_bytes: int = 0
     """The most since the status before."""
+    before_bytes: int = 0
+    """The most until that one."""
     lease_bytes: int = 0
     told_bytes: int = 0
     may_hold_bytes: int = 0
@@ -145,8 +156,10 @@ class MemoryShares:
             workers = {slot.slot: self._workers[slot.slot] for slot in sharing}
             has_news = self._take(sharing)
             is_shared = card is not None and len(sharing) > 1
-            if not is_shared or not any(worker.there_bytes for worker in workers.values()):
+            if not is_shared or not any(worker.seen for worker in workers.values()):
                 leases |= dict.fromkeys(workers)
+                for slot in sharing:  # where it gets a lease, that comes down from here
+                    workers[slot.slot].lease_bytes = self._cap_bytes(slot) if slot.ready else 0
                 continue
             if has_news:
                 self._share(sharing, now_s)
@@ -208,13 +221,14 @@ class MemoryShares:
                 or memory.device_used_bytes is None
             ):
                 continue
+            worker.before_bytes = worker.held_bytes
             worker.held_bytes = max(memory.reserved_bytes, memory.peak_bytes)
             free_bytes = memory.device_total_bytes - memory.device_used_bytes
             seen.append((worker, report, free_bytes, memory.reserved_bytes))
         held_bytes = sum(worker.held_bytes for worker in workers)
         for worker, report, free_bytes, reserved_bytes in seen:
-            others_bytes = held_bytes - worker.held_bytes
-            worker.there_bytes.append(free_bytes + reserved_bytes + others_bytes)
+            own_bytes = free_bytes + reserved_bytes
+            worker.seen.append(_Seen(own_bytes, own_bytes + held_bytes - worker.held_bytes))
             worker.note_use(free_bytes, is_starving=report.state in STARVED)
         return bool(seen)
 
@@ -227,9 +241,15 @@ class MemoryShares:
         caps = {slot.slot: self._cap_bytes(slot, context_bytes) for slot in sharing}
         reserve_bytes = max(self._specs[name].memory.leave_free_bytes for name in workers)
         reserve_bytes += context_bytes * (len(sharing) - len(ready))
-        statuses = [list(worker.there_bytes) for worker in ready.values() if worker.there_bytes]
-        sure_bytes = min(map(min, statuses)) - reserve_bytes
-        hoped_bytes = max(max(last[-_TO_LOWER:]) for last in statuses) - reserve_bytes
+        sure_bytes = min(seen.there_bytes for worker in ready.values() for seen in worker.seen)
+        # A neighbour that grew after its last status held no more then than by its next one.
+        mosts = {name: max(w.held_bytes, w.before_bytes) for name, w in ready.items()}
+        hoped_bytes = max(
+            seen.own_bytes + sum(mosts.values()) - mosts[name]
+            for name, worker in ready.items()
+            for seen in list(worker.seen)[-_TO_LOWER:]
+        )
+        sure_bytes, hoped_bytes = sure_bytes - reserve_bytes, hoped_bytes - reserve_bytes
         whole = fair_shares(sure_bytes, caps)
         for name, worker in ready.items():
             worker.lease_bytes = min(worker.lease_bytes, caps[name])

@@ -150,7 +150,7 @@ def plan_of(person: Person, card_budget_bytes: int) -> SlotPlan:
         device="cuda", budget_bytes=budget_bytes, policy="adaptive", leave_free_bytes=LEAVE_BYTES
     )
     spec = replace(spec, slot=person.slot, card_budget_bytes=card_budget_bytes)
-    return SlotPlan(spec=spec, num_cpus=1, num_gpus=0.1)
+    return SlotPlan(spec=spec, num_cpus=1, num_gpus=0.1, gpu=None)
 
 
 def crowd(caps: list[int], wants: list[float] | None = None, outside: float = 0.0) -> World:
@@ -269,6 +269,7 @@ def test_a_raise_waits_for_a_neighbour_that_has_not_shrunk_yet() -> None:
         world.report(stubborn)
         stubborn.held_bytes = held_bytes
         assert newcomer.told_bytes <= world.there_bytes - held_bytes
+        assert stubborn.told_bytes > 0.4 * world.there_bytes, "no less than its share"
     assert stubborn.told_bytes < 0.8 * held_bytes
     world.seconds(8, draw)
     assert newcomer.told_bytes == pytest.approx(stubborn.told_bytes, rel=0.06)
@@ -281,7 +282,7 @@ def test_a_short_lack_lowers_at_once_and_raises_after_three_statuses() -> None:
     world.outside_bytes += int(0.2 * CARD_BYTES)
     for person in world.people:
         person.held_bytes = min(person.held_bytes, world.there_bytes // 4)
-    world.seconds(2, draw)
+    world.seconds(3, draw)
     assert all(person.told_bytes < 0.8 * share_bytes for person in world.people)
     world.outside_bytes -= int(0.2 * CARD_BYTES)
     world.seconds(2, draw)
@@ -298,7 +299,7 @@ def test_what_a_modest_job_leaves_is_lent_and_given_back() -> None:
     assert modest.told_bytes < 1.3 * GIB + modest.cap_bytes / 30
     assert all(person.told_bytes > 0.15 * CARD_BYTES for person in world.people[1:])
     modest.wants_bytes = modest.cap_bytes
-    world.seconds(10, draw)
+    world.seconds(20, draw)
     assert world.broken == 0
     assert modest.held_bytes >= world.least_fair_bytes(modest)
 
