@@ -39,8 +39,8 @@ _COMPLAINTS: Final[Mapping[Throttle, tuple[str, str]]] = {
     Throttle.HARDWARE_SLOWDOWN: (
         "hardware slowdown",
         (
-            "clocks are halved or worse: too hot, too much power, or the power supply asked for it; "
-            "check dust and airflow, then the power cables and the power supply"
+            "clocks are halved or worse: too hot, too much power, or the power supply asked for "
+            "it; check dust and airflow, then the power cables and the power supply"
         ),
     ),
     Throttle.SOFTWARE_THERMAL: (
@@ -57,8 +57,8 @@ _COMPLAINTS: Final[Mapping[Throttle, tuple[str, str]]] = {
     Throttle.POWER_BRAKE: (
         "power brake",
         (
-            "the power supply or the board asked the card to slow down; check the power cables, one "
-            "for each socket, and whether the power supply is strong enough"
+            "the power supply or the board asked the card to slow down; check the power cables, "
+            "one for each socket, and whether the power supply is strong enough"
         ),
     ),
 }
