@@ -40,7 +40,7 @@ _EXAMPLE: Final = "such as jobs: [{name: first, train: {preset: gpt-nano}}]"
 _SECTIONS: Final = ("train", "workload", "memory", "verify")
 #: What makes a loss of another kind: members of a sweep that differ in it are not compared.
 _UNEQUAL: Final = (
-    "preset", "model", "data", "documents", "validation", "batch", "seq", "min_seq", "packing",
+    "preset", "model", "data", "documents", "validation", "batch", "seq", "packing",
     "label_smoothing", "r_drop",
 )  # fmt: skip
 #: Of a training.
