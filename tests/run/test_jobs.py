@@ -1,4 +1,4 @@
-"""A queue of jobs on the real supervisor, store and journal: places, failures, words, and heads that die."""
+"""A queue of jobs on the real supervisor and stores: places, failures, words, and heads that die."""
 
 from __future__ import annotations
 
@@ -353,20 +353,20 @@ def test_after_ctrl_c_everything_is_saved_and_goes_on(new_jobs: JobsMaker) -> No
     assert run.fleet.directives["one"][0].checkpoint is not None
 
 
-def test_while_the_journal_cannot_be_written_all_stands(
+def test_while_the_queue_cannot_be_stored_all_stands(
     new_jobs: JobsMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = new_jobs(short("one", 900, nodes=("pc1",)), short("two", 900), short("three", 100))
     run.until_state("two", JobState.RUNNING)
     done = run.fleet.told["one"]
 
-    def full(_: object) -> None:
+    def full() -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(run.journal, "append", full)
+    monkeypatch.setattr(run.queue_store, "commit", full)
     run.say(Word.CANCEL, "two")
     run.until(30.0)
-    assert any("journal of jobs" in notice for notice in run.supervisor.snapshot().notices)
+    assert any("queue of jobs" in notice for notice in run.supervisor.snapshot().notices)
     assert run.fleet.told["one"] > done, "what runs goes on"
     assert run.standings()["two"].state is JobState.RUNNING
     monkeypatch.undo()
