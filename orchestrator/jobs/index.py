@@ -118,25 +118,26 @@ class Index:
 
     def _add(self, standing: Standing) -> None:
         """Take in a job that has not ended."""
-        name, state, sweep = standing.job.name, standing.state, standing.job.sweep or ""
+        job, state = standing.job, standing.state
         self.open += 1
-        self.moving += state not in {JobState.WAITING, JobState.PAUSED}
         if state is JobState.PAUSED:
-            self.paused[sweep][name] = None
+            self.paused[job.sweep or ""][job.name] = None
             return
-        self.active[sweep] += 1
+        self.active[job.sweep or ""] += 1
+        if state is JobState.WAITING:
+            self._check(standing)
+        else:
+            self.moving += 1
         if state in ON_CARD:
-            self.on_card.append(name)
+            self.on_card.append(job.name)
             self.cards[standing.card or ""] += 1
         elif state is not JobState.HELD:
             needs = needs_of(standing)
-            self.needs[needs].append(name)
-            if state is JobState.PARKED:
-                self.parked.append(name)
-            elif state is JobState.QUEUED:
+            self.needs[needs].append(job.name)
+            if state is JobState.QUEUED:
                 self.lines[needs].append(self._place(standing))
-            else:
-                self._check(standing)
+            elif state is JobState.PARKED:
+                self.parked.append(job.name)
 
     def _measured(self, standing: Standing) -> None:
         """Take in speeds, and the most memory that it took."""

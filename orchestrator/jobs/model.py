@@ -18,6 +18,9 @@ from workers.settings import CommandSpec, Scalar
 class JobState(StrEnum):
     """How a job stands. Shown."""
 
+    # An enum's own is a function of Python, and each turn asks for that of every job.
+    __hash__ = str.__hash__
+
     #: The jobs that it comes after have not ended.
     WAITING = "WAITING"
     #: It may start, and waits for a place on a card.

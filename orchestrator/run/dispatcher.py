@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -52,6 +52,7 @@ from orchestrator.jobs.packing import Pace
 from orchestrator.jobs.queue import COMMAND_LEASE_S, node_lost_s
 from orchestrator.record.events import EventLog
 from orchestrator.record.jobs import QueueSnapshot, QueueStore
+from orchestrator.run.background import Background
 from orchestrator.run.job_files import JobFiles
 from orchestrator.run.prediction import job_config, least_room_of
 from orchestrator.run.sampled_sweeps import SampledSweeps
@@ -150,7 +151,7 @@ class Dispatcher:
         self._paces: dict[str, Pace] = {}
         """Of jobs that are alone on their card, or have one other beside them."""
         self._files = JobFiles(self.folder, one_machine=self.target.one_machine, events=self.events)
-        self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prediction")
+        self._threads = Background(1, "prediction")
         self._predicting: tuple[tuple[Job, ...], Future[dict[str, int]]] | None = None
         """Jobs that a sweep asks for, and what each needs at least of a card."""
         on_card = self.target.device != "cpu"

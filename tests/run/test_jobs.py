@@ -12,6 +12,7 @@ import pytest
 from orchestrator.core.placement import Target
 from orchestrator.core.user_commands import CommandRefusedError, Do
 from orchestrator.jobs import inbox
+from orchestrator.jobs.lifecycle import IllegalRecordError
 from orchestrator.jobs.model import (
     Assigned,
     AttemptEnded,
@@ -20,6 +21,7 @@ from orchestrator.jobs.model import (
     QueueHeld,
     Reached,
     Recalled,
+    Rested,
     Submitted,
     Word,
 )
@@ -374,6 +376,48 @@ def test_while_the_queue_cannot_be_stored_all_stands(
     assert run.dispatcher.problem is None
     standings = run.finish()
     assert standings["three"].state is JobState.DONE
+
+
+def test_a_record_that_cannot_be_stops_no_later_head(
+    new_jobs: JobsMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A defect of the queue is planted: it ends an attempt that never began."""
+    run = new_jobs(short("one"), short("two"))
+    wrong = Rested(at_s=0.0, job="two", attempt=1)
+    monkeypatch.setattr(run.dispatcher.queue, "next_records", lambda _: (wrong,))
+    with pytest.raises(IllegalRecordError, match="two: Rested cannot be"):
+        run.until(5.0)
+    run.die()
+    assert run.standings()["two"].state is JobState.QUEUED, "what was not checked is not stored"
+    run = new_jobs.next_head(run)
+    run.finish()
+    check_ends(run)
+
+
+def test_a_word_that_cannot_be_is_refused_and_gone(
+    new_jobs: JobsMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first check is planted away; the second is that of the queue."""
+    run = new_jobs(short("one"))
+    run.say(Word.CANCEL, "ghost")
+    monkeypatch.setattr(run.dispatcher.queue, "why_refused", lambda _: None)
+    run.finish()
+    check_ends(run)
+    (refused,) = run.events("job_message_refused")
+    assert "there is no job called ghost" in str(refused)
+    assert list(inbox.waiting(run.queue_folder)) == []
+
+
+def test_a_large_message_is_stored_at_once(
+    new_jobs: JobsMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = new_jobs(stays=True)
+    inbox.put(run.queue_folder, [Submitted(at_s=0.0, job=short(f"job-{n}")) for n in range(300)])
+    statements: list[str] = []
+    run.queue_store._connection.set_trace_callback(statements.append)
+    run.until(1.0)
+    assert len(run.standings()) == 300
+    assert statements.count("COMMIT") <= 3
 
 
 def test_at_a_milestone_others_get_the_card(new_jobs: JobsMaker) -> None:
