@@ -172,9 +172,9 @@ class Dispatcher:
 
     @property
     def is_over(self) -> bool:
-        """Whether there is nothing to do any more."""
+        """Whether there is nothing to do any more, and all that was decided is stored."""
         is_over = self.queue.is_over_without(self._sweeps.problems)
-        return self._has_looked and is_over and not self.stays
+        return self._has_looked and self.problem is None and is_over and not self.stays
 
     def resumed(self) -> Iterator[SlotPlan]:
         """Yield the slot of each job that has a place on a card, for a head that begins."""

@@ -371,11 +371,35 @@ def test_while_the_queue_cannot_be_stored_all_stands(
     assert any("queue of jobs" in notice for notice in run.supervisor.snapshot().notices)
     assert run.fleet.told["one"] > done, "what runs goes on"
     assert run.standings()["two"].state is JobState.RUNNING
+    assert run.fleet.live_on("pc2") == ["two"], "what is not stored is not done"
     monkeypatch.undo()
     run.until_state("two", JobState.CANCELLED)
     assert run.dispatcher.problem is None
     standings = run.finish()
     assert standings["three"].state is JobState.DONE
+
+
+def test_an_end_that_cannot_be_stored_ends_no_run(
+    new_jobs: JobsMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = new_jobs(short("one", 100))
+    run.until_state("one", JobState.RUNNING)
+
+    commit = run.queue_store.commit
+
+    def full() -> None:
+        if run.standing("one").state is JobState.DONE:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        commit()
+
+    monkeypatch.setattr(run.queue_store, "commit", full)
+    run.until(120.0)
+    assert run.standing("one").state is JobState.DONE
+    assert run.standings()["one"].state is JobState.RUNNING
+    assert (run.folder / "states" / "one.pt").exists(), "its state is removed after that"
+    monkeypatch.undo()
+    run.finish()
+    check_ends(run)
 
 
 def test_a_record_that_cannot_be_stops_no_later_head(
