@@ -2,8 +2,8 @@
 
 A message is a batch of `Submitted`, `SweepSubmitted`, `Said` and `QueueHeld`, taken as a whole. It
 is written aside, synced and renamed, so that it is there as a whole or not at all; and removed only
-once it is stored in the queue, so that it may be seen twice (`Queue.why_refused`). Who can write here
-has commands run: only the user's own files in a folder of mode 0700 are read.
+once the queue with it is stored, so that it may be seen twice (`Queue.why_refused`). Who can write
+here has commands run: only the user's own files in a folder of mode 0700 are read.
 """
 
 from __future__ import annotations

@@ -106,9 +106,13 @@ class QueueFacts:
     """What there is of a queue besides its jobs and sweeps, as it is stored."""
 
     held: str | None = None
+    """Why nothing starts."""
     said: tuple[str, ...] = ()
+    """The ids of the last orders of users."""
     alike: tuple[tuple[str, str], ...] = ()
+    """A text, and a job that failed with it soon after its start."""
     packs: tuple[tuple[str, str, bool], ...] = ()
+    """What jobs have in common, the title of a card, and whether it pays that two share one."""
 
 
 class _Standings(Mapping[str, Standing]):
@@ -151,6 +155,7 @@ class Queue:
         self._standings: dict[str, Standing] = {}
         self._aside: dict[str, Aside] = {}
         self._likeness: dict[str, str | None] = {}
+        """By job, what is the same of jobs whose steps cost the same."""
         self._said = dict.fromkeys(facts.said)
         self._alike: dict[str, dict[str, None]] = {}
         """Jobs that failed soon after their start, by what they said."""

@@ -29,8 +29,8 @@ from orchestrator.jobs.model import Job
 from orchestrator.jobs.placement import plain
 from orchestrator.jobs.sweep import FOLDER, RANGES, JobFile, dotted, dotted_key, expand, range_of
 
-#: More jobs than this in a file are a mistake of an exponent. A turn of the head looks at each job of
-#: the queue: at 1,000 of them for about 10 ms.
+#: More jobs than this in a file are a mistake of an exponent. A turn of the head looks at each job
+#: of the queue: at 1,000 of them for about 10 ms.
 MAX_JOBS: Final = 2_000
 _LONGEST_NAME: Final = 60
 #: What problems of words on a command line are called after.

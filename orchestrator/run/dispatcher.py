@@ -2,8 +2,8 @@
 which come to rest comes out.
 
 A job has one slot, with its name. A turn decides in memory, stores what has changed at once, and
-only then tells what is to be done: a head that is killed before decides the same again. Decides nothing itself
-(`jobs/queue.py`), and starts nothing (`supervisor.py`).
+only then tells what is to be done: a head that is killed before decides the same again. Decides
+nothing itself (`jobs/queue.py`), and starts nothing (`supervisor.py`).
 """
 
 from __future__ import annotations
