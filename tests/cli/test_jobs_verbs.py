@@ -21,6 +21,7 @@ from orchestrator.config.load import load_config
 from orchestrator.config.schema import Config
 from orchestrator.core.placement import Target
 from orchestrator.jobs import inbox
+from orchestrator.jobs.codec import event_of
 from orchestrator.jobs.model import (
     Assigned,
     Job,
@@ -40,6 +41,7 @@ from tests.factories import (
     FACTS,
     STARTED_UNIX_S,
     config_of,
+    event,
     make_job,
     make_standing,
     store_queue,
@@ -84,6 +86,18 @@ def test_the_list_shows_every_job_and_that_the_head_is_dead(command: Command) ->
     lines = done.stdout.splitlines()
     assert [line.split()[:2] for line in lines[1:3]] == [["lr-0", "PARKED"], ["lr-1", "QUEUED"]]
     assert "its head is not running" in lines[-1]
+
+
+def test_what_happened_to_a_job_is_shown(command: Command, folder: Path) -> None:
+    store = RunStore(folder.parent / STORE_NAME)
+    store.begin(replace(FACTS, run_id=RUN_ID))
+    for name in ("lr-0", "lr-1"):
+        kind, slot, details = event_of(begun(name))
+        store.event({**event(name=kind, **details), "slot": slot})
+    store.end("interrupted", 130, None, ())
+    lines = command("jobs", "show", "lr-0").stdout.splitlines()
+    (happened,) = lines[lines.index("what happened") + 1 :]
+    assert happened.endswith("assigned: attempt 1, card pc1, budget 1024 MiB, alone yes")
 
 
 def test_a_terminal_without_unicode_shows_question_marks(folder: Path) -> None:
