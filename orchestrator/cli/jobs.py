@@ -30,10 +30,8 @@ from orchestrator.config.schema import Config
 from orchestrator.core.placement import Target
 from orchestrator.errors import ArchiveError, NoClusterError, UsageError
 from orchestrator.jobs import inbox
-from orchestrator.jobs.journal import JOURNAL_NAME, QUEUE_NAME, queue_of, records
 from orchestrator.jobs.model import (
     ENDED,
-    Assigned,
     Job,
     JobState,
     QueueHeld,
@@ -43,9 +41,9 @@ from orchestrator.jobs.model import (
     Word,
 )
 from orchestrator.jobs.sweep import expand
-from orchestrator.record.archive import head_of, read_run
+from orchestrator.record.archive import StoredEvent, head_of, read_events, read_run
 from orchestrator.record.folders import go_on_command
-from orchestrator.record.jobs import QueueReader, QueueSnapshot
+from orchestrator.record.jobs import QUEUE_NAME, QueueReader, QueueSnapshot, queue_of
 from orchestrator.run.environment import Mode
 from orchestrator.run.sampled_sweeps import sampled_sweeps
 from orchestrator.view import jobs as view
@@ -191,8 +189,7 @@ def show(queue: OfQueue, job: str = _JOB, json_output: bool = AS_JSON) -> None:
     if json_output:
         print_json(view.job_object(standing, snapshot))
     else:
-        told = records(folder / QUEUE_NAME / JOURNAL_NAME)
-        tell(*view.job_lines(standing, told, snapshot))
+        tell(*view.job_lines(standing, _happened(folder, job), snapshot))
 
 
 @app.command()
@@ -219,25 +216,32 @@ def results(
 def fetch(queue: OfQueue, job: str = _JOB, to: Path = TO) -> None:
     """Copy a job's files from whichever PC has them."""
     folder = queue.folder
-    standing_of(snapshot_of(folder), job)
-    tell(_copied(folder, job, to))
+    tell(_copied(folder, standing_of(snapshot_of(folder), job), to))
 
 
-def _copied(folder: Path, job: str, to: Path) -> str:
+def _happened(folder: Path, job: str) -> tuple[StoredEvent, ...]:
+    """Return what happened to a job; nothing where the run has no record."""
+    try:
+        return read_events(folder, view.TOLD_OF_JOBS, slot=job)
+    except ArchiveError:
+        return ()
+
+
+def _copied(folder: Path, standing: Standing, to: Path) -> str:
     """Copy the files of a job of a run folder into `to`; return what is to be told.
 
     Raises:
         UsageError: There is nothing to copy, or no place for it.
         NoClusterError: The files are on another PC, which does not answer.
     """
-    of_run = default_path().parent / "state" / folder.name
+    job, of_run = standing.job.name, default_path().parent / "state" / folder.name
     places = [folder / QUEUE_NAME / "files" / job, of_run / job]
     try:
         for place in places:
             if place.is_dir():
                 shutil.copytree(place, to, symlinks=True, dirs_exist_ok=True)
         if not to.exists():
-            _copy_from_node(folder, job, to)
+            _copy_from_node(folder, standing, to)
     except OSError as failure:
         raise UsageError(f"{to} cannot be written: {failure.strerror or failure}") from failure
     sizes = [path.stat().st_size for path in to.rglob("*") if path.is_file()]
@@ -246,17 +250,16 @@ def _copied(folder: Path, job: str, to: Path) -> str:
     return f"{to}: {counted(len(sizes), 'file')} of {job}, {sum(sizes) / MIB:.1f} MiB"
 
 
-def _copy_from_node(folder: Path, job: str, to: Path) -> None:
+def _copy_from_node(folder: Path, standing: Standing, to: Path) -> None:
     """Copy what is on the PC of the last attempt, where that is another one."""
-    told = records(folder / QUEUE_NAME / JOURNAL_NAME)
-    cards = [one.card for one in told if isinstance(one, Assigned) and one.job == job]
+    job, card = standing.job.name, standing.last_card
     try:
         facts = read_run(folder).facts
     except ArchiveError:
         return
-    if not cards or facts.mode != Mode.CLUSTER:
+    if card is None or facts.mode != Mode.CLUSTER:
         return
-    node = cards[-1].partition(":")[0]
+    node = card.partition(":")[0]
     config = config_from_text(facts.config_yaml, f"the configuration of run {facts.run_id}")
     try:
         with connected(config.cluster.address, config.cluster.auth):

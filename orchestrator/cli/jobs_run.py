@@ -20,7 +20,6 @@ from orchestrator.config.yaml_source import read_text
 from orchestrator.core.placement import Target
 from orchestrator.errors import UsageError
 from orchestrator.jobs.inbox import waiting
-from orchestrator.jobs.journal import QUEUE_NAME, queue_of
 from orchestrator.jobs.model import Job, Standing, Submitted
 from orchestrator.jobs.packing import likeness
 from orchestrator.jobs.queue import Queue
@@ -28,6 +27,7 @@ from orchestrator.jobs.spec import keys_of
 from orchestrator.jobs.sweep import JobFile, expand
 from orchestrator.record.archive import StoredRun, read_run
 from orchestrator.record.folders import RUNNING, command_for, list_runs
+from orchestrator.record.jobs import QUEUE_NAME, queue_of
 from orchestrator.record.store import RunFacts
 from orchestrator.run.earlier import fetch_weights
 from orchestrator.run.prediction import least_room_of

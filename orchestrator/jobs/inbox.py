@@ -2,8 +2,8 @@
 
 A message is a batch of `Submitted`, `SweepSubmitted`, `Said` and `QueueHeld`, taken as a whole. It
 is written aside, synced and renamed, so that it is there as a whole or not at all; and removed only
-once it is in the journal, so that it may be seen twice (`Queue.why_refused`). Who can write here
-has commands run: only the user's own files in a folder of mode 0700 are read.
+once the queue with it is stored, so that it may be seen twice (`Queue.why_refused`). Who can write
+here has commands run: only the user's own files in a folder of mode 0700 are read.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from orchestrator.errors import ArchiveError
-from orchestrator.jobs.journal import decoded, encoded
+from orchestrator.jobs.codec import decoded, encoded
 from orchestrator.jobs.model import QueueHeld, Said, Submitted, SweepSubmitted
 from workers.files import read_small, replace_whole
 
@@ -70,7 +70,7 @@ def waiting(folder: Path) -> Iterator[tuple[Path, Message | InboxError]]:
 
 
 def remove(path: Path) -> None:
-    """Remove a message that is in the journal, or was refused."""
+    """Remove a message that is stored in the queue, or was refused."""
     path.unlink(missing_ok=True)
 
 

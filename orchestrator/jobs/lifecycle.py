@@ -58,7 +58,7 @@ Changes: TypeAlias = dict[str, Any]
 
 
 class IllegalRecordError(RuntimeError):
-    """A record that no rule allows for its job as it stands: a defect, or a damaged journal."""
+    """A record that no rule allows for its job as it stands: a defect, or a user's mistake."""
 
     def __init__(self, standing: Standing | None, record: Record, why: str) -> None:
         name = "the queue" if standing is None else standing.job.name

@@ -1,5 +1,5 @@
-"""The values of the queue: a job, how it stands, what is seen of the cards, and the records of the
-journal.
+"""The values of the queue: a job, how it stands, what is seen of the cards, and the records that
+change it.
 
 Frozen values without behaviour, except for their own checks. Which record follows from what is in
 `queue.py`. Pure.
@@ -18,7 +18,7 @@ from workers.settings import CommandSpec, Scalar
 class JobState(StrEnum):
     """How a job stands. Shown."""
 
-    # The same as that of an enum, whose own is three times slower: a replay asks very often.
+    # An enum's own is a function of Python, and each turn asks for that of every job.
     __hash__ = str.__hash__
 
     #: The jobs that it comes after have not ended.
@@ -228,8 +228,8 @@ class Word(StrEnum):
     RETRY = "retry"
 
 
-# The records of the journal. Each is a decision or an observation that decisions rest on; the queue
-# is what they add up to. `at_s` is the world's `now_s`.
+# The records of the queue. Each is a decision or an observation that decisions rest on, and changes
+# how a job stands. `at_s` is the world's `now_s`.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -453,4 +453,4 @@ class Standing:
     sha256: str | None = None
     ended_at_s: float | None = None
     expected_start_s: float | None = None
-    """World seconds; not journalled."""
+    """World seconds; not stored."""

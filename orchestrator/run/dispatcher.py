@@ -1,17 +1,17 @@
 """Connects the queue of jobs to a run: what is seen of its slots goes in, which slots begin and
 which come to rest comes out.
 
-A job has one slot, with its name. What the queue decides is on the disk before anything is done
-about it: a head that is killed in between decides the same again. Decides nothing itself
-(`jobs/queue.py`), and starts nothing (`supervisor.py`).
+A job has one slot, with its name. A turn decides in memory, stores what has changed at once, and
+only then tells what is to be done: a head that is killed before decides the same again. Decides
+nothing itself (`jobs/queue.py`), and starts nothing (`supervisor.py`).
 """
 
 from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -26,7 +26,8 @@ from orchestrator.core.placement import NodeBudget, SlotPlan, Target, node_budge
 from orchestrator.core.slot import Hold, Phase, Slot
 from orchestrator.errors import ConfigError
 from orchestrator.jobs import causes, inbox
-from orchestrator.jobs.journal import Journal
+from orchestrator.jobs.codec import event_of
+from orchestrator.jobs.lifecycle import IllegalRecordError
 from orchestrator.jobs.model import (
     ENDED,
     ON_CARD,
@@ -48,9 +49,10 @@ from orchestrator.jobs.model import (
     World,
 )
 from orchestrator.jobs.packing import Pace
-from orchestrator.jobs.queue import COMMAND_LEASE_S, Queue, node_lost_s
+from orchestrator.jobs.queue import COMMAND_LEASE_S, node_lost_s
 from orchestrator.record.events import EventLog
-from orchestrator.record.jobs import QueueSnapshot, write_outlook
+from orchestrator.record.jobs import QueueSnapshot, QueueStore
+from orchestrator.run.background import Background
 from orchestrator.run.job_files import JobFiles
 from orchestrator.run.prediction import job_config, least_room_of
 from orchestrator.run.sampled_sweeps import SampledSweeps
@@ -69,7 +71,7 @@ _NO_ROOM_S: Final = 15.0
 #: A card on which other programs leave a job too little memory is tried again after so long.
 _TAKEN_S: Final = 300.0
 
-#: A line about all jobs is made so often: of 10,000 it takes 50 ms.
+#: A line about all jobs is made so often.
 _HEADLINE_EVERY_S: Final = 1.0
 
 #: With less room on the disk of the run folder nothing new is started.
@@ -110,22 +112,28 @@ class Dispatcher:
     """The queue of one run."""
 
     folder: Path
-    """Of the queue: journal, inbox, and a folder for each job."""
+    """Of the queue: its store, its inbox, and a folder for each job."""
     config: Config
     """Of the run, scaled if it was."""
     target: Target
     events: EventLog
-    queue: Queue
-    journal: Journal
+    store: QueueStore
     stays: bool = False
     """Whether the run goes on when nothing is left to do."""
     before_unix_s: float | None = None
     """When the head before was last at work."""
 
     problem: str | None = field(default=None, init=False)
-    """Why nothing can be decided now: the journal cannot be written."""
+    """Why nothing can be decided now: the queue cannot be stored."""
 
     def __post_init__(self) -> None:
+        self.queue = self.store.queue
+        self._records: list[Record] = []
+        """Taken by the queue, and not told of yet: the queue may not be stored."""
+        self._orders: list[Order] = []
+        """What follows from them."""
+        self._messages: list[Path] = []
+        """Those of the inbox that they came with."""
         self._budgets = {
             name: node_budget(name, node, self.config) for name, node in self.config.nodes.items()
         }
@@ -143,7 +151,7 @@ class Dispatcher:
         self._paces: dict[str, Pace] = {}
         """Of jobs that are alone on their card, or have one other beside them."""
         self._files = JobFiles(self.folder, one_machine=self.target.one_machine, events=self.events)
-        self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prediction")
+        self._threads = Background(1, "prediction")
         self._predicting: tuple[tuple[Job, ...], Future[dict[str, int]]] | None = None
         """Jobs that a sweep asks for, and what each needs at least of a card."""
         on_card = self.target.device != "cpu"
@@ -164,9 +172,9 @@ class Dispatcher:
 
     @property
     def is_over(self) -> bool:
-        """Whether there is nothing to do any more."""
+        """Whether there is nothing to do any more, and all that was decided is stored."""
         is_over = self.queue.is_over_without(self._sweeps.problems)
-        return self._has_looked and is_over and not self.stays
+        return self._has_looked and self.problem is None and is_over and not self.stays
 
     def resumed(self) -> Iterator[SlotPlan]:
         """Yield the slot of each job that has a place on a card, for a head that begins."""
@@ -196,50 +204,70 @@ class Dispatcher:
     ) -> tuple[Order, ...]:
         """Take in what has happened and what users ask, decide, and return what is to be done.
 
-        What is returned is in the journal. While that cannot be written, nothing is decided.
+        What is returned is stored. While that cannot be, nothing more is decided.
         """
         # A clock that is set back must not stop all that waits for a time.
         self._at_s, self._unix_s = self._at_s + max(0.0, now_unix_s - self._unix_s), now_unix_s
         away_s = 0.0 if self.before_unix_s is None else now_unix_s - self.before_unix_s
         self.before_unix_s = now_unix_s
-        orders: list[Order] = []
         try:
-            if away_s > _AWAY_S:
-                self._write([HeadAway(at_s=self._at_s, away_s=away_s)])
-            self._take_inbox()
-            world = self._world(slots, nodes)
-            # Asked first: a member that is paused must not find that it was the last.
-            while records := self._asked() or self.queue.next_records(world):
-                goals = {getattr(record, "to", None) for record in records}
-                if self._predicting and JobState.STOPPED in goals:
-                    break  # a member that is paused is not the last: another comes in a moment
-                self._write(records)
-                for record in records:
-                    orders.extend(self._orders(record))
-                # Not all of it anew: what is to begin just now has a slot that has ended before.
-                seen = {**world.seen, **self._never_begun()}
-                world = replace(world, cards=tuple(self._cards(nodes)), seen=seen)
-            self.journal.compact(self.queue)
+            if self.problem is None:
+                self._decide(slots, nodes, away_s)
+            orders = self._stored()
         except OSError as error:
-            self.problem = f"the journal of jobs cannot be written: {error.strerror or error}"
-            return tuple(orders)  # of the batches before
+            self.problem = f"the queue of jobs cannot be stored: {error.strerror or error}"
+            return ()
         self.problem, self._has_looked = None, True
         if self._at_s - self._outlook_at_s >= _OUTLOOK_EVERY_S:
             self._outlook_at_s = self._at_s
             with suppress(OSError):  # it is for people alone
-                write_outlook(self.folder, self.queue.standings.values())
-        return tuple(orders)
+                self.store.write_outlook(self.queue.standings.values())
+        return orders
 
     def note_ends(self, slots: Mapping[str, Slot], nodes: Collection[str]) -> None:
-        """Write down which attempts have ended while the run does: a program that is done must not
-        be started again by the next head.
+        """Store which attempts have ended while the run does: a program that is done must not be
+        started again by the next head.
         """
         with suppress(OSError):
             found = self.queue.next_records(self._world(slots, nodes))
-            ends = [record for record in found if isinstance(record, AttemptEnded)]
-            self._write(ends)
-            for record in ends:
-                tuple(self._orders(record))
+            self._take(record for record in found if isinstance(record, AttemptEnded))
+            self._stored()
+
+    def _decide(self, slots: Mapping[str, Slot], nodes: Collection[str], away_s: float) -> None:
+        """Have the queue take all that follows by now."""
+        if away_s > _AWAY_S:
+            self._take([HeadAway(at_s=self._at_s, away_s=away_s)])
+        self._take_inbox()
+        world = self._world(slots, nodes)
+        # Asked first: a member that is paused must not find that it was the last.
+        while records := self._asked() or self.queue.next_records(world):
+            goals = {getattr(record, "to", None) for record in records}
+            if self._predicting and JobState.STOPPED in goals:
+                break  # a member that is paused is not the last: another comes in a moment
+            self._take(records)
+            # Not all of it anew: what is to begin just now has a slot that has ended before.
+            seen = {**world.seen, **self._never_begun()}
+            world = replace(world, cards=tuple(self._cards(nodes)), seen=seen)
+
+    def _stored(self) -> tuple[Order, ...]:
+        """Store what the queue has taken, and return what follows from it.
+
+        Raises:
+            OSError: It is not stored; the next call tries again.
+        """
+        self.store.commit()
+        for path in self._messages:
+            inbox.remove(path)
+        for record in self._records:
+            event, slot, details = event_of(record)
+            self.events.write(event, slot, **details)
+            match record:
+                case Settled(to=JobState.STOPPED) | AttemptEnded(cause=Cause.DONE):
+                    self._files.drop_state(record.job)
+        orders = tuple(self._orders)
+        for taken in (self._messages, self._records, self._orders):
+            taken.clear()
+        return orders
 
     def _asked(self) -> tuple[Record, ...]:
         """Return the next jobs of sweeps whose members are asked for, once their memory is
@@ -269,26 +297,27 @@ class Dispatcher:
                 self.events.write("job_message_refused", reason=str(message))
             for record in () if isinstance(message, inbox.InboxError) else message:
                 why = self.queue.why_refused(record)
-                if why is None:
-                    self._write([replace(record, at_s=self._at_s)])
-                else:
+                try:
+                    self._take([replace(record, at_s=self._at_s)] if why is None else [])
+                except IllegalRecordError as error:
+                    why = str(error)
+                if why is not None:
                     self.events.write("job_message_refused", reason=why)
-            inbox.remove(path)
+            self._messages.append(path)
 
-    def _write(self, records: Sequence[Record]) -> None:
-        if records:
-            self.journal.append(records)
+    def _take(self, records: Iterable[Record]) -> None:
+        """Have the queue take records, and note what follows from them.
+
+        Raises:
+            IllegalRecordError: One cannot be, and has changed nothing.
+        """
         for record in records:
-            if isinstance(record, AttemptEnded):
-                self._note_end(record, self.queue.shown(record.job))
+            before = self.queue.shown(record.job) if isinstance(record, AttemptEnded) else None
             self.queue.apply(record)
-            name = type(record).__name__
-            told = {
-                key: value
-                for key in record.__dataclass_fields__
-                if type(value := getattr(record, key)) in {str, int, float, bool}
-            }
-            self.events.write(f"job_{_snake(name)}", **told)
+            if isinstance(record, AttemptEnded) and before is not None:
+                self._note_end(record, before)
+            self._records.append(record)
+            self._orders.extend(self._orders_of(record))
 
     def _note_end(self, ended: AttemptEnded, standing: Standing) -> None:
         """Close the card of an attempt for a while if the card, or its driver, is what fails."""
@@ -312,7 +341,7 @@ class Dispatcher:
             until_s, why = self._closed.get(card.name, (-math.inf, ""))
             yield replace(card, closed=card.closed or why) if self._at_s < until_s else card
 
-    def _orders(self, record: Record) -> Iterator[Order]:
+    def _orders_of(self, record: Record) -> Iterator[Order]:
         match record:
             case Assigned():
                 self._peak_bytes.pop(record.job, None)
@@ -320,8 +349,6 @@ class Dispatcher:
                 plan = self._planned(self.queue.standings[record.job])
                 if plan is not None:
                     yield Begin(plan=plan)
-            case Settled(to=JobState.STOPPED) | AttemptEnded(cause=Cause.DONE):
-                self._files.drop_state(record.job)
             case Recalled(to=JobState.HELD):  # its slot says HELD itself
                 yield Rest(slot=record.job, why=record.reason)
             case Recalled():
@@ -619,7 +646,3 @@ def _end(slot: Slot, job: Job) -> tuple[Cause | None, str, int | None]:
         return Cause.KILLED, "the head ended before it knew how the program had ended", None
     error = None if slot.report is None else slot.report.error
     return causes.failure_cause(error or "", slot.reason), slot.reason, None
-
-
-def _snake(name: str) -> str:
-    return "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in name)[1:]

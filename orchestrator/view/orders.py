@@ -14,8 +14,8 @@ from orchestrator.control import client
 from orchestrator.core.user_commands import Do
 from orchestrator.errors import ArchiveError, UsageError
 from orchestrator.jobs import inbox
-from orchestrator.jobs.journal import QUEUE_NAME
 from orchestrator.jobs.model import Said, Word
+from orchestrator.record.jobs import QUEUE_NAME
 
 
 def give(

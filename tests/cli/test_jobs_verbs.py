@@ -21,7 +21,7 @@ from orchestrator.config.load import load_config
 from orchestrator.config.schema import Config
 from orchestrator.core.placement import Target
 from orchestrator.jobs import inbox
-from orchestrator.jobs.journal import JOURNAL_NAME, Journal
+from orchestrator.jobs.codec import event_of
 from orchestrator.jobs.model import (
     Assigned,
     Job,
@@ -33,11 +33,19 @@ from orchestrator.jobs.model import (
     Word,
 )
 from orchestrator.jobs.sweep import expand
-from orchestrator.record.jobs import QueueReader, write_outlook
+from orchestrator.record.jobs import QUEUE_STORE, QueueReader, QueueStore
 from orchestrator.record.store import STORE_NAME, RunStore
 from orchestrator.view.terminal import plain_text
 from tests.cli.conftest import Command
-from tests.factories import FACTS, STARTED_UNIX_S, config_of, make_job, make_standing
+from tests.factories import (
+    FACTS,
+    STARTED_UNIX_S,
+    config_of,
+    event,
+    make_job,
+    make_standing,
+    store_queue,
+)
 from tests.scene import ROOT, orchestrator
 
 RUN_ID = "20261126-010203-0b76"
@@ -50,11 +58,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     shutil.copy(ROOT / "cluster.yaml", tmp_path)
     queue = tmp_path / "runs" / RUN_ID / "jobs"
-    queue.mkdir(parents=True)
-    journal = Journal(queue / JOURNAL_NAME)
-    journal.append([submitted(make_job("lr-0")), submitted(make_job("lr-1"))])
-    journal.append([begun("lr-0")])
-    journal.close()
+    store_queue(queue, submitted(make_job("lr-0")), submitted(make_job("lr-1")), begun("lr-0"))
     return queue
 
 
@@ -84,10 +88,20 @@ def test_the_list_shows_every_job_and_that_the_head_is_dead(command: Command) ->
     assert "its head is not running" in lines[-1]
 
 
+def test_what_happened_to_a_job_is_shown(command: Command, folder: Path) -> None:
+    store = RunStore(folder.parent / STORE_NAME)
+    store.begin(replace(FACTS, run_id=RUN_ID))
+    for name in ("lr-0", "lr-1"):
+        kind, slot, details = event_of(begun(name))
+        store.event({**event(name=kind, **details), "slot": slot})
+    store.end("interrupted", 130, None, ())
+    lines = command("jobs", "show", "lr-0").stdout.splitlines()
+    (happened,) = lines[lines.index("what happened") + 1 :]
+    assert happened.endswith("assigned: attempt 1, card pc1, budget 1024 MiB, alone yes")
+
+
 def test_a_terminal_without_unicode_shows_question_marks(folder: Path) -> None:
-    journal = Journal(folder / JOURNAL_NAME)
-    journal.append([submitted(make_job("lr-2", settings={"lr": 0.1}))])
-    journal.close()
+    store_queue(folder, submitted(make_job("lr-2", settings={"lr": 0.1})))
     done = orchestrator("jobs", "results", PYTHONIOENCODING="latin-1")
     assert (done.returncode, done.stderr) == (0, "")
     assert ["lr-1", "?", "QUEUED"] in [line.split() for line in done.stdout.splitlines()]
@@ -220,12 +234,24 @@ def test_what_cannot_be_is_one_sentence(
     assert "\x1b" not in done.stderr
 
 
-def test_a_journal_that_is_a_pipe_is_refused_at_once(command: Command, folder: Path) -> None:
-    (folder / JOURNAL_NAME).unlink()
-    os.mkfifo(folder / JOURNAL_NAME)
+def test_a_store_that_is_a_pipe_is_refused_at_once(command: Command, folder: Path) -> None:
+    (folder / QUEUE_STORE).unlink()
+    os.mkfifo(folder / QUEUE_STORE)
     done = command("jobs", "list")
     assert done.returncode == 2
-    assert "journal.jsonl cannot be read" in done.stderr
+    assert "jobs.sqlite cannot be read" in done.stderr
+
+
+@pytest.mark.parametrize("words", [("list",), ("run",), ("submit", "--", "true")])
+def test_a_queue_of_an_earlier_version_is_refused_with_what_to_do(
+    command: Command, folder: Path, words: tuple[str, ...]
+) -> None:
+    (folder / QUEUE_STORE).rename(folder / "journal.jsonl")
+    done = command("jobs", *words)
+    assert done.returncode == 2
+    assert "is a queue of an earlier version of this program" in done.stderr
+    assert "begin another queue with `jobs run FILE --new`" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_logs_are_those_of_the_slot_of_that_name(command: Command, folder: Path) -> None:
@@ -245,12 +271,10 @@ def test_files_of_a_job_are_fetched_into_a_new_folder(command: Command, folder: 
     assert "has no files yet" in command("jobs", "fetch", "lr-1", "--to", "none").stderr
 
 
-def test_a_reader_takes_in_what_the_journal_has_grown_by(folder: Path) -> None:
-    reader, journal = QueueReader(folder.parent), Journal(folder / JOURNAL_NAME)
+def test_a_reader_takes_in_what_is_new(folder: Path) -> None:
+    reader = QueueReader(folder.parent)
     before = reader.look((), 0.0)
-    journal.append([submitted(make_job("more"))])
-    with (folder / JOURNAL_NAME).open("ab") as file:
-        file.write(b'[{"kind":"Submi')  # a batch that is being written
+    store_queue(folder, submitted(make_job("more")))
     after = reader.look((), 0.0)
     assert before is not None
     assert after is not None
@@ -263,7 +287,7 @@ def test_what_the_head_expects_is_shown_of_jobs_that_wait(folder: Path) -> None:
     told = (make_standing(name, reason="pc1 is taken", expected_start_s=9.0) for name in "ab")
     waits = make_standing("lr-1", reason="pc1 is taken", expected_start_s=9.0)
     runs = make_standing("lr-0", "RUNNING", reason="must not be shown")
-    write_outlook(folder, [*told, waits, runs])
+    QueueStore(folder).write_outlook([*told, waits, runs])
     picture = QueueReader(folder.parent).look((), 0.0)
     assert picture is not None
     shown = {one.job.name: (one.reason, one.expected_start_s) for one in picture.standings}

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from orchestrator.jobs import inbox
-from orchestrator.jobs.journal import QUEUE_NAME, queue_of
 from orchestrator.jobs.model import ON_CARD, JobState, Said, Standing, Word
+from orchestrator.record.jobs import QUEUE_NAME, QUEUE_STORE, queue_of
 from tests.cluster.conftest import SMALL, Head, Starter
 from tests.scene import ROOT, ended, orchestrator, python
 
@@ -143,7 +143,7 @@ def two_pcs(start: Starter, short_tmp: Path) -> Iterator[Night]:
 def test_a_queue_survives_the_death_of_worker_and_head(start: Starter, short_tmp: Path) -> None:
     night = Night(start, short_tmp, "--rehearse")
     first = night.begin("--stay")
-    first.wait(lambda: list(night.runs.glob(f"*/{QUEUE_NAME}/journal.jsonl")), "a queue")
+    first.wait(lambda: list(night.runs.glob(f"*/{QUEUE_NAME}/{QUEUE_STORE}")), "a queue")
     night.submit(night.file_of(NIGHT))
     first.wait(night.trains, "a checkpoint")
     name = str(night.trains())

@@ -20,7 +20,6 @@ from orchestrator.jobs.model import (
     Settled,
     Word,
 )
-from orchestrator.jobs.queue import Queue
 from tests.jobs.scene import ASHA, BIG, Scene, command, starts, training
 from workers.units import GIB
 
@@ -369,9 +368,7 @@ def test_a_retry_and_a_dead_head_wake_what_was_skipped() -> None:
     scene.end("a", Cause.EXCEPTION, "ValueError")
     scene.take(Said(at_s=0.0, id="m", word=Word.RETRY, job="a", by="ann"))
 
-    before, scene.queue = scene.queue, Queue()
-    for entry in before.condensed():
-        scene.queue.apply(entry)
+    scene.next_head()
     scene.turn()
 
     assert scene.state("b") == "WAITING"

@@ -85,7 +85,7 @@ def test_a_bad_command_line_names_its_option(typed: dict[str, Any]) -> None:
         ("jobs:\n- {name: a, command: x}\n- {name: b, command: 'y {a.dir}'}\n",
          "night.yaml:3: jobs.b.command: {a.dir}: nothing says that a has ended before; valid: after: [a]"),
         ("jobs:\n- name: a\n  train: {}\n  sweep: {method: random, count: 1000000, over: {lr: {log: [1, 2]}}}\n",
-         "night.yaml:4: jobs.a.sweep.count: makes 1,000,000 jobs; valid: 1 to 10,000 jobs"),
+         "night.yaml:4: jobs.a.sweep.count: makes 1,000,000 jobs; valid: 1 to 2,000 jobs"),
         ("jobs:\n- name: a\n  train: {}\n  sweep:\n    over:\n      lr: [1.0, -1.0]\n",
          "night.yaml:6: jobs.a.train.lr: -1.0 should be greater than 0"),
         ("jobs:\n- name: a\n  train: {}\n  sweep:\n    method: list\n    over:\n    - lr: 1.0\n    - lr: no\n",

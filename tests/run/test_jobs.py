@@ -1,4 +1,4 @@
-"""A queue of jobs on the real supervisor, store and journal: places, failures, words, and heads that die."""
+"""A queue of jobs on the real supervisor and stores: places, failures, words, and heads that die."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 from orchestrator.core.placement import Target
 from orchestrator.core.user_commands import CommandRefusedError, Do
 from orchestrator.jobs import inbox
+from orchestrator.jobs.lifecycle import IllegalRecordError
 from orchestrator.jobs.model import (
     Assigned,
     AttemptEnded,
@@ -20,6 +21,7 @@ from orchestrator.jobs.model import (
     QueueHeld,
     Reached,
     Recalled,
+    Rested,
     Submitted,
     Word,
 )
@@ -353,27 +355,93 @@ def test_after_ctrl_c_everything_is_saved_and_goes_on(new_jobs: JobsMaker) -> No
     assert run.fleet.directives["one"][0].checkpoint is not None
 
 
-def test_while_the_journal_cannot_be_written_all_stands(
+def test_while_the_queue_cannot_be_stored_all_stands(
     new_jobs: JobsMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = new_jobs(short("one", 900, nodes=("pc1",)), short("two", 900), short("three", 100))
     run.until_state("two", JobState.RUNNING)
     done = run.fleet.told["one"]
 
-    def full(_: object) -> None:
+    def full() -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(run.journal, "append", full)
+    monkeypatch.setattr(run.queue_store, "commit", full)
     run.say(Word.CANCEL, "two")
     run.until(30.0)
-    assert any("journal of jobs" in notice for notice in run.supervisor.snapshot().notices)
+    assert any("queue of jobs" in notice for notice in run.supervisor.snapshot().notices)
     assert run.fleet.told["one"] > done, "what runs goes on"
     assert run.standings()["two"].state is JobState.RUNNING
+    assert run.fleet.live_on("pc2") == ["two"], "what is not stored is not done"
     monkeypatch.undo()
     run.until_state("two", JobState.CANCELLED)
     assert run.dispatcher.problem is None
     standings = run.finish()
     assert standings["three"].state is JobState.DONE
+
+
+def test_an_end_that_cannot_be_stored_ends_no_run(
+    new_jobs: JobsMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = new_jobs(short("one", 100))
+    run.until_state("one", JobState.RUNNING)
+
+    commit = run.queue_store.commit
+
+    def full() -> None:
+        if run.standing("one").state is JobState.DONE:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        commit()
+
+    monkeypatch.setattr(run.queue_store, "commit", full)
+    run.until(120.0)
+    assert run.standing("one").state is JobState.DONE
+    assert run.standings()["one"].state is JobState.RUNNING
+    assert (run.folder / "states" / "one.pt").exists(), "its state is removed after that"
+    monkeypatch.undo()
+    run.finish()
+    check_ends(run)
+
+
+def test_a_record_that_cannot_be_stops_no_later_head(
+    new_jobs: JobsMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A defect of the queue is planted: it ends an attempt that never began."""
+    run = new_jobs(short("one"), short("two"))
+    wrong = Rested(at_s=0.0, job="two", attempt=1)
+    monkeypatch.setattr(run.dispatcher.queue, "next_records", lambda _: (wrong,))
+    with pytest.raises(IllegalRecordError, match="two: Rested cannot be"):
+        run.until(5.0)
+    run.die()
+    assert run.standings()["two"].state is JobState.QUEUED, "what was not checked is not stored"
+    run = new_jobs.next_head(run)
+    run.finish()
+    check_ends(run)
+
+
+def test_a_word_that_cannot_be_is_refused_and_gone(
+    new_jobs: JobsMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first check is planted away; the second is that of the queue."""
+    run = new_jobs(short("one"))
+    run.say(Word.CANCEL, "ghost")
+    monkeypatch.setattr(run.dispatcher.queue, "why_refused", lambda _: None)
+    run.finish()
+    check_ends(run)
+    (refused,) = run.events("job_message_refused")
+    assert "there is no job called ghost" in str(refused)
+    assert list(inbox.waiting(run.queue_folder)) == []
+
+
+def test_a_large_message_is_stored_at_once(
+    new_jobs: JobsMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = new_jobs(stays=True)
+    inbox.put(run.queue_folder, [Submitted(at_s=0.0, job=short(f"job-{n}")) for n in range(300)])
+    statements: list[str] = []
+    run.queue_store._connection.set_trace_callback(statements.append)
+    run.until(1.0)
+    assert len(run.standings()) == 300
+    assert statements.count("COMMIT") <= 3
 
 
 def test_at_a_milestone_others_get_the_card(new_jobs: JobsMaker) -> None:

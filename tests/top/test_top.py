@@ -24,9 +24,9 @@ from orchestrator.core.slot import HeadState
 from orchestrator.core.user_commands import Do
 from orchestrator.errors import UsageError
 from orchestrator.jobs import inbox
-from orchestrator.jobs.journal import QUEUE_NAME
 from orchestrator.jobs.model import Said, Word
 from orchestrator.record.archive import Follower
+from orchestrator.record.jobs import QUEUE_NAME
 from orchestrator.record.model import STATES_WORST_FIRST, Row
 from orchestrator.record.store import STORE_NAME, RunStore
 from orchestrator.view.orders import give

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from orchestrator.jobs import inbox
-from orchestrator.jobs.journal import QUEUE_NAME
+from orchestrator.record.jobs import QUEUE_NAME
 from orchestrator.view.web.looks import LOOK_EVERY_S
 from tests.factories import GIB, make_row
 from tests.scene import ROOT

@@ -21,7 +21,7 @@ from orchestrator.cli.app import app
 from orchestrator.core.user_commands import Do
 from orchestrator.errors import UsageError
 from orchestrator.jobs import inbox
-from orchestrator.jobs.journal import QUEUE_NAME
+from orchestrator.record.jobs import QUEUE_NAME
 from orchestrator.record.store import STORE_NAME, RunStore
 from orchestrator.view.charts import courses_of
 from orchestrator.view.web.looks import LOOK_EVERY_S
