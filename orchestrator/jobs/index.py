@@ -6,15 +6,13 @@ nothing but what a job comes to whose others have ended.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias, TypeVar
 
 from orchestrator.jobs.model import ENDED, ON_CARD, Job, JobState, Standing
-from orchestrator.jobs.packing import likeness
-from orchestrator.jobs.placement import LEVEL_S
+from orchestrator.jobs.places import likeness
 
 #: A job, a milestone that it has reached, and its metric there.
 Reach: TypeAlias = tuple[str, int, float]
@@ -28,8 +26,6 @@ class Aside:
 
     number: int
     """In order of submission."""
-    queued_at_s: float | None = None
-    """Since when its waiting counts."""
     wake_at_s: float = 0.0
     """While PARKED: not before."""
     in_row: int = 0
@@ -42,18 +38,12 @@ class Aside:
 
 
 class Needs(NamedTuple):
-    """What decides where a job may run; jobs with the same needs form one line."""
+    """What decides where a job may ever run."""
 
     nodes: tuple[str, ...]
     card: str | None
     memory_bytes: int | None
     least_room_bytes: int | None
-    hours: tuple[int, int] | None
-
-
-Place: TypeAlias = tuple[float, int, str]
-"""Of a job in its line: when its waiting began, earlier by an hour for each level of priority; its
-number; its name."""
 
 
 @dataclass(slots=True)
@@ -74,22 +64,21 @@ class Index:
     """By sweep."""
     active: Counter[str] = field(default_factory=Counter)
     """Members of a sweep that have neither ended nor are PAUSED."""
-    lines: dict[Needs, list[Place]] = field(default_factory=dict)
-    """QUEUED jobs in their order."""
+    queued: dict[str, None] = field(default_factory=dict)
     needs: dict[Needs, dict[str, None]] = field(default_factory=dict)
     """Jobs that are to start at some time."""
     followers: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     due: dict[str, tuple[JobState, str]] = field(default_factory=dict)
     """What WAITING jobs come to whose others have ended, and SKIPPED ones whose others have not."""
     reached: dict[str, list[Reach]] = field(default_factory=lambda: defaultdict(list))
-    speeds: dict[str, tuple[int, Mapping[str, float]]] = field(default_factory=dict)
-    """By sweep, those of the first of its members that was measured, with its number."""
-    alike_paces: dict[str, dict[str, tuple[int, float]]] = field(default_factory=dict)
-    """Of the first that was measured of jobs whose steps cost the same, with its number; by the
-    title of a card.
+    alike: dict[str, str | None] = field(default_factory=dict)
+    """By job, what it has in common with others whose steps cost as much."""
+    speeds: dict[str, dict[str, tuple[int, float]]] = field(default_factory=dict)
+    """Steps per second of a job that is alone, by likeness or sweep and by the title of a card; of
+    the first of these jobs that was measured, with its number.
     """
     alike_bytes: dict[str, int] = field(default_factory=dict)
-    """The most that one of them took."""
+    """The most that one of jobs alike took."""
 
     def build(self, reached: Iterable[Reach]) -> None:
         """Take in all that there is."""
@@ -103,6 +92,7 @@ class Index:
 
     def enter(self, standing: Standing) -> None:
         """Take in a job, once."""
+        self.alike[standing.job.name] = likeness(standing.job)
         for name in standing.job.after:
             self.followers[name].append(standing.job.name)
 
@@ -124,26 +114,20 @@ class Index:
             if state is JobState.PARKED:
                 self.parked[name] = None
             elif state is JobState.QUEUED:
-                insort(self.lines.setdefault(needs, []), self._place(standing))
+                self.queued[name] = None
             else:
                 self._check(name)
 
     def remove(self, standing: Standing) -> None:
         """Take a job out, before it changes."""
         name = standing.job.name
-        for names in (self.on_card, self.parked, self.due):
+        for names in (self.on_card, self.parked, self.queued, self.due):
             names.pop(name, None)
         if standing.state in ENDED:
             return
         self._count(standing, -1)
-        needs = needs_of(standing)
         _take(self.paused, standing.job.sweep or "", name)
-        _take(self.needs, needs, name)
-        if standing.state is JobState.QUEUED:
-            line = self.lines[needs]
-            del line[bisect_left(line, self._place(standing))]
-            if not line:
-                del self.lines[needs]
+        _take(self.needs, needs_of(standing), name)
 
     def _count(self, standing: Standing, by: int) -> None:
         state = standing.state
@@ -165,43 +149,30 @@ class Index:
 
     def measured(self, standing: Standing) -> None:
         """Take in speeds, and the most memory that it took."""
-        if not (standing.speeds or standing.peak_bytes):
-            return
-        alike = likeness(standing.job)
-        if alike is not None and standing.peak_bytes:
-            self.alike_bytes[alike] = max(standing.peak_bytes, self.alike_bytes.get(alike, 0))
-        if not standing.speeds:
-            return
-        sweep, number = standing.job.sweep, self.asides[standing.job.name].number
+        job = standing.job
+        alike, number = self.alike[job.name], self.asides[job.name].number
         if alike is not None:
-            known = self.alike_paces.setdefault(alike, {})
-            for title, pace in standing.paces.items():
-                if number <= known.get(title, (number, pace))[0]:
-                    known[title] = (number, pace)
-        if sweep is not None and (sweep not in self.speeds or number <= self.speeds[sweep][0]):
-            self.speeds[sweep] = (number, standing.speeds)
-
-    def paces_alike(self, job: Job) -> Mapping[str, float]:
-        """Return the paces of jobs whose steps cost as much, by the title of a card."""
-        of = self.alike_paces.get(likeness(job) or "", {})
-        return {title: pace for title, (_, pace) in of.items()}
+            self.alike_bytes[alike] = max(standing.peak_bytes or 0, self.alike_bytes.get(alike, 0))
+        for key in filter(None, (alike, job.sweep)):
+            known = self.speeds.setdefault(key, {})
+            for title, speed in standing.speeds.items():
+                if number <= known.get(title, (number, speed))[0]:
+                    known[title] = (number, speed)
 
     def speeds_of(self, standing: Standing) -> Mapping[str, float]:
-        """Return the speeds of a job that is alone, by the title of a card: its own, else those of
-        a job like it, else those of a member of its sweep.
+        """Return the steps per second of a job that is alone, by the title of a card: its own, and
+        on other cards those of a job alike; where there are none, those of a member of its sweep.
         """
-        _, of_sweep = self.speeds.get(standing.job.sweep or "", (0, {}))
-        return standing.speeds or self.paces_alike(standing.job) or of_sweep
+        for key in filter(None, (self.alike[standing.job.name], standing.job.sweep)):
+            known = {title: speed for title, (_, speed) in self.speeds.get(key, {}).items()}
+            if known or standing.speeds:
+                return {**known, **standing.speeds}
+        return standing.speeds
 
-    def ahead(self, name: str) -> int:
-        """Return how many QUEUED jobs are before one."""
-        place = self._place(self.standings[name])
-        return sum(bisect_left(line, place) for line in self.lines.values())
-
-    def _place(self, standing: Standing) -> Place:
-        aside = self.asides[standing.job.name]
-        since_s = standing.since_s if aside.queued_at_s is None else aside.queued_at_s
-        return since_s - LEVEL_S * standing.job.priority, aside.number, standing.job.name
+    def peak_bytes_of(self, standing: Standing) -> int | None:
+        """Return the most that a job took so far, else that a job alike did; `None`: unknown."""
+        alike = self.alike[standing.job.name]
+        return standing.peak_bytes or self.alike_bytes.get(alike or "") or None
 
     def _check(self, name: str) -> None:
         standing = self.standings[name]
@@ -219,7 +190,7 @@ class Index:
 def needs_of(standing: Standing) -> Needs:
     """Return what decides where a job may run."""
     job = standing.job
-    return Needs(job.nodes, job.card, job.memory_bytes, standing.least_room_bytes, job.hours)
+    return Needs(job.nodes, job.card, job.memory_bytes, standing.least_room_bytes)
 
 
 _Key = TypeVar("_Key")

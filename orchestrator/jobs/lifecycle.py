@@ -117,7 +117,7 @@ def _assigned(standing: Standing, record: Assigned) -> Changes:
     return _into(
         standing,
         JobState.RUNNING,
-        f"on {record.card}" + ("" if record.alone else ", beside another job"),
+        f"on {record.card}" + ("" if record.alone else ", which it may share"),
         record.at_s,
         attempt=record.attempt,
         card=record.card,
@@ -229,8 +229,6 @@ def _measured(standing: Standing, record: Measured) -> Changes:
     changes: Changes = {}
     if record.steps_per_s is not None:
         changes["speeds"] = {**standing.speeds, record.card_title: record.steps_per_s}
-    if record.pace is not None:
-        changes["paces"] = {**standing.paces, record.card_title: record.pace}
     if record.best is not None:
         changes |= {"best": record.best, "best_step": record.best_step}
     return changes
