@@ -182,6 +182,7 @@ class Shared(_Section):
     ] = None
     card: Annotated[str, Field(min_length=1, max_length=64)] | None = None
     pack: Annotated[bool | None, BeforeValidator(_pack)] = None
+    preempt: bool | None = None
     hours: Annotated[tuple[int, int] | None, BeforeValidator(_hours)] = None
     cwd: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
     env: Annotated[dict[str, str] | None, BeforeValidator(_env)] = None
@@ -271,6 +272,7 @@ class Entry(Shared):
         tuple[str, ...] | None, BeforeValidator(_argv), Field(description=_COMMAND)
     ] = None
     cap: bool | None = None
+    parks: bool | None = None
     outputs: Annotated[tuple[str, ...], BeforeValidator(_patterns)] = ()
     memory_gib: Gib | None = None
     sweep: _SweepOrNull = None
@@ -325,4 +327,4 @@ class Document(_Section):
 
 
 #: Keys of an entry that only a command has.
-_OF_COMMANDS: Final = ("cwd", "env", "python", "time_limit", "grace", "cap", "outputs")
+_OF_COMMANDS: Final = ("cwd", "env", "python", "time_limit", "grace", "cap", "parks", "outputs")

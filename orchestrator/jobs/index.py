@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias, TypeVar
 
-from orchestrator.jobs.model import ENDED, ON_CARD, Job, JobState, Standing
+from orchestrator.jobs.model import ENDED, IN_LINE, ON_CARD, Job, JobState, Standing
 from orchestrator.jobs.places import likeness
 
 #: A job, a milestone that it has reached, and its metric there.
@@ -64,7 +64,7 @@ class Index:
     """By sweep."""
     active: Counter[str] = field(default_factory=Counter)
     """Members of a sweep that have neither ended nor are PAUSED."""
-    queued: dict[str, None] = field(default_factory=dict)
+    in_line: dict[str, None] = field(default_factory=dict)
     needs: dict[Needs, dict[str, None]] = field(default_factory=dict)
     """Jobs that are to start at some time."""
     followers: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
@@ -113,15 +113,15 @@ class Index:
             self.needs.setdefault(needs, {})[name] = None
             if state is JobState.PARKED:
                 self.parked[name] = None
-            elif state is JobState.QUEUED:
-                self.queued[name] = None
+            elif state in IN_LINE:
+                self.in_line[name] = None
             else:
                 self._check(name)
 
     def remove(self, standing: Standing) -> None:
         """Take a job out, before it changes."""
         name = standing.job.name
-        for names in (self.on_card, self.parked, self.queued, self.due):
+        for names in (self.on_card, self.parked, self.in_line, self.due):
             names.pop(name, None)
         if standing.state in ENDED:
             return

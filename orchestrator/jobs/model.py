@@ -33,6 +33,8 @@ class JobState(StrEnum):
     PARKED = "PARKED"
     #: It reached a milestone, and others go first.
     PAUSED = "PAUSED"
+    #: It saved and gave its card to a job of higher priority, and is in line again.
+    PREEMPTED = "PREEMPTED"
     #: The user has it wait.
     HELD = "HELD"
     DONE = "DONE"
@@ -60,6 +62,10 @@ ENDED = frozenset(
 
 #: A job in one of these states has an attempt on a card.
 ON_CARD = frozenset({JobState.RUNNING, JobState.MOVING})
+
+
+#: A job in one of these states starts as soon as it has a place.
+IN_LINE = frozenset({JobState.QUEUED, JobState.PREEMPTED})
 
 
 class Kind(StrEnum):
@@ -115,6 +121,10 @@ class Job:
     """What it needs on a card, as the user says; `None`: predicted or measured."""
     pack: bool = False
     """Whether it may share a card with another job that says so."""
+    preempt: bool = False
+    """Whether jobs of lower priority save and make room for it where it has no card else."""
+    parks: bool = False
+    """Of a command: whether it saves at SIGTERM and goes on when it is started again."""
     hours: tuple[int, int] | None = None
     """Minutes of the local day from and to which it may run; may cross midnight."""
     milestones: Milestones | None = None
@@ -276,7 +286,7 @@ class Recalled:
     job: str
     attempt: int
     to: JobState
-    """QUEUED (for more room, or released), PARKED, PAUSED, HELD or CANCELLED."""
+    """QUEUED (for more room, or released), PARKED, PAUSED, PREEMPTED, HELD or CANCELLED."""
     reason: str
     least_room_bytes: int | None = None
     """Where not even its smallest step had room: what the next card must have."""

@@ -3,8 +3,9 @@
 The highest priority is first. Within a priority the longest is first, and jobs of unknown length
 count as of the median length, in order of submission. Each goes to the card on which it is expected
 to end first; so a job may wait for a faster card while a slower one is idle. Two jobs share a card
-only where both say so. Pure. Does not measure how long a job takes (`queue.py`), start one, move
-one, or estimate a whole queue (`cli/plan_jobs.py`).
+only where both say so, and jobs of lower priority make room only for one that says so. Pure. Does
+not measure how long a job takes (`queue.py`), start or end one, or estimate a whole queue
+(`cli/plan_jobs.py`).
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ UNKNOWN_S: Final = 3600.0
 #: that is more: an allocator fragments, and the next long sequence takes more than the last.
 RESERVE: Final = 0.10
 RESERVE_BYTES: Final = 256 * MIB
+#: What it takes until a job has saved and left its card, where it is asked to.
+SAVE_S: Final = 15.0
 #: More than two on a card are each slowed by all the others.
 _MOST_ON_CARD: Final = 2
 
@@ -68,6 +71,11 @@ class Place:
     much as there was if that is more. Without that, a job would wait for it beside a free card.
     """
     ran_s: float = 0.0
+    priority: int = 0
+    yields: bool = False
+    """Whether it can save, and give the card to a job of higher priority."""
+    leaves: bool = False
+    """Whether it does so already."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +84,8 @@ class Plan:
 
     starts: tuple[Place, ...]
     """Their ends are guesses where the length is unknown."""
+    recalls: Mapping[str, str]
+    """Jobs that are to make room now, each with the one that gets it."""
     reasons: Mapping[str, str]
     """Why it waits, of each candidate that does not start now."""
     expected_start_s: Mapping[str, float]
@@ -132,10 +142,17 @@ def plan(
     able.sort(key=lambda it: (-it[0].job.priority, -min(took_s for took_s, _ in it[1])))
 
     starts: list[Place] = []
+    recalls: dict[str, str] = {}
     waits: list[tuple[Candidate, _Line, int, float]] = []
     for candidate, lengths in able:
         # Of two cards on which it ends at the same time, the one that is free.
         took_s, line = min(lengths, key=lambda it: (it[1].free_s + it[0], len(it[1].there)))
+        if candidate.job.preempt and (cleared := _cleared(candidate, lengths, now_s)):
+            end_s, took, at = cleared
+            if end_s < line.free_s + took_s:
+                took_s, line = took, at
+                line.free_s = end_s - took_s
+                recalls.update((it.job, candidate.job.name) for it in line.there if not it.leaves)
         start_s, line.free_s = line.free_s, line.free_s + took_s
         place = None if line.waiting else _place(candidate, line)
         if place is None:
@@ -150,7 +167,7 @@ def plan(
         others = (f"; {_why_not(candidate, card)}" for card in free)
         reasons[candidate.job.name] = _why_taken(line, ahead, start_s - now_s) + "".join(others)
     expected = {candidate.job.name: start_s for candidate, _, _, start_s in waits}
-    return Plan(starts=tuple(starts), reasons=reasons, expected_start_s=expected)
+    return Plan(starts=tuple(starts), recalls=recalls, reasons=reasons, expected_start_s=expected)
 
 
 def typical_work_s(candidates: Sequence[Candidate], cards: Sequence[Card]) -> float:
@@ -232,6 +249,26 @@ def _lengths(
     return [(seconds.get(line.card.name, work_s / line.card.speed), line) for line in lines]
 
 
+def _cleared(
+    candidate: Candidate, lengths: Sequence[tuple[float, _Line]], now_s: float
+) -> tuple[float, float, _Line] | None:
+    """Return when a candidate would end, its seconds, and the card, if jobs of lower priority leave
+    that card now; `None`: it can begin without that, or no card can be cleared.
+    """
+    found = []
+    for took_s, line in lengths:
+        if line.waiting:
+            continue
+        if _place(candidate, line) is not None:
+            return None
+        if all(
+            it.priority < candidate.job.priority and (it.yields or it.leaves) for it in line.there
+        ):
+            wait_s = 0.0 if all(it.leaves for it in line.there) else SAVE_S
+            found.append((now_s + wait_s + took_s, took_s, line))
+    return min(found, key=lambda it: it[0], default=None)
+
+
 def _place(candidate: Candidate, line: _Line) -> Place | None:
     """Return the place of a candidate that begins on a card now; `None`: it cannot yet."""
     card, there = line.card, line.there
@@ -251,6 +288,7 @@ def _place(candidate: Candidate, line: _Line) -> Place | None:
         budget_bytes=budget_bytes,
         alone=alone,
         ends_at_s=line.free_s,
+        priority=candidate.job.priority,
     )
 
 

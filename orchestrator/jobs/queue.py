@@ -27,6 +27,7 @@ from orchestrator.jobs.index import Aside, Index, Needs, Reach
 from orchestrator.jobs.lifecycle import IllegalRecordError
 from orchestrator.jobs.model import (
     ENDED,
+    IN_LINE,
     ON_CARD,
     Assigned,
     AttemptEnded,
@@ -35,6 +36,7 @@ from orchestrator.jobs.model import (
     HeadAway,
     Job,
     JobState,
+    Kind,
     Measured,
     QueueHeld,
     Reached,
@@ -205,7 +207,7 @@ class Queue:
         """Return how a job stands; where it is in line, with the reason and the expected start."""
         standing = self._standings[name]
         self._given.add(name)
-        if standing.state is not JobState.QUEUED:
+        if standing.state not in IN_LINE:
             return standing
         if self.held is not None:
             return replace(standing, reason=f"the queue is held: {self.held}")
@@ -539,11 +541,12 @@ class Queue:
         if self.held is not None:
             return []
         open_cards = [card for card in world.cards if card.closed is None]
-        if not any(self._may_take_more(card) for card in open_cards):
+        may_preempt = any(self._standings[name].job.preempt for name in self._indexed().in_line)
+        if not may_preempt and not any(self._may_take_more(card) for card in open_cards):
             return []
         plan = self._planned(world)
-        if plan.starts:
-            return [
+        if plan.starts or plan.recalls:
+            starts: list[Record] = [
                 Assigned(
                     at_s=world.now_s,
                     job=start.job,
@@ -553,6 +556,12 @@ class Queue:
                     alone=start.alone,
                 )
                 for start in plan.starts
+            ]
+            return starts + [
+                attempts.recalled(
+                    self._standings[name], world, JobState.PREEMPTED, f"makes room for {other}"
+                )
+                for name, other in plan.recalls.items()
             ]
         taken = self._indexed().cards
         if all(taken[card.name] for card in open_cards):
@@ -576,7 +585,7 @@ class Queue:
             candidates = [
                 self._candidate(standing, world.cards)
                 for standing in map(
-                    self._standings.__getitem__, sorted(index.queued, key=self._number)
+                    self._standings.__getitem__, sorted(index.in_line, key=self._number)
                 )
                 if attempts.is_in_hours(standing.job.hours, world.minute_of_day)
             ]
@@ -617,4 +626,9 @@ def _place(standing: Standing, world: World) -> Place:
         alone=standing.alone,
         ends_at_s=None if eta_s is None else world.now_s + eta_s,
         ran_s=max(0.0, world.now_s - standing.since_s),
+        priority=standing.job.priority,
+        yields=seen is not None
+        and standing.recalled_to is None
+        and (standing.job.parks or standing.job.kind is Kind.TRAIN),
+        leaves=standing.recalled_to is not None,
     )

@@ -250,6 +250,8 @@ def _job(
         card=file.said(entry, "card"),
         memory_bytes=None if entry.memory_gib is None else int(entry.memory_gib * GIB),
         pack=bool(file.said(entry, "pack")),
+        preempt=bool(file.said(entry, "preempt")),
+        parks=bool(entry.parks),
         hours=file.said(entry, "hours"),
         milestones=_milestones(file, entry, steps),
         steps=steps,

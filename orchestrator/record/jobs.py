@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from orchestrator.errors import ArchiveError
 from orchestrator.jobs.journal import JOURNAL_NAME, QUEUE_NAME, decoded, queue_of
-from orchestrator.jobs.model import ON_CARD, JobState, Standing
+from orchestrator.jobs.model import IN_LINE, ON_CARD, JobState, Standing
 from orchestrator.jobs.queue import Queue
 from orchestrator.record.model import Row
 from workers.files import open_regular, read_small, replace_whole
@@ -24,7 +24,7 @@ from workers.files import open_regular, read_small, replace_whole
 _OUTLOOK_NAME: Final = "outlook.json"
 _OUTLOOK_MOST_BYTES: Final = 16 * 2**20
 _WAITS: Final = frozenset(
-    {JobState.WAITING, JobState.QUEUED, JobState.PARKED, JobState.PAUSED, JobState.HELD}
+    {JobState.WAITING, *IN_LINE, JobState.PARKED, JobState.PAUSED, JobState.HELD}
 )
 
 

@@ -264,6 +264,55 @@ def test_jobs_are_alike_whose_steps_cost_the_same(other: dict[str, object], same
     assert (likeness(one) == likeness(training("b", overrides=other))) is same
 
 
+# --- a job that may preempt
+
+
+def urgent(**of_job: object) -> Candidate:
+    return job_of("urgent", **{"priority": 1, "preempt": True, **of_job})  # type: ignore[arg-type]
+
+
+def on_both(**of_both: object) -> list[Place]:
+    """Return the places of two jobs that can save, one on each card."""
+    values = {"yields": True, **of_both}
+    return [*running(9 * HOUR, "a", **values), *running(9 * HOUR, "b", card="pc2", **values)]
+
+
+def test_jobs_of_lower_priority_leave_the_card_on_which_it_ends_first() -> None:
+    found = plan([urgent(), job_of("other")], CARDS, on_both(), 0.0)
+
+    assert (found.starts, found.recalls) == ((), {"a": "urgent"})
+    assert found.reasons["other"] != "", "it does not take the place meanwhile"
+
+
+@pytest.mark.parametrize(
+    ("candidate", "there"),
+    [
+        (urgent(preempt=False), on_both()),
+        (urgent(priority=0), on_both()),
+        (urgent(), on_both(yields=False)),
+        (urgent(), on_both(yields=False, leaves=True)),
+        (urgent(), on_both()[:1]),
+        (urgent(), [*running(10.0, "a", yields=True), *on_both()[1:]]),
+    ],
+    ids=["does not say so", "equal", "cannot save", "leaves already", "a card is free", "ends soon"],
+)  # fmt: skip
+def test_none_has_to_leave(candidate: Candidate, there: list[Place]) -> None:
+    assert plan([candidate], CARDS, there, 0.0).recalls == {}
+
+
+def test_both_of_a_shared_card_leave() -> None:
+    shared = {"alone": False, "budget_bytes": GIB, "yields": True}
+    there = [*running(9 * HOUR, "a", **shared), *running(9 * HOUR, "b", **shared, leaves=True)]
+
+    assert plan([urgent()], (FAST,), there, 0.0).recalls == {"a": "urgent"}
+
+
+def test_of_two_that_may_preempt_each_gets_a_card() -> None:
+    jobs = [urgent(), replace(urgent(), job=training("late", priority=1, preempt=True))]
+
+    assert plan(jobs, CARDS, on_both(), 0.0).recalls == {"a": "urgent", "b": "late"}
+
+
 # --- the estimate
 
 

@@ -458,6 +458,57 @@ def test_a_stopped_member_does_not_skip_what_follows_a_sweep() -> None:
     assert "best" in starts(scene.end("lr-0"))
 
 
+@pytest.mark.parametrize(
+    "lower", [training("low"), command("low", parks=True)], ids=["training", "parks"]
+)
+def test_a_job_that_is_preempted_goes_on_afterwards(lower: Job) -> None:
+    scene = Scene(lower, cards=(BIG,))
+    scene.turn()
+    scene.see("low", step=40)
+    scene.submit(training("urgent", priority=1, preempt=True))
+
+    (recalled,) = scene.turn()
+    assert isinstance(recalled, Recalled)
+    assert (recalled.job, recalled.to) == ("low", JobState.PREEMPTED)
+    assert scene.standing("low").reason == "makes room for urgent"
+    assert scene.turn() == [], "it is told once"
+
+    if lower.parks:
+        found = scene.end("low", Cause.PARKED, "exit code 75")
+    else:
+        found = scene.see("low", is_at_rest=True, step=50)
+    assert starts(found) == {"urgent": "pc1"}
+    assert (scene.state("low"), scene.standing("low").reason) == ("PREEMPTED", "pc1 runs urgent")
+    assert starts(scene.end("urgent")) == {"low": "pc1"}
+    assert (scene.standing("low").attempt, scene.standing("low").failures) == (2, 0)
+
+
+def test_a_program_that_does_not_say_that_it_parks_is_not_preempted() -> None:
+    scene = Scene(command("low"), cards=(BIG,))
+    scene.turn()
+    scene.see("low")
+    scene.submit(training("urgent", priority=1, preempt=True))
+
+    assert scene.turn() == []
+    assert scene.standing("urgent").reason == "pc1 runs low"
+
+
+def test_what_is_preempted_may_be_held_and_cancelled() -> None:
+    scene = Scene(training("low"), cards=(BIG,))
+    scene.turn()
+    scene.see("low", step=40)
+    scene.submit(training("urgent", priority=1, preempt=True))
+    scene.turn()
+    scene.see("low", is_at_rest=True)
+
+    scene.say(Word.HOLD, "low")
+    assert scene.state("low") == "HELD"
+    scene.say(Word.RELEASE, "low")
+    assert scene.state("low") == "QUEUED"
+    scene.say(Word.CANCEL, "low")
+    assert scene.state("low") == "CANCELLED"
+
+
 @pytest.mark.parametrize(("cause", "ends"), [(Cause.KILLED, "FAILED"), (Cause.PARKED, "RUNNING")])
 def test_a_program_that_always_ends_soon_is_not_tried_for_ever(cause: Cause, ends: str) -> None:
     scene = Scene(command("a"), cards=(BIG,))

@@ -309,3 +309,13 @@ def test_whether_a_card_is_shared_is_said_by_the_user_alone(value: str) -> None:
     text = refused(f"jobs: [{{name: a, command: x, pack: {value}}}]")
     assert "is neither true nor false: two jobs share a card only where both say so" in text
     assert "valid: true in each of them, or leave it out" in text
+
+
+def test_a_job_may_preempt_and_a_command_may_be_preempted() -> None:
+    urgent = job_of("command: x, priority: 3, preempt: true, parks: true")
+    assert (urgent.preempt, urgent.parks) == (True, True)
+    usual = job_of("command: x", "{preempt: true}")
+    assert (usual.preempt, usual.parks) == (True, False)
+    assert "has parks, which a command may have" in refused(
+        "jobs: [{name: a, train: {preset: gpt-nano}, parks: true}]"
+    )
