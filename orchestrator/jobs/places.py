@@ -23,14 +23,14 @@ from orchestrator.jobs.model import Card, Job, Kind
 from workers.units import GIB, MIB
 
 #: Work of a job, in seconds at speed 1, where no length is known: only ratios of cards matter then.
-UNKNOWN_S: Final = 3600.0
+_UNKNOWN_S: Final = 3600.0
 
-#: A job that shares a card gets what was measured of it and this share more, or `RESERVE_BYTES` if
+#: A job that shares a card gets what was measured of it and this share more, or `_RESERVE_BYTES` if
 #: that is more: an allocator fragments, and the next long sequence takes more than the last.
-RESERVE: Final = 0.10
-RESERVE_BYTES: Final = 256 * MIB
+_RESERVE: Final = 0.10
+_RESERVE_BYTES: Final = 256 * MIB
 #: What it takes until a job has saved and left its card, where it is asked to.
-SAVE_S: Final = 15.0
+_SAVE_S: Final = 15.0
 #: More than two on a card are each slowed by all the others.
 _MOST_ON_CARD: Final = 2
 
@@ -131,12 +131,8 @@ def plan(
         if needs not in holding:
             holding[needs] = [line for line in lines if _fits(candidate, line.card)]
         if holding[needs]:
-            able.append(
-                (
-                    candidate,
-                    _lengths(candidate, holding[needs], typical_s if work_s is None else work_s),
-                )
-            )
+            length_s = typical_s if work_s is None else work_s
+            able.append((candidate, _lengths(candidate, holding[needs], length_s)))
         else:
             reasons[candidate.job.name] = _why_no_card(candidate, cards)
     able.sort(key=lambda it: (-it[0].job.priority, -min(took_s for took_s, _ in it[1])))
@@ -228,7 +224,7 @@ def _work_s(candidate: Candidate, cards: Sequence[Card]) -> float | None:
 
 def _median(works_s: Sequence[float | None]) -> float:
     known_s = [work_s for work_s in works_s if work_s is not None]
-    return statistics.median(known_s) if known_s else UNKNOWN_S
+    return statistics.median(known_s) if known_s else _UNKNOWN_S
 
 
 def _line(card: Card, there: list[Place], now_s: float, typical_s: float) -> _Line:
@@ -264,7 +260,7 @@ def _cleared(
         if all(
             it.priority < candidate.job.priority and (it.yields or it.leaves) for it in line.there
         ):
-            wait_s = 0.0 if all(it.leaves for it in line.there) else SAVE_S
+            wait_s = 0.0 if all(it.leaves for it in line.there) else _SAVE_S
             found.append((now_s + wait_s + took_s, took_s, line))
     return min(found, key=lambda it: it[0], default=None)
 
@@ -275,7 +271,7 @@ def _place(candidate: Candidate, line: _Line) -> Place | None:
     taken_bytes = candidate.measured_bytes or candidate.job.memory_bytes
     budget_bytes, alone = card.room_bytes, True
     if candidate.job.pack and taken_bytes is not None:
-        share = taken_bytes + max(RESERVE_BYTES, math.ceil(taken_bytes * RESERVE))
+        share = taken_bytes + max(_RESERVE_BYTES, math.ceil(taken_bytes * _RESERVE))
         if (candidate.least_room_bytes or 0) <= share <= card.room_bytes:
             budget_bytes, alone = share, False
     free_bytes = card.room_bytes - sum(place.budget_bytes for place in there)
