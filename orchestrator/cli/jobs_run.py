@@ -21,7 +21,7 @@ from orchestrator.core.placement import Target
 from orchestrator.errors import UsageError
 from orchestrator.jobs.inbox import waiting
 from orchestrator.jobs.model import Job, Standing, Submitted
-from orchestrator.jobs.packing import likeness
+from orchestrator.jobs.places import likeness
 from orchestrator.jobs.queue import Queue
 from orchestrator.jobs.spec import keys_of
 from orchestrator.jobs.sweep import JobFile, expand

@@ -6,14 +6,12 @@ what a job comes to whose others have ended.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-from orchestrator.jobs.model import ENDED, ON_CARD, Job, JobState, Standing
-from orchestrator.jobs.placement import LEVEL_S
+from orchestrator.jobs.model import ENDED, IN_LINE, ON_CARD, Job, JobState, Standing
 
 #: A job, a milestone that it has reached, and its metric there.
 Reach: TypeAlias = tuple[str, int, float]
@@ -25,8 +23,6 @@ class Aside:
 
     number: int
     """In order of submission."""
-    queued_at_s: float | None = None
-    """Since when its waiting counts."""
     wake_at_s: float = 0.0
     """While PARKED: not before."""
     in_row: int = 0
@@ -46,18 +42,12 @@ class Aside:
 
 
 class Needs(NamedTuple):
-    """What decides where a job may run; jobs with the same needs form one line."""
+    """What decides where a job may ever run."""
 
     nodes: tuple[str, ...]
     card: str | None
     memory_bytes: int | None
     least_room_bytes: int | None
-    hours: tuple[int, int] | None
-
-
-Place: TypeAlias = tuple[float, int, str]
-"""Of a job in its line: when its waiting began, earlier by an hour for each level of priority; its
-number; its name."""
 
 
 class Index:
@@ -69,8 +59,8 @@ class Index:
         asides: Mapping[str, Aside],
         likeness: Mapping[str, str | None],
     ) -> None:
-        """Walk through all jobs; `likeness` is by job (`packing.likeness`)."""
-        self._standings, self._asides, self._likeness = standings, asides, likeness
+        """Walk through all jobs, in their order; `likeness` is by job (`places.likeness`)."""
+        self._standings, self._likeness = standings, likeness
         self.open = 0
         """Jobs that have not ended."""
         self.moving = 0
@@ -83,8 +73,7 @@ class Index:
         """By sweep."""
         self.active: Counter[str] = Counter()
         """Members of a sweep that have neither ended nor are PAUSED."""
-        self.lines: dict[Needs, list[Place]] = defaultdict(list)
-        """QUEUED jobs in their order."""
+        self.in_line: list[str] = []
         self.needs: dict[Needs, list[str]] = defaultdict(list)
         """Jobs that are to start at some time."""
         self.due: dict[str, tuple[JobState, str]] = {}
@@ -92,13 +81,12 @@ class Index:
         not."""
         self.reached: dict[str, list[Reach]] = defaultdict(list)
         """Milestones by sweep, in the order in which they were reached."""
-        self._speeds: dict[str, Mapping[str, float]] = {}
-        """By sweep, those of the first of its members that was measured."""
-        self._alike_paces: dict[str, dict[str, float]] = defaultdict(dict)
-        """Of the first that was measured of jobs whose steps cost the same, by the title of a card.
+        self._speeds: dict[str, dict[str, float]] = defaultdict(dict)
+        """Steps per second of a job that is alone, by likeness or sweep and by the title of a card;
+        of the first of these jobs that was measured.
         """
-        self.alike_bytes: dict[str, int] = {}
-        """The most that one of them took."""
+        self._alike_bytes: dict[str, int] = {}
+        """The most that one of jobs alike took."""
         reached: list[tuple[float, int, str, Reach]] = []
         for name, standing in standings.items():
             if standing.state in ENDED:
@@ -111,8 +99,6 @@ class Index:
             aside, sweep = asides[name], standing.job.sweep or ""
             for milestone, value, at_s in aside.reached:
                 reached.append((at_s, aside.number, sweep, (name, milestone, value)))
-        for line in self.lines.values():
-            line.sort()
         for _, _, sweep, entry in sorted(reached, key=lambda each: each[:2]):
             self.reached[sweep].append(entry)
 
@@ -134,8 +120,8 @@ class Index:
         elif state is not JobState.HELD:
             needs = needs_of(standing)
             self.needs[needs].append(job.name)
-            if state is JobState.QUEUED:
-                self.lines[needs].append(self._place(standing))
+            if state in IN_LINE:
+                self.in_line.append(job.name)
             elif state is JobState.PARKED:
                 self.parked.append(job.name)
 
@@ -143,35 +129,25 @@ class Index:
         """Take in speeds, and the most memory that it took."""
         alike = self._likeness[standing.job.name]
         if alike is not None and standing.peak_bytes:
-            self.alike_bytes[alike] = max(standing.peak_bytes, self.alike_bytes.get(alike, 0))
-        if not standing.speeds:
-            return
-        if alike is not None:
-            for title, pace in standing.paces.items():
-                self._alike_paces[alike].setdefault(title, pace)
-        if standing.job.sweep is not None:
-            self._speeds.setdefault(standing.job.sweep, standing.speeds)
-
-    def paces_alike(self, job: Job) -> Mapping[str, float]:
-        """Return the paces of jobs whose steps cost as much, by the title of a card."""
-        return self._alike_paces.get(self._likeness[job.name] or "", {})
+            self._alike_bytes[alike] = max(standing.peak_bytes, self._alike_bytes.get(alike, 0))
+        for key in filter(None, (alike, standing.job.sweep)):
+            for title, speed in standing.speeds.items():
+                self._speeds[key].setdefault(title, speed)
 
     def speeds_of(self, standing: Standing) -> Mapping[str, float]:
-        """Return the speeds of a job that is alone, by the title of a card: its own, else those of
-        a job like it, else those of a member of its sweep.
+        """Return the steps per second of a job that is alone, by the title of a card: its own, and
+        on other cards those of a job alike; where there are none, those of a member of its sweep.
         """
-        of_sweep = self._speeds.get(standing.job.sweep or "", {})
-        return standing.speeds or self.paces_alike(standing.job) or of_sweep
+        for key in filter(None, (self._likeness[standing.job.name], standing.job.sweep)):
+            known = self._speeds.get(key, {})
+            if known or standing.speeds:
+                return {**known, **standing.speeds}
+        return standing.speeds
 
-    def ahead(self, name: str) -> int:
-        """Return how many QUEUED jobs are before one."""
-        place = self._place(self._standings[name])
-        return sum(bisect_left(line, place) for line in self.lines.values())
-
-    def _place(self, standing: Standing) -> Place:
-        aside = self._asides[standing.job.name]
-        since_s = standing.since_s if aside.queued_at_s is None else aside.queued_at_s
-        return since_s - LEVEL_S * standing.job.priority, aside.number, standing.job.name
+    def peak_bytes_of(self, standing: Standing) -> int | None:
+        """Return the most that a job took so far, else that a job alike did; `None`: unknown."""
+        alike = self._likeness[standing.job.name]
+        return standing.peak_bytes or self._alike_bytes.get(alike or "")
 
     def _check(self, standing: Standing) -> None:
         """Look at a job that waits for others, or was skipped for their sake."""
@@ -187,7 +163,7 @@ class Index:
 def needs_of(standing: Standing) -> Needs:
     """Return what decides where a job may run."""
     job = standing.job
-    return Needs(job.nodes, job.card, job.memory_bytes, standing.least_room_bytes, job.hours)
+    return Needs(job.nodes, job.card, job.memory_bytes, standing.least_room_bytes)
 
 
 def _after(job: Job, standings: Mapping[str, Standing]) -> tuple[JobState, str] | None:

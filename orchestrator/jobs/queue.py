@@ -2,31 +2,31 @@
 
 The queue is what its records add up to (`apply`); how each changes a job is in `lifecycle.py`.
 `next_records` answers with one batch: either what was observed of attempts, or what that leads to
-for jobs without one, or what starts and moves. The caller applies it and asks again until nothing
-follows; then it stores what has changed, and only then carries it out. So a queue that is made of
-what is stored, asked about the same world, answers the same.
+for jobs without one, or what starts. The caller applies it and asks again until nothing follows;
+then it stores what has changed, and only then carries it out. So a queue that is made of what is
+stored, asked about the same world, answers the same.
 
 What the caller owes: every card of the configuration is in `World.cards`, closed while its node is
 away; a job whose node does not answer has no entry in `World.seen`, and one with `node_lost` once
 that has lasted `node_lost_s` of it.
 
-Does not decide where a job fits (`placement.py`), who goes on at a milestone (`milestones.py`), or
+Does not decide where a job goes (`places.py`), who goes on at a milestone (`milestones.py`), or
 what a cause of failure means (`causes.py`), and stores nothing (`record/jobs.py`).
 """
 
 from __future__ import annotations
 
-import heapq
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TypeAlias, cast, get_args
 
-from orchestrator.jobs import attempts, lifecycle, milestones, packing, placement
-from orchestrator.jobs.index import Aside, Index, Needs, Place, Reach, needs_of
+from orchestrator.jobs import attempts, lifecycle, milestones, places
+from orchestrator.jobs.index import Aside, Index, Needs, Reach
 from orchestrator.jobs.lifecycle import IllegalRecordError
 from orchestrator.jobs.model import (
+    IN_LINE,
     ON_CARD,
     Assigned,
     AttemptEnded,
@@ -35,8 +35,8 @@ from orchestrator.jobs.model import (
     HeadAway,
     Job,
     JobState,
+    Kind,
     Measured,
-    Packed,
     QueueHeld,
     Reached,
     Recalled,
@@ -49,8 +49,7 @@ from orchestrator.jobs.model import (
     SweepSubmitted,
     World,
 )
-from orchestrator.jobs.packing import Gain, likeness
-from orchestrator.jobs.placement import Candidate, Plan, Resident
+from orchestrator.jobs.places import Candidate, Place, Plan, likeness
 
 #: A node that is away for so long is lost, and its trainings go on elsewhere: without a head, a
 #: worker there trains no more.
@@ -61,8 +60,6 @@ NODE_LOST_S = 30.0
 COMMAND_LEASE_S = 60.0
 _LEASE_RESERVE_S = 15.0
 
-#: So many jobs are looked at for a place, and so many of them with the same needs.
-_CANDIDATES, _ALIKE_CANDIDATES = 32, 12
 #: So many different jobs that fail alike, each so soon after its start, hold the queue.
 _ALIKE_JOBS, _ALIKE_WITHIN_S = 3, 60.0
 #: Causes that say nothing about the queue as a whole, however many jobs they meet.
@@ -111,8 +108,6 @@ class QueueFacts:
     """The ids of the last orders of users."""
     alike: tuple[tuple[str, str], ...] = ()
     """A text, and a job that failed with it soon after its start."""
-    packs: tuple[tuple[str, str, bool], ...] = ()
-    """What jobs have in common, the title of a card, and whether it pays that two share one."""
 
 
 class _Standings(Mapping[str, Standing]):
@@ -161,14 +156,10 @@ class Queue:
         """Jobs that failed soon after their start, by what they said."""
         for text, job in facts.alike:
             self._alike.setdefault(text, {})[job] = None
-        self._packs = {(alike, title): pays for alike, title, pays in facts.packs}
-        """Whether it pays that two jobs share a card, by what they have in common and its title."""
         self._index: Index | None = None
         self._world: World | None = None
         """The last one that it was asked about: why jobs wait is worked out for those who look."""
         self._plan: Plan | None = None
-        self._closed: set[Needs] = set()
-        """Lines that are outside their hours."""
         self._fitting_cards: tuple[Card, ...] = ()
         self._fitting: dict[Needs, str | None] = {}
         """Why needs are never met on these cards: only so that it is not asked again."""
@@ -220,20 +211,18 @@ class Queue:
     def shown(self, name: str) -> Standing:
         """Return how a job stands; where it is in line, with the reason and the expected start."""
         standing = self._standings[name]
-        if standing.state is not JobState.QUEUED:
+        if standing.state not in IN_LINE:
             return standing
         if self.held is not None:
             return replace(standing, reason=f"the queue is held: {self.held}")
         if self._world is None:
             return standing
-        plan, needs = self._planned(self._world), needs_of(standing)
-        reason = plan.reasons.get(name)
-        if needs in self._closed:
-            reason = attempts.hours_in_words(needs.hours)
-        elif reason is None and (ahead := self._indexed().ahead(name)):
-            reason = f"{ahead:,} jobs are before it"
-        expected = plan.expected_start_s.get(name)
-        return replace(standing, reason=reason or standing.reason, expected_start_s=expected)
+        plan, hours = self._planned(self._world), standing.job.hours
+        reason = plan.reasons.get(name, standing.reason)
+        if not attempts.is_in_hours(hours, self._world.minute_of_day):
+            reason = attempts.hours_in_words(hours)
+        expected_s = plan.expected_start_s.get(name)
+        return replace(standing, reason=reason, expected_start_s=expected_s)
 
     def why_refused(self, record: Record) -> str | None:
         """Return why a record from the inbox is not taken; `None`: it is."""
@@ -281,21 +270,14 @@ class Queue:
             self._alike.clear()
         elif isinstance(record, HeadAway):
             self._leave_out(record)
-        elif isinstance(record, Packed):
-            alike = likeness(self._standing(record).job) or ""
-            self._packs[alike, record.card_title] = Gain(record.gain, record.low).pays
 
     def _leave_out(self, gap: HeadAway) -> None:
-        """Have a time without a head count neither as worked nor as waited."""
+        """Have a time without a head not count as worked."""
         began_s = gap.at_s - gap.away_s
         for name, standing in self._standings.items():
-            aside = self._aside[name]
             if standing.state in ON_CARD and standing.since_s <= began_s:
                 since_s = standing.since_s + gap.away_s
                 self._standings[name] = replace(standing, since_s=since_s)
-                self.unsaved[name] = None
-            if aside.queued_at_s is not None and aside.queued_at_s <= began_s:
-                aside.queued_at_s += gap.away_s
                 self.unsaved[name] = None
 
     def row(self, name: str) -> JobRow:
@@ -309,7 +291,6 @@ class Queue:
             held=self.held,
             said=tuple(self._said)[-_SAID_KEPT:],
             alike=tuple((text, job) for text, jobs in self._alike.items() for job in jobs),
-            packs=tuple((*key, pays) for key, pays in self._packs.items()),
         )
 
     def next_records(self, world: World) -> tuple[Record, ...]:
@@ -347,8 +328,7 @@ class Queue:
                 raise IllegalRecordError(there, record, "another job has its name")
             return
         standing = lifecycle.standing_of(record)
-        queued_at_s = record.at_s if standing.state is JobState.QUEUED else None
-        self._add(standing, Aside(number=len(self._aside), queued_at_s=queued_at_s))
+        self._add(standing, Aside(number=len(self._aside)))
         self.unsaved[name] = None
 
     def _add(self, standing: Standing, aside: Aside) -> None:
@@ -358,7 +338,7 @@ class Queue:
         if sweep is not None:
             self._members.setdefault(sweep, []).append(name)
 
-    def _standing(self, record: _JobRecord | Packed) -> Standing:
+    def _standing(self, record: _JobRecord) -> Standing:
         standing = self._standings.get(record.job)
         if standing is None:
             raise IllegalRecordError(None, record, f"there is no job called {record.job}")
@@ -398,8 +378,6 @@ class Queue:
         state = changes.get("state")
         if state is not None and state not in ON_CARD:
             aside.to_recall = False
-            if state is JobState.QUEUED and aside.queued_at_s is None:
-                aside.queued_at_s = record.at_s
             if kind is Said:
                 aside.wake_at_s, aside.no_room, aside.in_row = 0.0, 0, 0
 
@@ -462,19 +440,6 @@ class Queue:
                     so_far = reached.setdefault(job.sweep, list(index.reached[job.sweep]))
                     found = attempts.milestone_of(standing, seen, world, aside.milestone, so_far)
                 records += found or attempts.measured(standing, aside, seen, world)
-        return records or self._judged(world)
-
-    def _judged(self, world: World) -> list[Record]:
-        """Return what trials of two jobs on a card have shown."""
-        records: list[Record] = []
-        index = self._indexed()
-        sharing = [each for name in index.on_card if not (each := self._standings[name]).alone]
-        for card in world.cards if sharing else ():
-            pair = [standing for standing in sharing if standing.card == card.name]
-            alike = likeness(pair[0].job) if pair else None
-            alone = index.paces_alike(pair[0].job).get(card.title) if pair else None
-            if alone is not None and (alike, card.title) not in self._packs:
-                records += attempts.trial_of(pair, card, alone, world)
         return records
 
     def _settled(self, world: World) -> list[Record]:
@@ -503,7 +468,7 @@ class Queue:
 
     def _never_fits(self, needs: Needs, names: Collection[str]) -> str | None:
         job = self._standings[min(names)].job
-        why = placement.never_fits(job, needs.least_room_bytes, self._fitting_cards)
+        why = places.never_fits(job, needs.least_room_bytes, self._fitting_cards)
         self._fitting[needs] = why
         return why
 
@@ -521,7 +486,7 @@ class Queue:
         for card in world.cards:
             if (
                 card.closed is None
-                and placement.suits(job, card)
+                and places.suits(job, card)
                 and card.room_bytes >= (standing.least_room_bytes or 0)
                 and not (aside.no_room and taken[card.name])
             ):
@@ -552,11 +517,12 @@ class Queue:
         if self.held is not None:
             return []
         open_cards = [card for card in world.cards if card.closed is None]
-        if not any(self._may_take_more(card) for card in open_cards):
+        may_preempt = any(self._standings[name].job.preempt for name in self._indexed().in_line)
+        if not may_preempt and not any(self._may_take_more(card) for card in open_cards):
             return []
         plan = self._planned(world)
-        if plan.starts:
-            return [
+        if plan.starts or plan.recalls:
+            starts: list[Record] = [
                 Assigned(
                     at_s=world.now_s,
                     job=start.job,
@@ -567,13 +533,19 @@ class Queue:
                 )
                 for start in plan.starts
             ]
-        index = self._indexed()
-        for card in open_cards:
-            if not index.cards[card.name]:  # free, and nothing in line can use it
-                return self._one_more_promoted(world) or self._moved(card, world)
-        return []
+            return starts + [
+                attempts.recalled(
+                    self._standings[name], world, JobState.PREEMPTED, f"makes room for {other}"
+                )
+                for name, other in plan.recalls.items()
+            ]
+        taken = self._indexed().cards
+        if all(taken[card.name] for card in open_cards):
+            return []
+        return self._one_more_promoted(world)  # a card is free that nothing in line can use
 
     def _may_take_more(self, card: Card) -> bool:
+        """Return whether a card is free, or has a job that another one may join."""
         index = self._indexed()
         return not index.cards[card.name] or any(
             not self._standings[name].alone and self._standings[name].card == card.name
@@ -584,25 +556,14 @@ class Queue:
         """Return where jobs go, and why and how long the others wait: once for each world."""
         if self._plan is None:
             index = self._indexed()
-            self._closed = {
-                needs
-                for needs in index.lines
-                if needs.hours is not None
-                and not attempts.is_in_hours(needs.hours, world.minute_of_day)
-            }
-            residents: dict[str, list[Resident]] = {card.name: [] for card in world.cards}
-            for name in index.on_card:
-                standing = self._standings[name]
-                there = _resident(standing, world, self._shares(standing, world.cards))
-                residents.setdefault(standing.card or "", []).append(there)
-            lines: Iterable[list[Place]] = index.lines.values()
-            if self._closed:
-                lines = (line for needs, line in index.lines.items() if needs not in self._closed)
-            firsts = heapq.nsmallest(_CANDIDATES, lines)  # by the first of each
-            cut = (line[:_ALIKE_CANDIDATES] for line in firsts)
-            names = [name for _, _, name in islice(heapq.merge(*cut), _CANDIDATES)]
-            candidates = [self._candidate(name, world.cards) for name in names]
-            self._plan = placement.plan(candidates, world.cards, residents, world.now_s)
+            index = self._indexed()
+            taken = [_place(self._standings[name], world) for name in index.on_card]
+            candidates = [
+                self._candidate(standing, world.cards)
+                for standing in map(self._standings.__getitem__, index.in_line)
+                if attempts.is_in_hours(standing.job.hours, world.minute_of_day)
+            ]
+            self._plan = places.plan(candidates, world.cards, taken, world.now_s)
         return self._plan
 
     def _one_more_promoted(self, world: World) -> list[Record]:
@@ -613,58 +574,35 @@ class Queue:
                 return [Settled(at_s=world.now_s, job=name, to=to, reason=reason)]
         return []
 
-    def _moved(self, card: Card, world: World) -> list[Record]:
-        """Return the move to a free card of the job that gains most by it, if that pays."""
-        index = self._indexed()
-        moves = [
-            attempts.move_of(standing, index.speeds_of(standing), card, world)
-            for standing in map(self._standings.__getitem__, index.on_card)
-        ]
-        best = max((move for move in moves if move), key=lambda move: move[0], default=None)
-        return [best[1]] if best else []
-
-    def _candidate(self, name: str, cards: Sequence[Card]) -> Candidate:
-        standing = self._standings[name]
-        job = standing.job
+    def _candidate(self, standing: Standing, cards: Sequence[Card]) -> Candidate:
+        job, index = standing.job, self._indexed()
+        seconds: dict[str, float] = {}
+        if job.steps is not None:
+            left, speeds = max(0, job.steps - (standing.step or 0)), index.speeds_of(standing)
+            seconds = {
+                card.name: left / speed for card in cards if (speed := speeds.get(card.title))
+            }
         return Candidate(
-            name=name,
-            priority=job.priority,
-            queued_at_s=self._aside[name].queued_at_s or standing.since_s,
-            seconds=self._seconds(standing, cards),
-            memory_bytes=job.memory_bytes,
-            measured_bytes=standing.peak_bytes
-            or self._indexed().alike_bytes.get(self._likeness[name] or ""),
+            job=job,
+            seconds=seconds,
+            measured_bytes=index.peak_bytes_of(standing) if job.pack else None,
             least_room_bytes=standing.least_room_bytes,
-            nodes=job.nodes,
-            card=job.card,
-            shares=self._shares(standing, cards),
         )
 
-    def _shares(self, standing: Standing, cards: Sequence[Card]) -> dict[str, str]:
-        paces, left = self._indexed().paces_alike(standing.job), self._steps_left(standing)
-        return packing.shares_of(standing.job, left, cards, paces, self._packs)
 
-    def _steps_left(self, standing: Standing) -> int:
-        return max(0, (standing.job.steps or 0) - (standing.step or 0))
-
-    def _seconds(self, standing: Standing, cards: Sequence[Card]) -> dict[str, float]:
-        """Return what is left of a job by card, as measured of it, or of another of its sweep."""
-        speeds = self._indexed().speeds_of(standing)
-        if standing.job.steps is None:
-            return {}
-        left = self._steps_left(standing)
-        by_card = {card.name: speeds.get(card.title) for card in cards}
-        return {name: left / speed for name, speed in by_card.items() if speed}
-
-
-def _resident(standing: Standing, world: World, shares: Mapping[str, str]) -> Resident:
+def _place(standing: Standing, world: World) -> Place:
     seen = attempts.seen_of(standing, world)
     eta_s = None if seen is None else seen.eta_s
-    return Resident(
-        name=standing.job.name,
+    return Place(
+        job=standing.job.name,
+        card=standing.card or "",
         budget_bytes=standing.budget_bytes or 0,
+        alone=standing.alone,
         ends_at_s=None if eta_s is None else world.now_s + eta_s,
         ran_s=max(0.0, world.now_s - standing.since_s),
-        alone=standing.alone,
-        shares=shares.get(standing.card or ""),
+        priority=standing.job.priority,
+        yields=seen is not None
+        and standing.recalled_to is None
+        and (standing.job.parks or standing.job.kind is Kind.TRAIN),
+        leaves=standing.recalled_to is not None,
     )

@@ -26,7 +26,7 @@ from orchestrator.config.yaml_source import KeyPath, YamlSource, listed, read_ya
 from orchestrator.errors import ConfigError, Problem
 from orchestrator.jobs.entries import VALID_NAME, Document, Entry, Sweep
 from orchestrator.jobs.model import Job
-from orchestrator.jobs.placement import plain
+from orchestrator.jobs.places import plain
 from orchestrator.jobs.sweep import FOLDER, RANGES, JobFile, dotted, dotted_key, expand, range_of
 
 #: More jobs than this in a file are a mistake of an exponent. A turn of the head looks at each job

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from orchestrator.errors import ArchiveError, NothingStoredError
 from orchestrator.jobs.codec import as_json, from_json
-from orchestrator.jobs.model import ON_CARD, JobState, Standing, SweepSubmitted
+from orchestrator.jobs.model import IN_LINE, ON_CARD, JobState, Standing, SweepSubmitted
 from orchestrator.jobs.queue import JobRow, Queue, QueueFacts
 from orchestrator.record.model import Row
 from orchestrator.record.reading import opened
@@ -52,7 +52,7 @@ _PUT: Final = "INSERT OR REPLACE INTO queue VALUES (?, ?)"
 _PATIENCE_S: Final = 0.1
 
 _WAITS: Final = frozenset(
-    {JobState.WAITING, JobState.QUEUED, JobState.PARKED, JobState.PAUSED, JobState.HELD}
+    {JobState.WAITING, *IN_LINE, JobState.PARKED, JobState.PAUSED, JobState.HELD}
 )
 
 

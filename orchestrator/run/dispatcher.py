@@ -48,7 +48,6 @@ from orchestrator.jobs.model import (
     Submitted,
     World,
 )
-from orchestrator.jobs.packing import Pace
 from orchestrator.jobs.queue import COMMAND_LEASE_S, node_lost_s
 from orchestrator.record.events import EventLog
 from orchestrator.record.jobs import QueueSnapshot, QueueStore
@@ -148,8 +147,6 @@ class Dispatcher:
         self._peak_bytes: dict[str, int] = {}
         self._told: Mapping[str, Seen] = {}
         """What was seen last of jobs on cards."""
-        self._paces: dict[str, Pace] = {}
-        """Of jobs that are alone on their card, or have one other beside them."""
         self._files = JobFiles(self.folder, one_machine=self.target.one_machine, events=self.events)
         self._threads = Background(1, "prediction")
         self._predicting: tuple[tuple[Job, ...], Future[dict[str, int]]] | None = None
@@ -345,7 +342,6 @@ class Dispatcher:
         match record:
             case Assigned():
                 self._peak_bytes.pop(record.job, None)
-                self._paces.pop(record.job, None)
                 plan = self._planned(self.queue.standings[record.job])
                 if plan is not None:
                     yield Begin(plan=plan)
@@ -471,7 +467,6 @@ class Dispatcher:
             steps=steps,
             value=self._value(standing.job, slot),
             steps_per_s=left / eta_s if left and eta_s else None,
-            paces=self._paces_of(standing, slots),
             eta_s=eta_s,
             peak_bytes=self._peak_bytes.get(name),
             out_of_memory=max(0, slot.counts.oom_count - standing.out_of_memory),
@@ -479,25 +474,6 @@ class Dispatcher:
             taken=taken,
             sha256=progress.weights_sha256,
         )
-
-    def _paces_of(self, standing: Standing, slots: Mapping[str, Slot]) -> tuple[float, ...]:
-        """Take in how far a job is, once it and another one beside it have made a step."""
-        name = standing.job.name
-        steps = {
-            other: slots[other].training.progress.train_step
-            for other in self.queue.on_card & slots.keys()
-            if self.queue.shown(other).card == standing.card
-        }
-        beside = next((other for other in steps if other != name), "")
-        step = steps.get(name)
-        if step is None or len(steps) > 2 or None in steps.values():
-            self._paces.pop(name, None)
-            return ()
-        pace = self._paces.get(name)
-        if pace is None or pace.beside != beside:
-            pace = self._paces[name] = Pace(beside)
-        pace.saw(self._at_s, step)
-        return tuple(pace.windows)
 
     def _value(self, job: Job, slot: Slot) -> float | None:
         """Return the job's metric; `None` before it was told."""
@@ -527,7 +503,9 @@ class Dispatcher:
         plan = next(each for each in plan_slots(config, self.target) if each.spec.node == node)
         share, whole = self._budgets[node], self._budgets[node].card_budget_bytes
         part = 1.0 if standing.alone else min(1.0, budget_bytes / whole)
-        duty = None if share.duty is None else share.duty * share.workers_per_card * part
+        duty = None if share.duty is None else share.duty * share.workers_per_card
+        if duty is not None and duty < 1 and not standing.alone:
+            duty /= 2  # of two jobs that share the card
         spec = replace(
             plan.spec,
             slot=job.name,

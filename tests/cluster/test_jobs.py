@@ -58,6 +58,25 @@ CROWDED = {
     ]
 }
 
+#: Until the file is there; a shell's `sleep` ends with it.
+_UNTIL = "until [ -e {} ]; do sleep 0.1; done"
+
+#: Once there is a file `begin`, a program takes the training's card until there is a file `end`.
+URGENT = {
+    "jobs": [
+        {"name": "low", "train": {**KEYS, "lr": RATES[0], "steps": LONG}, "nodes": ["pc1"]},
+        {"name": "first", "command": ["sh", "-c", _UNTIL.format("begin")], "nodes": ["pc2"]},
+        {
+            "name": "urgent",
+            "after": ["first"],
+            "command": ["sh", "-c", _UNTIL.format("end")],
+            "nodes": ["pc1"],
+            "priority": 1,
+            "preempt": True,
+        },
+    ]
+}
+
 #: Trains without the engine, and without an interruption; prints the hash of the weights for each
 #: rate.
 UNDISTURBED = f"""
@@ -189,3 +208,23 @@ def test_a_moved_training_goes_on_from_the_heads_copy(two_pcs: Night) -> None:
     assert 0 < restored[0] < LONG
     undisturbed = python("-c", UNDISTURBED, str(LONG), str(RATES[0]), cwd=ROOT).stdout.split()
     assert [moved.sha256] == undisturbed
+
+
+def test_a_preempted_training_ends_with_the_same_weights(start: Starter, short_tmp: Path) -> None:
+    night = Night(start, short_tmp, "--rehearse")
+    head = night.begin(night.file_of({**URGENT, "defaults": {"cwd": str(short_tmp)}}))
+    head.wait(night.trains, "a checkpoint")
+    (short_tmp / "begin").touch()
+    head.wait(lambda: night.standings()["low"].state is JobState.PREEMPTED, "a card that is left")
+    head.wait(lambda: night.standings()["urgent"].card == "pc1", "a job on that card")
+    (short_tmp / "end").touch()
+
+    code, out, err = head.finish()
+    assert code == 0, out + err
+    low = night.standings()["low"]
+    assert (low.state, low.attempt, low.failures) == (JobState.DONE, 2, 0)
+    restored = [event["step"] for event in head.events() if event["event"] == "restored"]
+    assert len(restored) == 1
+    assert 0 < restored[0] < LONG
+    undisturbed = python("-c", UNDISTURBED, str(LONG), str(RATES[0]), cwd=ROOT).stdout.split()
+    assert [low.sha256] == undisturbed

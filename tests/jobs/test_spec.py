@@ -249,7 +249,7 @@ def test_a_made_name_is_one_that_is_free() -> None:
 
 
 GOOD = yaml.safe_load("""
-defaults: {retries: 1, nodes: any, pack: auto, hours: null, save_every_s: 60, card: "3090", time_limit: 1h}
+defaults: {retries: 1, nodes: any, pack: true, hours: null, save_every_s: 60, card: "3090", time_limit: 1h}
 stop: {rule: asha, metric: loss, mode: min, first: 500, factor: 3}
 jobs:
 - {name: base, train: {preset: gpt-mini, steps: 900, workload.seed: 3}}
@@ -302,3 +302,20 @@ def test_a_damaged_file_is_read_or_refused_in_sentences(data: st.DataObject) -> 
 def test_outputs_lie_within_the_folder_of_the_program(pattern: str) -> None:
     text = f"jobs: [{{name: a, command: x, outputs: ['{pattern}']}}]"
     assert f"'{pattern}' is not within the program's folder" in refused(text)
+
+
+@pytest.mark.parametrize("value", ["auto", "sometimes", "2"])
+def test_whether_a_card_is_shared_is_said_by_the_user_alone(value: str) -> None:
+    text = refused(f"jobs: [{{name: a, command: x, pack: {value}}}]")
+    assert "is neither true nor false: two jobs share a card only where both say so" in text
+    assert "valid: true in each of them, or leave it out" in text
+
+
+def test_a_job_may_preempt_and_a_command_may_be_preempted() -> None:
+    urgent = job_of("command: x, priority: 3, preempt: true, parks: true")
+    assert (urgent.preempt, urgent.parks) == (True, True)
+    usual = job_of("command: x", "{preempt: true}")
+    assert (usual.preempt, usual.parks) == (True, False)
+    assert "has parks, which a command may have" in refused(
+        "jobs: [{name: a, train: {preset: gpt-nano}, parks: true}]"
+    )

@@ -226,6 +226,22 @@ def test_without_room_a_training_goes_to_the_larger_card(new_jobs: JobsMaker) ->
     assert run.fleet.homes[-1] == ("big", "pc1")
 
 
+def test_what_is_preempted_goes_on_where_it_was(new_jobs: JobsMaker) -> None:
+    run = new_jobs(short("low", 900, nodes=("pc1",)), command("tool", nodes=("pc2",), parks=True))
+    run.fleet.program_steps["tool"] = 900
+    run.until(10.0)
+    for node in ("pc1", "pc2"):
+        urgent = short(f"urgent.{node}", 200, nodes=(node,), priority=1, preempt=True)
+        inbox.put(run.queue_folder, [Submitted(at_s=run.clock.unix_s(), job=urgent)])
+    run.until_state("low", JobState.PREEMPTED)
+    run.until_state("tool", JobState.PREEMPTED)
+    run.until_state("urgent.pc1", JobState.RUNNING)
+    run.finish()
+    check_ends(run)
+    assert run.fleet.began_at["low"][0] == 0 < run.fleet.began_at["low"][1]
+    assert run.fleet.starts["tool"] == 2
+
+
 def of_card(node: str, used_gib: float, held_gib: float = 0.0) -> dict[str, Any]:
     """Return what a report says of the card of a node: 24 GiB on pc1, 8 GiB on pc2."""
     total = 24 if node == "pc1" else 8
