@@ -1,7 +1,7 @@
 """The verbs of `jobs`, and their options: what is typed of a queue of jobs.
 
-Finds the queue in the newest run that has one. What is submitted and said is put into its inbox,
-where the head finds it at once, or when `jobs run` goes on. Does not run a queue (`jobs_run.py`),
+Finds the queue in the newest run that has one. What is submitted and said waits beside it,
+until the head takes it at once, or when `jobs run` goes on. Does not run a queue (`jobs_run.py`),
 nor lay out what is shown (`view/jobs.py`).
 """
 
@@ -27,9 +27,9 @@ from orchestrator.cli.printing import print_json, tell
 from orchestrator.cluster.connect import connected
 from orchestrator.config.load import config_from_text
 from orchestrator.config.schema import Config
+from orchestrator.control.queue import Message, put, waiting
 from orchestrator.core.placement import Target
 from orchestrator.errors import ArchiveError, NoClusterError, UsageError
-from orchestrator.jobs import inbox
 from orchestrator.jobs.journal import JOURNAL_NAME, QUEUE_NAME, queue_of, records
 from orchestrator.jobs.model import (
     ENDED,
@@ -291,11 +291,12 @@ _add_word(Word.RELEASE, "Let held jobs, or the whole queue, go on.", _JOBS_OR_QU
 def _say(folder: Path, word: Word, names: Sequence[str]) -> None:
     snapshot, now_s, by = snapshot_of(folder), time.time(), getpass.getuser()
     named = {name: standing_of(snapshot, name) for name in names}
-    said: inbox.Message = [
+    said: Message = [
         Said(at_s=now_s, id=secrets.token_hex(8), word=word, job=name, by=by) for name in named
     ]
     if not names:
-        said = [QueueHeld(at_s=now_s, reason=f"{by} holds it" if word is Word.HOLD else None)]
+        reason = f"{by} holds it" if word is Word.HOLD else None
+        said = [QueueHeld(at_s=now_s, reason=reason, id=secrets.token_hex(8))]
     _put(folder, said)
     what = f"{counted(len(said), 'job')}" if len(said) > _NAMED else ", ".join(names)
     tell(f"{word.value}: {what or 'the whole queue'}, in the queue of run {folder.name}")
@@ -324,11 +325,11 @@ def snapshot_of(folder: Path) -> QueueSnapshot:
     snapshot = QueueReader(folder).look(rows, now_s, is_alive=_is_alive(folder))
     snapshot = snapshot or QueueSnapshot(standings=(), now_s=now_s)
     names = {standing.job.name for standing in snapshot.standings}
-    waiting = (_in_inbox(job) for job in _waiting_jobs(folder) if job.name not in names)
-    return replace(snapshot, standings=(*snapshot.standings, *waiting))
+    new = (_not_taken(job) for job in _waiting_jobs(folder) if job.name not in names)
+    return replace(snapshot, standings=(*snapshot.standings, *new))
 
 
-def _in_inbox(job: Job) -> Standing:
+def _not_taken(job: Job) -> Standing:
     reason, since_s = "submitted, and not taken by the head yet", job.submitted_at_unix_s
     return Standing(job=job, state=JobState.QUEUED, reason=reason, since_s=since_s)
 
@@ -344,9 +345,9 @@ def standing_of(snapshot: QueueSnapshot, name: str) -> Standing:
     raise UsageError(f"there is no job {name[:80]!r} in this queue; {hint}")
 
 
-def _put(folder: Path, message: inbox.Message) -> None:
+def _put(folder: Path, message: Message) -> None:
     try:
-        inbox.put(folder / QUEUE_NAME, message)
+        put(folder / QUEUE_NAME, message)
     except OSError as failure:
         raise UsageError(
             f"the inbox of run {folder.name} cannot be written: {failure.strerror or failure}"
@@ -354,10 +355,9 @@ def _put(folder: Path, message: inbox.Message) -> None:
 
 
 def _waiting_jobs(folder: Path) -> Iterator[Job]:
-    """Yield the jobs in the inbox that the head has not taken yet."""
-    for _, message in inbox.waiting(folder / QUEUE_NAME):
-        if not isinstance(message, inbox.InboxError):
-            yield from (one.job for one in message if isinstance(one, Submitted))
+    """Yield the jobs that were submitted, and that the head has not taken yet."""
+    for message in waiting(folder / QUEUE_NAME):
+        yield from (one.job for one in message if isinstance(one, Submitted))
 
 
 def _is_alive(folder: Path) -> bool:
@@ -366,6 +366,6 @@ def _is_alive(folder: Path) -> bool:
 
 def _tell_if_dead(folder: Path) -> None:
     if not _is_alive(folder):
-        waiting = sum(1 for _ in inbox.waiting(folder / QUEUE_NAME))
-        taken = f"; {counted(waiting, 'message')} in its inbox" if waiting else ""
+        count = len(waiting(folder / QUEUE_NAME))
+        taken = f"; {counted(count, 'message')} in its inbox" if count else ""
         tell(f"its head is not running{taken}: `{go_on_command(folder)}` goes on")

@@ -21,11 +21,12 @@ from typing import Final, TypeAlias
 
 from orchestrator.config.gpu_specs import PROFILES, peak_tflops
 from orchestrator.config.schema import Config
+from orchestrator.control.queue import NoMessageError, Sent, message_of
 from orchestrator.core.fleet import Reservation
 from orchestrator.core.placement import NodeBudget, SlotPlan, Target, node_budget, plan_slots
 from orchestrator.core.slot import Hold, Phase, Slot
 from orchestrator.errors import ConfigError
-from orchestrator.jobs import causes, inbox
+from orchestrator.jobs import causes
 from orchestrator.jobs.journal import Journal
 from orchestrator.jobs.model import (
     ENDED,
@@ -41,6 +42,7 @@ from orchestrator.jobs.model import (
     Recalled,
     Record,
     Rested,
+    Said,
     Seen,
     Settled,
     Standing,
@@ -49,6 +51,7 @@ from orchestrator.jobs.model import (
 )
 from orchestrator.jobs.packing import Pace
 from orchestrator.jobs.queue import COMMAND_LEASE_S, Queue, node_lost_s
+from orchestrator.record.command_file import Incoming
 from orchestrator.record.events import EventLog
 from orchestrator.record.jobs import QueueSnapshot, write_outlook
 from orchestrator.run.job_files import JobFiles
@@ -110,7 +113,7 @@ class Dispatcher:
     """The queue of one run."""
 
     folder: Path
-    """Of the queue: journal, inbox, and a folder for each job."""
+    """Of the queue: journal, commands, and a folder for each job."""
     config: Config
     """Of the run, scaled if it was."""
     target: Target
@@ -131,9 +134,9 @@ class Dispatcher:
         }
         self._at_s = max((each.since_s for each in self.queue.standings.values()), default=0.0)
         self._unix_s = self._at_s
-        self._inbox_problem: str | None = None
+        self._incoming = Incoming(self.folder)
         self._has_looked = False
-        """Whether the inbox was read: a queue that is over may get more from it."""
+        """Whether commands were read: a queue that is over may get more of them."""
         self._unplanned: dict[str, str] = {}
         """Jobs on a card whose slot cannot be made, and why."""
         self._outlook_at_s = 0.0
@@ -206,7 +209,7 @@ class Dispatcher:
         try:
             if away_s > _AWAY_S:
                 self._write([HeadAway(at_s=self._at_s, away_s=away_s)])
-            self._take_inbox()
+            self._take_commands()
             world = self._world(slots, nodes)
             # Asked first: a member that is paused must not find that it was the last.
             while records := self._asked() or self.queue.next_records(world):
@@ -232,7 +235,7 @@ class Dispatcher:
 
     def note_ends(self, slots: Mapping[str, Slot], nodes: Collection[str]) -> None:
         """Write down which attempts have ended while the run does: a program that is done must not
-        be started again by the next head.
+        be started again by the next head. Commands are not heard any more.
         """
         with suppress(OSError):
             found = self.queue.next_records(self._world(slots, nodes))
@@ -240,6 +243,7 @@ class Dispatcher:
             self._write(ends)
             for record in ends:
                 tuple(self._orders(record))
+        self._incoming.close()
 
     def _asked(self) -> tuple[Record, ...]:
         """Return the next jobs of sweeps whose members are asked for, once their memory is
@@ -257,23 +261,31 @@ class Dispatcher:
         new = (Submitted(at_s=self._at_s, job=job, least_bytes=least.get(job.name)) for job in jobs)
         return tuple(each for each in new if self.queue.why_refused(each) is None)
 
-    def _take_inbox(self) -> None:
-        try:
-            messages = list(inbox.waiting(self.folder))
-        except inbox.InboxError as error:
-            self._inbox_problem = str(error)
-            return
-        self._inbox_problem = None
-        for path, message in messages:
-            if isinstance(message, inbox.InboxError):
-                self.events.write("job_message_refused", reason=str(message))
-            for record in () if isinstance(message, inbox.InboxError) else message:
+    def _take_commands(self) -> None:
+        """Take all that users ask, written at once: 300 jobs with a sync each would hold the head.
+
+        Nothing is written before it is checked: what cannot be would stop every later head.
+        """
+        rows, batch, names = self._incoming.rows(), list[Record](), set[str]()
+        for row in rows:
+            try:
+                message = message_of(row.content)
+            except NoMessageError as error:
+                self.events.write("job_message_refused", reason=str(error))
+                continue
+            for record in message:
+                name = _told_of(record)
+                if name is None or name in names:  # it may be about what is in the batch
+                    self._write(batch)
+                    batch, names = [], set()
                 why = self.queue.why_refused(record)
                 if why is None:
-                    self._write([replace(record, at_s=self._at_s)])
+                    batch.append(replace(record, at_s=self._at_s))
+                    names.add(name or "")
                 else:
                     self.events.write("job_message_refused", reason=why)
-            inbox.remove(path)
+        self._write(batch)
+        self._incoming.remove(rows)
 
     def _write(self, records: Sequence[Record]) -> None:
         if records:
@@ -560,7 +572,7 @@ class Dispatcher:
 
     def notices(self) -> Iterator[str]:
         """Yield a line for what a person may want to do something about."""
-        yield from filter(None, (self.problem, self._inbox_problem))
+        yield from filter(None, (self.problem, self._incoming.problem))
         yield from self._sweeps.problems.values()
         for name, why in self._files.problems.items():
             if self.queue.standings[name].state not in ENDED:
@@ -619,6 +631,13 @@ def _end(slot: Slot, job: Job) -> tuple[Cause | None, str, int | None]:
         return Cause.KILLED, "the head ended before it knew how the program had ended", None
     error = None if slot.report is None else slot.report.error
     return causes.failure_cause(error or "", slot.reason), slot.reason, None
+
+
+def _told_of(record: Sent) -> str | None:
+    """Return the job that a user's record is about; `None`: perhaps others, or the whole queue."""
+    if isinstance(record, Submitted):
+        return record.job.name
+    return record.job if isinstance(record, Said) else None
 
 
 def _snake(name: str) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.jobs import inbox
+from orchestrator.control.queue import put
 from orchestrator.jobs.journal import QUEUE_NAME, queue_of
 from orchestrator.jobs.model import ON_CARD, JobState, Said, Standing, Word
 from tests.cluster.conftest import SMALL, Head, Starter
@@ -107,7 +107,7 @@ class Night:
         """Have the head hear a word about a job, as `jobs hold` and the like do."""
         now_ns = time.time_ns()
         said = Said(at_s=now_ns / 1e9, id=f"{now_ns}-{job}", word=word, job=job, by="test")
-        inbox.put(self.head.folder() / QUEUE_NAME, [said])
+        put(self.head.folder() / QUEUE_NAME, [said])
 
     def standings(self) -> dict[str, Standing]:
         return dict(queue_of(self.head.folder() / QUEUE_NAME).standings)

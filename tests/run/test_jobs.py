@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from orchestrator.control.queue import put
 from orchestrator.core.placement import Target
 from orchestrator.core.user_commands import CommandRefusedError, Do
-from orchestrator.jobs import inbox
 from orchestrator.jobs.model import (
     Assigned,
     AttemptEnded,
@@ -302,7 +302,7 @@ def test_of_a_member_that_is_asked_for_memory_is_predicted(new_jobs: JobsMaker) 
     pytest.importorskip("optuna", reason="optuna is not installed (extra sweep)")
     run = new_jobs(stays=True)
     (sweep,) = sampled_sweeps(parse(OPTUNA, "hp.yaml", REFERENCE), run.dispatcher.queue)
-    inbox.put(run.queue_folder, [sweep])
+    put(run.queue_folder, [sweep])
     run.until(2.0)
     found = [record.least_bytes for record in run.records(Submitted)]
     assert len(found) == 2

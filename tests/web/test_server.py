@@ -18,9 +18,9 @@ import pytest
 from typer.testing import CliRunner
 
 from orchestrator.cli.app import app
+from orchestrator.control.queue import waiting
 from orchestrator.core.user_commands import Do
 from orchestrator.errors import UsageError
-from orchestrator.jobs import inbox
 from orchestrator.jobs.journal import QUEUE_NAME
 from orchestrator.record.store import STORE_NAME, RunStore
 from orchestrator.view.charts import courses_of
@@ -238,7 +238,7 @@ def test_words_about_jobs_go_into_the_inbox(folder: Path) -> None:
         assert [row["key"] for row in told["tables"]["jobs"]["rows"]] == ["lr-0"]
         word = {"id": "1", "do": "hold", "jobs": ["lr-0"]}
         assert server.ask("/api/v1/commands", json=word).status == 200
-    ((_, message),) = inbox.waiting(folder / QUEUE_NAME)
+    (message,) = waiting(folder / QUEUE_NAME)
     assert [(one.word.value, one.job, one.by) for one in message] == [("hold", "lr-0", "web")]
 
 
