@@ -9,8 +9,8 @@ removes rows only where it gets the lock at once. Other verbs are not held eithe
 get the lock within `_PATIENCE_S` uses the next of a few files, all of which the head reads. A file
 for each row would do as well, but then 300 rows are 300 files to sync, read and remove.
 
-Whoever can write here has programs run: a folder that others may write to, and files of others, are
-refused. Does not know what a row asks for (`control/`).
+A program that can write here has commands run: a folder that others may write to, and files of
+others, are refused. Does not know what a row asks for (`control/`).
 """
 
 from __future__ import annotations
@@ -172,7 +172,8 @@ class Incoming:
             file = self._opened(name, path)
             if file is None:
                 return
-            until_s = time.monotonic() + _LOOK_MOST_S  # of a schema that somebody else has made
+            # A view in the place of the table may be endless.
+            until_s = time.monotonic() + _LOOK_MOST_S
             file.connection.set_progress_handler(lambda: time.monotonic() > until_s, 10_000)
             lines = file.connection.execute(_SELECT).fetchall()
         except CommandFileError as failure:

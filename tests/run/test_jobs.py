@@ -20,12 +20,15 @@ from orchestrator.jobs.model import (
     QueueHeld,
     Reached,
     Recalled,
+    Said,
     Submitted,
     Word,
 )
 from orchestrator.jobs.queue import COMMAND_LEASE_S
 from orchestrator.jobs.spec import parse
+from orchestrator.record import command_file
 from orchestrator.record.archive import read_run
+from orchestrator.record.command_file import any_waits
 from orchestrator.run.sampled_sweeps import sampled_sweeps
 from tests.factories import CPU, MEMORY, REFERENCE
 from tests.jobs.scene import command
@@ -307,6 +310,53 @@ def test_of_a_member_that_is_asked_for_memory_is_predicted(new_jobs: JobsMaker) 
     found = [record.least_bytes for record in run.records(Submitted)]
     assert len(found) == 2
     assert all(least_bytes is not None and least_bytes > 10 * MIB for least_bytes in found)
+
+
+def test_waiting_jobs_are_taken_in_one_write(new_jobs: JobsMaker) -> None:
+    run = new_jobs(stays=True)
+    writes: list[int] = []
+    append = run.journal.append
+    run.journal.append = lambda records: (writes.append(len(records)), append(records))[1]  # type: ignore[method-assign,arg-type,func-returns-value]
+    for number in range(300):
+        put(run.queue_folder, [Submitted(at_s=1.0, job=short(f"s.{number}"))])
+    run.until(1.0)
+    assert writes[0] == 300
+    assert len(run.standings()) == 300
+    assert not any_waits(run.queue_folder)
+
+
+def test_what_cannot_be_is_refused_before_it_is_written(new_jobs: JobsMaker) -> None:
+    run = new_jobs(short("a"), stays=True)
+    said = [Said(at_s=1.0, id=word, word=word, job="a", by="ann") for word in (Word.HOLD,) * 2]
+    put(run.queue_folder, [Said(at_s=1.0, id="1", word=Word.HOLD, job="none", by="ann")])
+    put(run.queue_folder, [Submitted(at_s=1.0, job=replace(short("a"), id="another"))])
+    command_file.put(run.queue_folder, b'[{"at_s": 1.0, "job": {"name": "b"}}]', identity="junk")
+    put(run.queue_folder, [*said, Submitted(at_s=1.0, job=short("b"))])
+    put(run.queue_folder, [Said(at_s=1.0, id="2", word=Word.HOLD, job="b", by="ann")])
+    run.until(1.0)
+    reasons = [event["reason"] for event in run.events("job_message_refused")]
+    assert len(reasons) == 4, reasons
+    run.die()
+    again = new_jobs.next_head(run, stays=True)
+    again.until(5.0)
+    assert {one.state for one in again.standings().values()} == {JobState.HELD}
+    assert len(again.records(Said)) == 2
+
+
+def test_a_message_seen_twice_is_obeyed_once(new_jobs: JobsMaker) -> None:
+    run = new_jobs(short("a"), stays=True)
+    run.dispatcher._incoming.remove = lambda _: None  # type: ignore[method-assign]
+    put(run.queue_folder, [QueueHeld(at_s=1.0, reason="ann holds it", id="once")])
+    run.until(1.0)
+    assert run.dispatcher.queue.held == "ann holds it"
+    put(run.queue_folder, [QueueHeld(at_s=1.0, reason=None, id="then")])
+    run.until(2.0)
+    assert run.dispatcher.queue.held is None
+    run.die()
+    again = new_jobs.next_head(run, stays=True)
+    again.until(5.0)
+    assert again.dispatcher.queue.held is None
+    assert not any_waits(run.queue_folder)
 
 
 def test_dying_programs_give_up_no_card(new_jobs: JobsMaker) -> None:
