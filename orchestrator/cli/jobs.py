@@ -106,6 +106,9 @@ def submit(  # noqa: PLR0913 - one parameter for each option of the command
     after: list[str] | None = Option(None, help="A job that must be done before.", metavar="JOB"),
     priority: int | None = Option(None, help="Higher goes first. Default: 0."),
     hours: str | None = Option(None, help="When it may run.", metavar="22:00-07:00"),
+    wait: bool = Option(
+        False, "--wait", help="Print what the job prints, and end with its exit code."
+    ),
     json_output: bool = AS_JSON,
 ) -> None:
     """Put jobs into the queue: a file, training or command.
@@ -146,9 +149,12 @@ def submit(  # noqa: PLR0913 - one parameter for each option of the command
         said = {"after": after, "priority": priority, "hours": hours}
         options = {key: value for key, value in said.items() if value is not None}
         file = from_words(base, train, over or (), given, name=name, known=known, **options)
+    expanded = expand(file)
     jobs_run.fetch_starts(file, folder.parent)
-    added = jobs_run.not_known(expand(file), known)
+    added = jobs_run.not_known(expanded, known)
     sweeps = sampled_sweeps(file, queue_of(folder / QUEUE_NAME))
+    if wait and (json_output or sweeps or len(expanded) != 1):
+        raise UsageError("--wait is for one job, and excludes --json")
     if added or sweeps:
         _put(folder, [*jobs_run.submitted(added, base, target, snapshot.standings), *sweeps])
     ahead = sum(standing.state not in ENDED for standing in snapshot.standings)
@@ -156,8 +162,13 @@ def submit(  # noqa: PLR0913 - one parameter for each option of the command
     if json_output:
         told = {"run_id": folder.name, "jobs": names, "queue_ahead": ahead}
         print_json({**told, "head_is_alive": _is_alive(folder)})
+    elif wait:
+        from orchestrator.cli.logs import wait_for
+
+        typer.echo(f"submitted to run {folder.name}: {expanded[0].name}", err=True)
+        raise typer.Exit(wait_for(folder, expanded[0]))
     elif not names:
-        tell(f"all {len(expand(file))} jobs of it are in the queue already")
+        tell(f"all {len(expanded)} jobs of it are in the queue already")
     else:
         more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
         tell(f"submitted to run {folder.name}: {', '.join(names[:_NAMED])}{more}")
@@ -325,7 +336,7 @@ def snapshot_of(folder: Path) -> QueueSnapshot:
     snapshot = QueueReader(folder).look(rows, now_s, is_alive=_is_alive(folder))
     snapshot = snapshot or QueueSnapshot(standings=(), now_s=now_s)
     names = {standing.job.name for standing in snapshot.standings}
-    new = (_not_taken(job) for job in _waiting_jobs(folder) if job.name not in names)
+    new = (_not_taken(job) for job in waiting_jobs(folder) if job.name not in names)
     return replace(snapshot, standings=(*snapshot.standings, *new))
 
 
@@ -354,7 +365,7 @@ def _put(folder: Path, message: Message) -> None:
         ) from failure
 
 
-def _waiting_jobs(folder: Path) -> Iterator[Job]:
+def waiting_jobs(folder: Path) -> Iterator[Job]:
     """Yield the jobs that were submitted, and that the head has not taken yet."""
     for message in waiting(folder / QUEUE_NAME):
         yield from (one.job for one in message if isinstance(one, Submitted))

@@ -7,9 +7,12 @@ import os
 import re
 import shlex
 import shutil
+import signal
+import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,6 +27,8 @@ from orchestrator.core.placement import Target
 from orchestrator.jobs.journal import JOURNAL_NAME, Journal
 from orchestrator.jobs.model import (
     Assigned,
+    AttemptEnded,
+    Cause,
     Job,
     QueueHeld,
     Record,
@@ -34,11 +39,12 @@ from orchestrator.jobs.model import (
 )
 from orchestrator.jobs.sweep import expand
 from orchestrator.record.jobs import QueueReader, write_outlook
+from orchestrator.record.output import OutputFiles
 from orchestrator.record.store import STORE_NAME, RunStore
 from orchestrator.view.terminal import plain_text
 from tests.cli.conftest import Command
 from tests.factories import FACTS, STARTED_UNIX_S, config_of, make_job, make_standing
-from tests.scene import ROOT, orchestrator
+from tests.scene import COMMAND, ROOT, ended, orchestrator, wait_for
 
 RUN_ID = "20261126-010203-0b76"
 NIGHT = ROOT / "docs" / "jobs.md"
@@ -313,6 +319,62 @@ def test_a_sweep_of_optuna_is_submitted_as_its_file(command: Command, folder: Pa
     assert isinstance(record, SweepSubmitted)
     assert (record.name, record.count, record.text) == ("hp", 3, text)
     assert record.cwd == str(Path.cwd())
+
+
+@pytest.mark.usefixtures("folder")
+def test_several_jobs_cannot_be_waited_for(command: Command) -> None:
+    Path("two.yaml").write_text("jobs: [{name: a, command: [x]}, {name: b, command: [x]}]")
+    for words in (("two.yaml",), ("--json", "--", "true")):
+        done = command("jobs", "submit", "--wait", *words)
+        assert done.returncode == 2
+        assert "--wait is for one job" in done.stderr + done.stdout
+
+
+def test_an_interrupted_wait_leaves_the_job_as_it_is(folder: Path) -> None:
+    words = [*COMMAND, "jobs", "submit", "--wait", "--name", "ev", "--", "true"]
+    waits = subprocess.Popen(words, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert waits.stderr is not None
+    assert "submitted to run" in waits.stderr.readline()
+    assert "the queue waits for a head: `python -m" in waits.stderr.readline()
+    waits.send_signal(signal.SIGINT)
+    out, said = ended(waits)
+    assert (waits.returncode, out) == (130, "")
+    assert "ev goes on without this; look at it: python -m orchestrator jobs show ev" in said
+    assert [record.job.name for record in taken(folder) if isinstance(record, Submitted)] == ["ev"]
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [
+        ({"cause": Cause.DONE, "exit_code": 0}, 0),
+        ({"cause": Cause.EXCEPTION, "exit_code": 7}, 7),
+        ({"cause": Cause.NAN_LOSS}, 1),
+    ],
+)
+def test_a_wait_prints_what_the_job_prints_and_has_its_exit_code(
+    folder: Path, end: dict[str, Any], code: int
+) -> None:
+    """Of a queue whose head is a journal that the test writes."""
+    words = [*COMMAND, "jobs", "submit", "--wait", "--name", "ev", "--", "true"]
+    waits = subprocess.Popen(words, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    output = OutputFiles(folder.parent)
+    try:
+        (record,) = wait_for(lambda: taken(folder), "message")
+        job = replace(record.job, retries=0)
+        journal = Journal(folder / JOURNAL_NAME)
+        journal.append([replace(record, job=job), replace(begun("ev"), attempt=1)])
+        output._add(folder.parent / "output" / "ev.log", b"one\ntw")
+        assert waits.stdout is not None
+        assert waits.stdout.readline() == "one\n"
+        output._add(folder.parent / "output" / "ev.log", b"o\nthree")
+        why = {"at_s": STARTED_UNIX_S + 1, "job": "ev", "attempt": 1, "text": "so it ended"}
+        journal.append([AttemptEnded(**why, **end)])
+        journal.close()
+        out, said = ended(waits)
+    finally:
+        waits.kill()
+    assert (waits.returncode, out) == (code, "two\nthree")
+    assert said.splitlines()[-1].startswith("ev is ")
 
 
 @pytest.mark.usefixtures("folder")
