@@ -44,8 +44,9 @@ from orchestrator.jobs.model import (
 )
 from orchestrator.jobs.sweep import expand
 from orchestrator.record.archive import head_of, read_run
-from orchestrator.record.folders import go_on_command
+from orchestrator.record.folders import command_for, go_on_command
 from orchestrator.record.jobs import QueueReader, QueueSnapshot
+from orchestrator.record.output import Follower
 from orchestrator.run.environment import Mode
 from orchestrator.run.sampled_sweeps import sampled_sweeps
 from orchestrator.view import jobs as view
@@ -54,6 +55,10 @@ from workers.learned_limits import default_path
 from workers.units import MIB
 
 _NAMED: Final = 8
+
+_LOOK_EVERY_S: Final = 0.5
+_INTERRUPTED: Final = 130
+_EXIT_MOST: Final = 255
 
 _RESTING: Final = frozenset({JobState.PARKED, JobState.PAUSED})
 #: In which states a word changes something (`jobs/lifecycle.py`).
@@ -163,10 +168,8 @@ def submit(  # noqa: PLR0913 - one parameter for each option of the command
         told = {"run_id": folder.name, "jobs": names, "queue_ahead": ahead}
         print_json({**told, "head_is_alive": _is_alive(folder)})
     elif wait:
-        from orchestrator.cli.logs import wait_for
-
         typer.echo(f"submitted to run {folder.name}: {expanded[0].name}", err=True)
-        raise typer.Exit(wait_for(folder, expanded[0]))
+        raise typer.Exit(_wait_for(folder, expanded[0]))
     elif not names:
         tell(f"all {len(expanded)} jobs of it are in the queue already")
     else:
@@ -174,6 +177,51 @@ def submit(  # noqa: PLR0913 - one parameter for each option of the command
         tell(f"submitted to run {folder.name}: {', '.join(names[:_NAMED])}{more}")
         tell(f"{ahead} unfinished before {'it' if len(names) == 1 else 'them'}")
         _tell_if_dead(folder)
+
+
+def _wait_for(folder: Path, job: Job) -> int:
+    """Print what a job of a run folder prints, until it has ended; return the exit code for it.
+
+    That of its program, 0 where it is DONE, else 1. Ctrl-C ends this and not the job: 130.
+
+    Raises:
+        UsageError: The queue has not taken the job.
+    """
+    output, reader = Follower(folder, job.name), QueueReader(folder)
+    had_head, ended = True, None
+    try:
+        while ended is None:
+            has_head = _is_alive(folder)
+            if had_head and not has_head:
+                typer.echo(f"the queue waits for a head: `{go_on_command(folder)}`", err=True)
+            had_head = has_head
+            standing = _submitted_one(folder, reader, job)
+            if standing is not None and standing.state in ENDED:
+                ended = standing
+            typer.echo(output.more(is_last=ended is not None), nl=False)
+            if ended is None:
+                time.sleep(_LOOK_EVERY_S)
+    except KeyboardInterrupt:
+        see = command_for(folder, "jobs", "show", job.name)
+        typer.echo(f"{job.name} goes on without this; look at it: {see}", err=True)
+        return _INTERRUPTED
+    typer.echo(f"{job.name} is {ended.state}: {ended.reason}", err=True)
+    if ended.state is JobState.DONE:
+        return 0
+    code = ended.exit_code if ended.state is JobState.FAILED else None
+    return code if code is not None and 0 < code <= _EXIT_MOST else 1
+
+
+def _submitted_one(folder: Path, reader: QueueReader, job: Job) -> Standing | None:
+    """Return how a job stands that was submitted; `None`: the head has not taken it yet."""
+    waits = any(one.name == job.name for one in _waiting_jobs(folder))  # before the look at others
+    snapshot = reader.look((), time.time())
+    found = [one for one in snapshot.standings if one.job.name == job.name] if snapshot else []
+    if found and found[0].job.id == job.id:
+        return found[0]
+    if waits:
+        return None
+    raise UsageError(f"the queue has refused {job.name}: events.jsonl in {folder} says why")
 
 
 @app.command("list")
@@ -336,7 +384,7 @@ def snapshot_of(folder: Path) -> QueueSnapshot:
     snapshot = QueueReader(folder).look(rows, now_s, is_alive=_is_alive(folder))
     snapshot = snapshot or QueueSnapshot(standings=(), now_s=now_s)
     names = {standing.job.name for standing in snapshot.standings}
-    new = (_not_taken(job) for job in waiting_jobs(folder) if job.name not in names)
+    new = (_not_taken(job) for job in _waiting_jobs(folder) if job.name not in names)
     return replace(snapshot, standings=(*snapshot.standings, *new))
 
 
@@ -365,7 +413,7 @@ def _put(folder: Path, message: Message) -> None:
         ) from failure
 
 
-def waiting_jobs(folder: Path) -> Iterator[Job]:
+def _waiting_jobs(folder: Path) -> Iterator[Job]:
     """Yield the jobs that were submitted, and that the head has not taken yet."""
     for message in waiting(folder / QUEUE_NAME):
         yield from (one.job for one in message if isinstance(one, Submitted))

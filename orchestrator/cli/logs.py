@@ -1,5 +1,4 @@
-"""The verb `logs`: the last lines that a worker in a slot or a job printed, and what comes after;
-and `jobs submit --wait`, which prints all of them.
+"""The verb `logs`: the last lines that a worker in a slot or a job printed, and what comes after.
 
 Does not know how output is kept (`record/output.py`).
 """
@@ -12,20 +11,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-import typer
-
-from orchestrator.cli.jobs import snapshot_of, standing_of, waiting_jobs
+from orchestrator.cli.jobs import snapshot_of, standing_of
 from orchestrator.errors import UsageError
 from orchestrator.jobs.journal import QUEUE_NAME
-from orchestrator.jobs.model import ENDED, Job, JobState, Standing
+from orchestrator.jobs.model import ENDED
 from orchestrator.record.archive import head_of, read_run
-from orchestrator.record.folders import command_for, find_queue, find_run, go_on_command
-from orchestrator.record.jobs import QueueReader
-from orchestrator.record.output import Follower, last_lines
+from orchestrator.record.folders import find_queue, find_run
+from orchestrator.record.output import last_lines
 
 _LOOK_EVERY_S: Final = 0.5
-_INTERRUPTED: Final = 130
-_EXIT_MOST: Final = 255
 
 
 def output_of(runs_dir: Path, run_id: str, name: str, *, follow: bool) -> Iterator[str]:
@@ -47,51 +41,6 @@ def output_of(runs_dir: Path, run_id: str, name: str, *, follow: bool) -> Iterat
         follow = not _state(folder, name)[1]  # before the last look at its lines
         before, lines = lines, last_lines(folder, name)
         yield from _added(before, lines)
-
-
-def wait_for(folder: Path, job: Job) -> int:
-    """Print what a job of a run folder prints, until it has ended; return the exit code for it.
-
-    That of its program, 0 where it is DONE, else 1. Ctrl-C ends this and not the job: 130.
-
-    Raises:
-        UsageError: The queue has not taken the job.
-    """
-    output, reader = Follower(folder, job.name), QueueReader(folder)
-    had_head, ended = True, None
-    try:
-        while ended is None:
-            has_head = head_of(folder) is not None
-            if had_head and not has_head:
-                typer.echo(f"the queue waits for a head: `{go_on_command(folder)}`", err=True)
-            had_head = has_head
-            standing = _standing(folder, reader, job)
-            if standing is not None and standing.state in ENDED:
-                ended = standing
-            typer.echo(output.more(is_last=ended is not None), nl=False)
-            if ended is None:
-                time.sleep(_LOOK_EVERY_S)
-    except KeyboardInterrupt:
-        see = command_for(folder, "jobs", "show", job.name)
-        typer.echo(f"{job.name} goes on without this; look at it: {see}", err=True)
-        return _INTERRUPTED
-    typer.echo(f"{job.name} is {ended.state}: {ended.reason}", err=True)
-    if ended.state is JobState.DONE:
-        return 0
-    code = ended.exit_code if ended.state is JobState.FAILED else None
-    return code if code is not None and 0 < code <= _EXIT_MOST else 1
-
-
-def _standing(folder: Path, reader: QueueReader, job: Job) -> Standing | None:
-    """Return how a job stands that was submitted; `None`: the head has not taken it yet."""
-    waits = any(one.name == job.name for one in waiting_jobs(folder))  # before the look at others
-    snapshot = reader.look((), time.time())
-    found = [one for one in snapshot.standings if one.job.name == job.name] if snapshot else []
-    if found and found[0].job.id == job.id:
-        return found[0]
-    if waits:
-        return None
-    raise UsageError(f"the queue has refused {job.name}: events.jsonl in {folder} says why")
 
 
 def _folder(runs_dir: Path, run_id: str, name: str) -> Path:

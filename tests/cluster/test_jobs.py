@@ -170,6 +170,21 @@ def test_a_queue_survives_the_death_of_worker_and_head(start: Starter, short_tmp
     assert (files / "copied").read_bytes() == (files / "checkpoint.pt").read_bytes()
 
 
+def test_a_job_that_is_waited_for_prints_here_and_ends_with_its_code(
+    start: Starter, short_tmp: Path
+) -> None:
+    night = Night(start, short_tmp, "--rehearse")
+    head = night.begin("--stay")
+    head.wait(lambda: list(night.runs.glob(f"*/{QUEUE_NAME}/journal.jsonl")), "a queue")
+    words = ("jobs", "submit", "--wait", "--run-dir", str(night.runs), "--", sys.executable, "-c")
+    for program, code, printed in (
+        ("print('good')", 0, "good\n"),
+        ("print('bad'); raise SystemExit(7)", 7, "bad\n" * 2),  # it is retried once
+    ):
+        done = orchestrator(*words, program, cwd=ROOT, **night.environment)
+        assert (done.returncode, done.stdout) == (code, printed), done.stderr
+
+
 def test_a_moved_training_goes_on_from_the_heads_copy(two_pcs: Night) -> None:
     head = two_pcs.begin(two_pcs.file_of(CROWDED))
     head.wait(two_pcs.trains, "a checkpoint")
