@@ -146,7 +146,9 @@ def test_a_sweep_on_the_command_line_makes_a_job_for_each_value(
     assert [name for name, _ in asked] == names
 
 
-def test_a_job_in_the_inbox_is_listed_and_its_name_is_taken(command: Command, folder: Path) -> None:
+def test_a_job_that_was_not_taken_is_listed_and_its_name_is_taken(
+    command: Command, folder: Path
+) -> None:
     command("jobs", "submit", "--name", "ev", "--", "true")
     assert "not taken by the head yet" in command("jobs", "show", "ev").stdout
     again = command("jobs", "submit", "--name", "ev", "--", "false")
@@ -179,7 +181,7 @@ def test_the_commands_of_the_documents_can_be_typed(command: Command, section: i
 @pytest.mark.parametrize(
     ("word", "idle"), [("retry", True), ("release", True), ("hold", False), ("cancel", False)]
 )
-def test_a_word_about_jobs_goes_into_the_inbox_and_says_where_it_changes_nothing(
+def test_a_word_about_jobs_waits_and_says_where_it_changes_nothing(
     command: Command, folder: Path, word: str, idle: bool
 ) -> None:
     said = command("jobs", word, "lr-1", "lr-0").stdout

@@ -315,7 +315,7 @@ class JobsRun(HeadScene):
             self.supervisor._feed(name, event)
 
     def say(self, word: Word, job: str) -> None:
-        """Leave a word about a job in the inbox."""
+        """Leave a word about a job for the head."""
         at_s = self.clock.unix_s()
         said = Said(at_s=at_s, id=f"{word}-{job}-{at_s}", word=word, job=job, by="ann")
         put(self.queue_folder, [said])

@@ -231,7 +231,7 @@ def test_a_command_that_makes_no_sense_is_refused(folder: Path) -> None:
             assert (answer.status, list(answer.told)) == (status, ["error"])
 
 
-def test_words_about_jobs_go_into_the_inbox(folder: Path) -> None:
+def test_words_about_jobs_wait_for_the_head(folder: Path) -> None:
     with serving(with_queue(folder, "lr-0"), control=True) as server:
         told = server.ask("/api/v1/document").told
         assert "jobs: 1 queued" in [text for text, *_ in told["head"]["headline"]]
