@@ -1,22 +1,21 @@
-"""Values of a queue as JSON and back: rows that are stored, records that users send, and events.
+"""Values of a queue as JSON and back: rows that are stored, and events.
 
 What is read back may come from anywhere: it is a value of its type, or a `ValueError`. Does not say
-where the text is kept (`inbox.py`, `record/jobs.py`).
+where the text is kept (`record/jobs.py`), nor what users send (`control/queue.py`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cache
-from typing import Any, Final, TypeVar, cast, get_args
+from typing import Any, TypeVar, cast
 
 from pydantic import TypeAdapter
 
 from orchestrator.jobs.model import Record, Submitted, SweepSubmitted
 
 _Value = TypeVar("_Value")
-_KINDS: Final = {kind.__name__: kind for kind in get_args(Record)}
 
 
 @cache
@@ -37,26 +36,6 @@ def from_json(kind: type[_Value], text: str) -> _Value:
     """
     adapter: TypeAdapter[_Value] = _adapter(cast("Any", kind))
     return adapter.validate_python(json.loads(text))
-
-
-def encoded(records: Iterable[Record]) -> str:
-    """Return records as a JSON array in one line."""
-    return _dumped([{"kind": type(record).__name__, **_flat(record)} for record in records])
-
-
-def decoded(text: str) -> list[Record]:
-    """Return the records of a JSON array.
-
-    Raises:
-        ValueError: It is none, or holds something else.
-    """
-    batch = json.loads(text)
-    if not isinstance(batch, list):
-        raise ValueError("no batch of records")  # noqa: TRY004 - it is one of text
-    try:
-        return [_adapter(_KINDS[each.pop("kind")]).validate_python(each) for each in batch]
-    except (KeyError, TypeError, AttributeError) as failure:
-        raise ValueError(f"no batch of records ({failure!r})") from failure
 
 
 def event_of(record: Record) -> tuple[str, str | None, Mapping[str, Any]]:

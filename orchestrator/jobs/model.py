@@ -374,6 +374,8 @@ class QueueHeld:
 
     at_s: float
     reason: str | None
+    id: str | None = None
+    """Of the user's command; `None`: the queue holds itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

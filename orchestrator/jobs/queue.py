@@ -225,7 +225,7 @@ class Queue:
         return replace(standing, reason=reason, expected_start_s=expected_s)
 
     def why_refused(self, record: Record) -> str | None:
-        """Return why a record from the inbox is not taken; `None`: it is."""
+        """Return why a record of a user is not taken; `None`: it is."""
         if isinstance(record, Submitted):
             there = self._standings.get(record.job.name)
             if there is not None and there.job.id == record.job.id:
@@ -233,11 +233,10 @@ class Queue:
             return None if there is None else self._taken(record.job.name)
         if isinstance(record, SweepSubmitted):
             return self._why_sweep_refused(record)
-        if isinstance(record, Said):
-            if record.id in self._said:
-                return "it has been obeyed already"
-            if record.job not in self._standings:
-                return f"there is no job called {record.job}"
+        if isinstance(record, Said | QueueHeld) and record.id in self._said:
+            return "it has been obeyed already"
+        if isinstance(record, Said) and record.job not in self._standings:
+            return f"there is no job called {record.job}"
         return None
 
     def _why_sweep_refused(self, record: SweepSubmitted) -> str | None:
@@ -268,6 +267,8 @@ class Queue:
         elif isinstance(record, QueueHeld):
             self.held = record.reason
             self._alike.clear()
+            if record.id is not None:
+                self._said[record.id] = None
         elif isinstance(record, HeadAway):
             self._leave_out(record)
 

@@ -27,6 +27,7 @@ from pydantic import ConfigDict, TypeAdapter
 
 from orchestrator.core.slot import slot_state
 from orchestrator.errors import ArchiveError, NothingStoredError
+from orchestrator.record.command_file import any_waits
 from orchestrator.record.jobs import QUEUE_NAME, QueueReader, QueueSnapshot, state_of
 from orchestrator.record.model import FIELDS, Row, Snapshot
 from orchestrator.record.reading import DAMAGE, explained, opened
@@ -146,11 +147,11 @@ class StoredRun:
     @property
     def is_done(self) -> bool:
         """Whether every slot, or every job of a queue, has finished all that there was to do, and
-        nothing waits in the queue's inbox.
+        no command waits for the queue.
         """
         queue = self.folder / QUEUE_NAME
         if queue.exists():
-            return self.outcome == "good" and not any((queue / "inbox").glob("[!.]*.json"))
+            return self.outcome == "good" and not any_waits(queue)
         return bool(self.slots) and all(slot.state == WorkerState.DONE for slot in self.slots)
 
     @property
@@ -242,6 +243,13 @@ def read_answers(folder: Path) -> dict[str, Mapping[str, Any]]:
         query = "SELECT id, answer FROM commands ORDER BY rowid DESC LIMIT ?"
         lines = store.execute(query, [COMMANDS_KNOWN]).fetchall()
         return {line["id"]: _value(line, "answer", Mapping[str, Any]) for line in reversed(lines)}
+
+
+def read_answer(folder: Path, identity: str) -> Mapping[str, Any] | None:
+    """Return what the command with this id was answered; `None`: nothing so far."""
+    with reading(folder) as store:
+        line = store.execute("SELECT answer FROM commands WHERE id = ?", [identity]).fetchone()
+        return None if line is None else _value(line, "answer", Mapping[str, Any])
 
 
 def events_of(

@@ -21,11 +21,12 @@ from typing import Final, TypeAlias
 
 from orchestrator.config.gpu_specs import PROFILES, peak_tflops
 from orchestrator.config.schema import Config
+from orchestrator.control.queue import NoMessageError, message_of
 from orchestrator.core.fleet import Reservation
 from orchestrator.core.placement import NodeBudget, SlotPlan, Target, node_budget, plan_slots
 from orchestrator.core.slot import Hold, Phase, Slot
 from orchestrator.errors import ConfigError
-from orchestrator.jobs import causes, inbox
+from orchestrator.jobs import causes
 from orchestrator.jobs.codec import event_of
 from orchestrator.jobs.lifecycle import IllegalRecordError
 from orchestrator.jobs.model import (
@@ -49,6 +50,7 @@ from orchestrator.jobs.model import (
     World,
 )
 from orchestrator.jobs.queue import COMMAND_LEASE_S, node_lost_s
+from orchestrator.record.command_file import Incoming, Row
 from orchestrator.record.events import EventLog
 from orchestrator.record.jobs import QueueSnapshot, QueueStore
 from orchestrator.run.background import Background
@@ -111,7 +113,7 @@ class Dispatcher:
     """The queue of one run."""
 
     folder: Path
-    """Of the queue: its store, its inbox, and a folder for each job."""
+    """Of the queue: its store, its commands, and a folder for each job."""
     config: Config
     """Of the run, scaled if it was."""
     target: Target
@@ -131,16 +133,16 @@ class Dispatcher:
         """Taken by the queue, and not told of yet: the queue may not be stored."""
         self._orders: list[Order] = []
         """What follows from them."""
-        self._messages: list[Path] = []
-        """Those of the inbox that they came with."""
+        self._rows: list[Row] = []
+        """Of commands: those that they came with."""
         self._budgets = {
             name: node_budget(name, node, self.config) for name, node in self.config.nodes.items()
         }
         self._at_s = max((each.since_s for each in self.queue.standings.values()), default=0.0)
         self._unix_s = self._at_s
-        self._inbox_problem: str | None = None
+        self._incoming = Incoming(self.folder)
         self._has_looked = False
-        """Whether the inbox was read: a queue that is over may get more from it."""
+        """Whether commands were read: a queue that is over may get more of them."""
         self._unplanned: dict[str, str] = {}
         """Jobs on a card whose slot cannot be made, and why."""
         self._outlook_at_s = 0.0
@@ -223,18 +225,19 @@ class Dispatcher:
 
     def note_ends(self, slots: Mapping[str, Slot], nodes: Collection[str]) -> None:
         """Store which attempts have ended while the run does: a program that is done must not be
-        started again by the next head.
+        started again by the next head. Commands are not heard any more.
         """
         with suppress(OSError):
             found = self.queue.next_records(self._world(slots, nodes))
             self._take(record for record in found if isinstance(record, AttemptEnded))
             self._stored()
+        self._incoming.close()
 
     def _decide(self, slots: Mapping[str, Slot], nodes: Collection[str], away_s: float) -> None:
         """Have the queue take all that follows by now."""
         if away_s > _AWAY_S:
             self._take([HeadAway(at_s=self._at_s, away_s=away_s)])
-        self._take_inbox()
+        self._take_commands()
         world = self._world(slots, nodes)
         # Asked first: a member that is paused must not find that it was the last.
         while records := self._asked() or self.queue.next_records(world):
@@ -253,8 +256,7 @@ class Dispatcher:
             OSError: It is not stored; the next call tries again.
         """
         self.store.commit()
-        for path in self._messages:
-            inbox.remove(path)
+        self._incoming.remove(self._rows)
         for record in self._records:
             event, slot, details = event_of(record)
             self.events.write(event, slot, **details)
@@ -262,7 +264,7 @@ class Dispatcher:
                 case Settled(to=JobState.STOPPED) | AttemptEnded(cause=Cause.DONE):
                     self._files.drop_state(record.job)
         orders = tuple(self._orders)
-        for taken in (self._messages, self._records, self._orders):
+        for taken in (self._rows, self._records, self._orders):
             taken.clear()
         return orders
 
@@ -282,17 +284,16 @@ class Dispatcher:
         new = (Submitted(at_s=self._at_s, job=job, least_bytes=least.get(job.name)) for job in jobs)
         return tuple(each for each in new if self.queue.why_refused(each) is None)
 
-    def _take_inbox(self) -> None:
-        try:
-            messages = list(inbox.waiting(self.folder))
-        except inbox.InboxError as error:
-            self._inbox_problem = str(error)
-            return
-        self._inbox_problem = None
-        for path, message in messages:
-            if isinstance(message, inbox.InboxError):
-                self.events.write("job_message_refused", reason=str(message))
-            for record in () if isinstance(message, inbox.InboxError) else message:
+    def _take_commands(self) -> None:
+        """Have the queue take all that users ask; what it refuses changes nothing."""
+        self._rows = self._incoming.rows()
+        for row in self._rows:
+            try:
+                message = message_of(row.content)
+            except NoMessageError as error:
+                self.events.write("job_message_refused", reason=str(error))
+                continue
+            for record in message:
                 why = self.queue.why_refused(record)
                 try:
                     self._take([replace(record, at_s=self._at_s)] if why is None else [])
@@ -300,7 +301,6 @@ class Dispatcher:
                     why = str(error)
                 if why is not None:
                     self.events.write("job_message_refused", reason=why)
-            self._messages.append(path)
 
     def _take(self, records: Iterable[Record]) -> None:
         """Have the queue take records, and note what follows from them.
@@ -565,7 +565,7 @@ class Dispatcher:
 
     def notices(self) -> Iterator[str]:
         """Yield a line for what a person may want to do something about."""
-        yield from filter(None, (self.problem, self._inbox_problem))
+        yield from filter(None, (self.problem, self._incoming.problem))
         yield from self._sweeps.problems.values()
         for name, why in self._files.problems.items():
             if self.queue.standings[name].state not in ENDED:

@@ -7,9 +7,12 @@ import os
 import re
 import shlex
 import shutil
+import signal
+import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,11 +22,13 @@ from orchestrator.cli.plan_jobs import plan_jobs, plan_object, plan_parts
 from orchestrator.cli.printing import drawn
 from orchestrator.config.load import load_config
 from orchestrator.config.schema import Config
+from orchestrator.control.queue import waiting
 from orchestrator.core.placement import Target
-from orchestrator.jobs import inbox
 from orchestrator.jobs.codec import event_of
 from orchestrator.jobs.model import (
     Assigned,
+    AttemptEnded,
+    Cause,
     Job,
     QueueHeld,
     Record,
@@ -34,6 +39,7 @@ from orchestrator.jobs.model import (
 )
 from orchestrator.jobs.sweep import expand
 from orchestrator.record.jobs import QUEUE_STORE, QueueReader, QueueStore
+from orchestrator.record.output import OutputFiles
 from orchestrator.record.store import STORE_NAME, RunStore
 from orchestrator.view.terminal import plain_text
 from tests.cli.conftest import Command
@@ -46,7 +52,7 @@ from tests.factories import (
     make_standing,
     store_queue,
 )
-from tests.scene import ROOT, orchestrator
+from tests.scene import COMMAND, ROOT, ended, orchestrator, wait_for
 
 RUN_ID = "20261126-010203-0b76"
 NIGHT = ROOT / "docs" / "jobs.md"
@@ -73,10 +79,8 @@ def begun(job: str) -> Assigned:
 
 
 def taken(queue: Path) -> list[Record]:
-    """Return what the head would find in the inbox."""
-    messages = [message for _, message in inbox.waiting(queue)]
-    assert not any(isinstance(message, inbox.InboxError) for message in messages)
-    return [record for message in messages for record in message]  # type: ignore[union-attr]
+    """Return what the head would take."""
+    return [record for message in waiting(queue) for record in message]
 
 
 @pytest.mark.usefixtures("folder")
@@ -156,7 +160,9 @@ def test_a_sweep_on_the_command_line_makes_a_job_for_each_value(
     assert [name for name, _ in asked] == names
 
 
-def test_a_job_in_the_inbox_is_listed_and_its_name_is_taken(command: Command, folder: Path) -> None:
+def test_a_job_that_was_not_taken_is_listed_and_its_name_is_taken(
+    command: Command, folder: Path
+) -> None:
     command("jobs", "submit", "--name", "ev", "--", "true")
     assert "not taken by the head yet" in command("jobs", "show", "ev").stdout
     again = command("jobs", "submit", "--name", "ev", "--", "false")
@@ -189,7 +195,7 @@ def test_the_commands_of_the_documents_can_be_typed(command: Command, section: i
 @pytest.mark.parametrize(
     ("word", "idle"), [("retry", True), ("release", True), ("hold", False), ("cancel", False)]
 )
-def test_a_word_about_jobs_goes_into_the_inbox_and_says_where_it_changes_nothing(
+def test_a_word_about_jobs_waits_and_says_where_it_changes_nothing(
     command: Command, folder: Path, word: str, idle: bool
 ) -> None:
     said = command("jobs", word, "lr-1", "lr-0").stdout
@@ -339,6 +345,60 @@ def test_a_sweep_of_optuna_is_submitted_as_its_file(command: Command, folder: Pa
     assert isinstance(record, SweepSubmitted)
     assert (record.name, record.count, record.text) == ("hp", 3, text)
     assert record.cwd == str(Path.cwd())
+
+
+@pytest.mark.usefixtures("folder")
+def test_several_jobs_cannot_be_waited_for(command: Command) -> None:
+    Path("two.yaml").write_text("jobs: [{name: a, command: [x]}, {name: b, command: [x]}]")
+    for words in (("two.yaml",), ("--json", "--", "true")):
+        done = command("jobs", "submit", "--wait", *words)
+        assert done.returncode == 2
+        assert "--wait is for one job" in done.stderr + done.stdout
+
+
+def test_an_interrupted_wait_leaves_the_job_as_it_is(folder: Path) -> None:
+    words = [*COMMAND, "jobs", "submit", "--wait", "--name", "ev", "--", "true"]
+    waits = subprocess.Popen(words, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert waits.stderr is not None
+    assert "submitted to run" in waits.stderr.readline()
+    assert "the queue waits for a head: `python -m" in waits.stderr.readline()
+    waits.send_signal(signal.SIGINT)
+    out, said = ended(waits)
+    assert (waits.returncode, out) == (130, "")
+    assert "ev goes on without this; look at it: python -m orchestrator jobs show ev" in said
+    assert [record.job.name for record in taken(folder) if isinstance(record, Submitted)] == ["ev"]
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [
+        ({"cause": Cause.DONE, "exit_code": 0}, 0),
+        ({"cause": Cause.EXCEPTION, "exit_code": 7}, 7),
+        ({"cause": Cause.NAN_LOSS}, 1),
+    ],
+)
+def test_a_wait_prints_what_the_job_prints_and_has_its_exit_code(
+    folder: Path, end: dict[str, Any], code: int
+) -> None:
+    """Of a queue whose head is what the test stores."""
+    words = [*COMMAND, "jobs", "submit", "--wait", "--name", "ev", "--", "true"]
+    waits = subprocess.Popen(words, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    output = OutputFiles(folder.parent)
+    try:
+        (record,) = wait_for(lambda: taken(folder), "message")
+        job = replace(record.job, retries=0)
+        store_queue(folder, replace(record, job=job), replace(begun("ev"), attempt=1))
+        output._add(folder.parent / "output" / "ev.log", b"one\ntw")
+        assert waits.stdout is not None
+        assert waits.stdout.readline() == "one\n"
+        output._add(folder.parent / "output" / "ev.log", b"o\nthree")
+        why = {"at_s": STARTED_UNIX_S + 1, "job": "ev", "attempt": 1, "text": "so it ended"}
+        store_queue(folder, AttemptEnded(**why, **end))
+        out, said = ended(waits)
+    finally:
+        waits.kill()
+    assert (waits.returncode, out) == (code, "two\nthree")
+    assert said.splitlines()[-1].startswith("ev is ")
 
 
 @pytest.mark.usefixtures("folder")

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.jobs import inbox
+from orchestrator.control.queue import put
 from orchestrator.jobs.model import ON_CARD, JobState, Said, Standing, Word
 from orchestrator.record.jobs import QUEUE_NAME, QUEUE_STORE, queue_of
 from tests.cluster.conftest import SMALL, Head, Starter
@@ -126,7 +126,7 @@ class Night:
         """Have the head hear a word about a job, as `jobs hold` and the like do."""
         now_ns = time.time_ns()
         said = Said(at_s=now_ns / 1e9, id=f"{now_ns}-{job}", word=word, job=job, by="test")
-        inbox.put(self.head.folder() / QUEUE_NAME, [said])
+        put(self.head.folder() / QUEUE_NAME, [said])
 
     def standings(self) -> dict[str, Standing]:
         return dict(queue_of(self.head.folder() / QUEUE_NAME).standings)
@@ -187,6 +187,21 @@ def test_a_queue_survives_the_death_of_worker_and_head(start: Starter, short_tmp
     assert [standings[f"lr-{number}"].sha256 for number in range(len(RATES))] == undisturbed
     files = night.head.folder() / QUEUE_NAME / "files" / "lr-0"
     assert (files / "copied").read_bytes() == (files / "checkpoint.pt").read_bytes()
+
+
+def test_a_job_that_is_waited_for_prints_here_and_ends_with_its_code(
+    start: Starter, short_tmp: Path
+) -> None:
+    night = Night(start, short_tmp, "--rehearse")
+    head = night.begin("--stay")
+    head.wait(lambda: list(night.runs.glob(f"*/{QUEUE_NAME}/{QUEUE_STORE}")), "a queue")
+    words = ("jobs", "submit", "--wait", "--run-dir", str(night.runs), "--", sys.executable, "-c")
+    for program, code, printed in (
+        ("print('good')", 0, "good\n"),
+        ("print('bad'); raise SystemExit(7)", 7, "bad\n" * 2),  # it is retried once
+    ):
+        done = orchestrator(*words, program, cwd=ROOT, **night.environment)
+        assert (done.returncode, done.stdout) == (code, printed), done.stderr
 
 
 def test_a_moved_training_goes_on_from_the_heads_copy(two_pcs: Night) -> None:

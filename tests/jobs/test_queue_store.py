@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import ArchiveError
-from orchestrator.jobs.codec import as_json, decoded, encoded
-from orchestrator.jobs.model import Cause, QueueHeld, Record, Said, Submitted, Word
+from orchestrator.jobs.codec import as_json
+from orchestrator.jobs.model import Cause, QueueHeld, Record, Submitted, Word
 from orchestrator.record.jobs import QUEUE_STORE, QueueReader, QueueStore, queue_of
 from tests.jobs.scene import ASHA, Scene, command, training
 from tests.scene import ROOT
@@ -192,12 +192,3 @@ def test_a_file_name_that_is_no_utf_8_comes_back(tmp_path: Path) -> None:
     store.commit()
     store.close()
     assert queue_of(tmp_path).jobs == (odd,)
-
-
-def test_records_come_back_as_they_were() -> None:
-    records: list[Record] = [
-        Submitted(at_s=1.5, job=training("a", milestones=ASHA, hours=(1, 2)), least_bytes=7),
-        Said(at_s=2.0, id="m", word=Word.HOLD, job="a", by="ann"),
-        QueueHeld(at_s=3.0, reason=None),
-    ]
-    assert decoded(encoded(records)) == records

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.config.load import config_from_data
+from orchestrator.control.queue import put
 from orchestrator.core.placement import Target
 from orchestrator.core.user_commands import Command, Do, events_of
-from orchestrator.jobs import inbox
 from orchestrator.jobs.model import (
     Assigned,
     AttemptEnded,
@@ -292,6 +292,7 @@ class JobsRun(HeadScene):
     def die(self) -> None:
         """End the head as SIGKILL does: its files are closed by the system, and no more is done."""
         self.commands.close()
+        self.dispatcher._incoming.close()
         self.log.close()
         self.store._disconnect()
         self.queue_store._connection.close()
@@ -334,10 +335,10 @@ class JobsRun(HeadScene):
             self.supervisor._feed(name, event)
 
     def say(self, word: Word, job: str) -> None:
-        """Leave a word about a job in the inbox."""
+        """Leave a word about a job for the head."""
         at_s = self.clock.unix_s()
         said = Said(at_s=at_s, id=f"{word}-{job}-{at_s}", word=word, job=job, by="ann")
-        inbox.put(self.queue_folder, [said])
+        put(self.queue_folder, [said])
 
     # What is seen
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from orchestrator.control.queue import put
 from orchestrator.core.placement import Target
 from orchestrator.core.user_commands import CommandRefusedError, Do
-from orchestrator.jobs import inbox
 from orchestrator.jobs.lifecycle import IllegalRecordError
 from orchestrator.jobs.model import (
     Assigned,
@@ -22,12 +22,15 @@ from orchestrator.jobs.model import (
     Reached,
     Recalled,
     Rested,
+    Said,
     Submitted,
     Word,
 )
 from orchestrator.jobs.queue import COMMAND_LEASE_S
 from orchestrator.jobs.spec import parse
+from orchestrator.record import command_file
 from orchestrator.record.archive import read_run
+from orchestrator.record.command_file import any_waits
 from orchestrator.run.sampled_sweeps import sampled_sweeps
 from tests.factories import CPU, MEMORY, REFERENCE
 from tests.jobs.scene import command
@@ -232,7 +235,7 @@ def test_what_is_preempted_goes_on_where_it_was(new_jobs: JobsMaker) -> None:
     run.until(10.0)
     for node in ("pc1", "pc2"):
         urgent = short(f"urgent.{node}", 200, nodes=(node,), priority=1, preempt=True)
-        inbox.put(run.queue_folder, [Submitted(at_s=run.clock.unix_s(), job=urgent)])
+        put(run.queue_folder, [Submitted(at_s=run.clock.unix_s(), job=urgent)])
     run.until_state("low", JobState.PREEMPTED)
     run.until_state("tool", JobState.PREEMPTED)
     run.until_state("urgent.pc1", JobState.RUNNING)
@@ -320,11 +323,45 @@ def test_of_a_member_that_is_asked_for_memory_is_predicted(new_jobs: JobsMaker) 
     pytest.importorskip("optuna", reason="optuna is not installed (extra sweep)")
     run = new_jobs(stays=True)
     (sweep,) = sampled_sweeps(parse(OPTUNA, "hp.yaml", REFERENCE), run.dispatcher.queue)
-    inbox.put(run.queue_folder, [sweep])
+    put(run.queue_folder, [sweep])
     run.until(2.0)
     found = [record.least_bytes for record in run.records(Submitted)]
     assert len(found) == 2
     assert all(least_bytes is not None and least_bytes > 10 * MIB for least_bytes in found)
+
+
+def test_what_cannot_be_is_refused_before_it_is_written(new_jobs: JobsMaker) -> None:
+    run = new_jobs(short("a"), stays=True)
+    said = [Said(at_s=1.0, id=word, word=word, job="a", by="ann") for word in (Word.HOLD,) * 2]
+    put(run.queue_folder, [Said(at_s=1.0, id="1", word=Word.HOLD, job="none", by="ann")])
+    put(run.queue_folder, [Submitted(at_s=1.0, job=replace(short("a"), id="another"))])
+    command_file.put(run.queue_folder, b'[{"at_s": 1.0, "job": {"name": "b"}}]', identity="junk")
+    put(run.queue_folder, [*said, Submitted(at_s=1.0, job=short("b"))])
+    put(run.queue_folder, [Said(at_s=1.0, id="2", word=Word.HOLD, job="b", by="ann")])
+    run.until(1.0)
+    reasons = [event["reason"] for event in run.events("job_message_refused")]
+    assert len(reasons) == 4, reasons
+    run.die()
+    again = new_jobs.next_head(run, stays=True)
+    again.until(5.0)
+    assert {one.state for one in again.standings().values()} == {JobState.HELD}
+    assert len(again.records(Said)) == 2
+
+
+def test_a_message_seen_twice_is_obeyed_once(new_jobs: JobsMaker) -> None:
+    run = new_jobs(short("a"), stays=True)
+    run.dispatcher._incoming.remove = lambda _: None  # type: ignore[method-assign]
+    put(run.queue_folder, [QueueHeld(at_s=1.0, reason="ann holds it", id="once")])
+    run.until(1.0)
+    assert run.dispatcher.queue.held == "ann holds it"
+    put(run.queue_folder, [QueueHeld(at_s=1.0, reason=None, id="then")])
+    run.until(2.0)
+    assert run.dispatcher.queue.held is None
+    run.die()
+    again = new_jobs.next_head(run, stays=True)
+    again.until(5.0)
+    assert again.dispatcher.queue.held is None
+    assert not any_waits(run.queue_folder)
 
 
 def test_dying_programs_give_up_no_card(new_jobs: JobsMaker) -> None:
@@ -445,19 +482,19 @@ def test_a_word_that_cannot_be_is_refused_and_gone(
     check_ends(run)
     (refused,) = run.events("job_message_refused")
     assert "there is no job called ghost" in str(refused)
-    assert list(inbox.waiting(run.queue_folder)) == []
+    assert not any_waits(run.queue_folder)
 
 
-def test_a_large_message_is_stored_at_once(
-    new_jobs: JobsMaker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_waits_is_stored_at_once(new_jobs: JobsMaker) -> None:
     run = new_jobs(stays=True)
-    inbox.put(run.queue_folder, [Submitted(at_s=0.0, job=short(f"job-{n}")) for n in range(300)])
+    for number in range(300):
+        put(run.queue_folder, [Submitted(at_s=0.0, job=short(f"job-{number}"))])
     statements: list[str] = []
     run.queue_store._connection.set_trace_callback(statements.append)
     run.until(1.0)
     assert len(run.standings()) == 300
     assert statements.count("COMMIT") <= 3
+    assert not any_waits(run.queue_folder)
 
 
 def test_at_a_milestone_others_get_the_card(new_jobs: JobsMaker) -> None:
