@@ -74,10 +74,6 @@ def main() -> int:
         verb = verbs.add_parser(name, help=told["about"])
         for option_name, option in told["options"].items():
             _add(verb, option_name, option)
-        if "config" in told["options"]:
-            verb.add_argument(
-                "--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE"
-            )
     arguments = vars(parser.parse_args())
     # Each verb imports its own: torch, Ray, or both.
     module = importlib.import_module(f"benches.{_VERBS[arguments.pop('verb')]['module']}")

@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import signal
-import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -110,11 +109,6 @@ def percentile(values: Sequence[float], share: float) -> float:
     """Return the value below which `share` of all lie, by the nearest rank."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
-
-
-def median_of_known(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.median(known) if known else None
 
 
 def in_turn(number: int, sides: Mapping[str, Callable[[], _Found]]) -> dict[str, _Found]:
@@ -217,12 +211,6 @@ def status_bytes(key: str) -> int:
             if line.startswith(key):
                 return int(line.split()[1]) * 1024
     raise RuntimeError(f"/proc/self/status has no {key}; this benchmark needs Linux")
-
-
-def sized(device: str, budget_mib: float | None, size: int | None) -> tuple[int, int]:
-    """Return the budget in bytes and the edge of the matrices; the guide's where not given."""
-    usual_mib, edge = (3410, 8192) if device == "cuda" else (213, 1024)
-    return int((budget_mib or usual_mib) * MIB), size or edge
 
 
 def lone_worker(
