@@ -118,21 +118,6 @@ def in_turn(number: int, sides: Mapping[str, Callable[[], _Found]]) -> dict[str,
     return {name: sides[name]() for name in (reversed(list(sides)) if number % 2 else sides)}
 
 
-def judged(
-    text: str, found: float | None, *, at_least: float | None = None, at_most: float | None = None
-) -> dict[str, str]:
-    """Return the row of a target; what is not known does not meet it."""
-    is_met = found is not None and (
-        found >= at_least if at_least is not None else found <= (at_most or 0.0)
-    )
-    return {
-        "target": text,
-        "asked": f">= {at_least:g}" if at_least is not None else f"<= {at_most:g}",
-        "found": "never" if found is None else f"{found:.4g}",
-        "met": "yes" if is_met else "NO",
-    }
-
-
 def amiss(holds: Mapping[str, object], where: str = "") -> list[str]:
     """Return the sentences that stand before what does not hold."""
     return [f"{where}{words}" for words, good in holds.items() if not good]

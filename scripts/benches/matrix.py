@@ -22,7 +22,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,9 @@ from typing import Any
 import psutil
 
 from benches.common import ROOT, Result, amiss, progress
-from benches.outside import WITNESS, Ledger, Scene, called, is_dead, within
+from benches.outside import WITNESS, Ledger, Scene, called, is_dead, shared_files, within
 from workers.keeper.keeper import NAME as KEEPER
+from workers.keeper.processes import below, children
 from workers.keeper.server import SERVER_NAME
 
 #: Each with what its process is called, but for the head.
@@ -59,7 +60,7 @@ _SMALL = {
     "run.death_window_s": 1, "run.min_success_rate": 0,
 }  # fmt: skip
 _TRAIN = {
-    "preset": "gpt-nano", "batch": 4, "micro": 2, "exact": True, "precision": "fp32",
+    "preset": "gpt-nano", "seq": 32, "batch": 4, "micro": 2, "exact": True, "precision": "fp32",
     "dropout": 0.1, "save_every_s": 2, "loader_workers": 1,
 }  # fmt: skip
 
@@ -178,6 +179,7 @@ class Course:
             self._words = ["jobs", "run", str(file), "--rehearse", "--plain", *words]
         self._broken: list[str] = []
         self._was_broken = False
+        self._files: set[Path] = set()
         self._head = self._scene.start(*self._words)
 
     def kill(self, kill: Kill) -> dict[str, Any] | None:
@@ -189,24 +191,20 @@ class Course:
                 return self._row(began_s) if self._broken else None
             self._pause(kill.wait_s)
             victims = self._choose(kill.victim)
-        self._scene.note_ports()
         gone = self._strike(victims)
         if kill.victim in _ENDING:
-            self._end(kill.victim)
+            self._end_with(kill.victim)
             if kill.second is not None:
-                self._begin()
                 self._pause(10 * kill.second_s)
-                self._scene.note_ports()
                 self._strike(self._choose(kill.second))
-                self._end(kill.second)
-            self._begin()
+                self._end_with(kill.second)
         else:
             if kill.second is not None:
                 time.sleep(kill.second_s)
                 gone += self._strike(self._choose(kill.second))
-            self._demand(within(_GRACE_S, lambda: [*_alive(gone), *self._stray()]))
+            self._demand(within(_GRACE_S, lambda: [*self._left_of(gone), *self._stray()]))
         if kill.victim == "raylet":  # a rehearsal does not start it again
-            self._gets_on()
+            self._gets_on(are_all=False)
             self._interrupt()
             self._begin()
         self._gets_on()
@@ -255,10 +253,13 @@ class Course:
         else:
             self._head = self._scene.start("run", "--json", "--resume", folder.name)
 
-    def _gets_on(self) -> bool:
-        """Wait until the run does good steps, and say whether it does."""
+    def _gets_on(self, *, are_all: bool = True) -> bool:
+        """Wait until all slots do good steps, or one does; say whether it is so.
+
+        Of a queue one does: a job may wait for a card.
+        """
         self._demand(self._ledger.look())
-        before = dict(self._ledger.last)
+        before, grown = dict(self._ledger.last), list[bool]()
         deadline_s = time.monotonic() + _PATIENCE_S
         while time.monotonic() < deadline_s:
             if self._head.poll() is not None:
@@ -268,21 +269,22 @@ class Course:
                 return False
             self._pause(_LOOK_S)
             self._demand(self._ledger.look())
-            if any(steps > before.get(slot, 0) for slot, steps in self._ledger.last.items()):
+            grown = [steps > before.get(slot, 0) for slot, steps in self._ledger.last.items()]
+            if any(grown) and (all(grown) or self._has_jobs or not are_all):
                 return True
-        self._demand([f"nothing got on within {_PATIENCE_S:.0f} s"])
+        self._demand([f"{grown.count(True)} of {len(grown)} slots got on in {_PATIENCE_S:.0f} s"])
         return False
 
     def _pause(self, seconds: float) -> None:
         """Let time pass, in which no slot may have two programs at work."""
         deadline_s = time.monotonic() + seconds
         while time.monotonic() < deadline_s:
-            programs = [place for place, keeper in self._kept() if _children(keeper)]
+            programs = [place for place, keeper in self._kept() if below(keeper.pid)]
             twice = [place for place, count in Counter(programs).items() if count > 1]
             self._demand(f"{place} has two programs at a time" for place in twice)
             time.sleep(min(_LOOK_S, max(0.0, deadline_s - time.monotonic())))
 
-    def _demand(self, sentences: Any) -> None:  # noqa: ANN401 - an iterable of sentences
+    def _demand(self, sentences: Iterable[str]) -> None:
         self._broken += [each for each in sentences if each not in self._broken]
 
     def _choose(self, victim: str) -> list[psutil.Process]:
@@ -294,39 +296,49 @@ class Course:
         found = [each for each in self._scene.look() if _name(each).startswith(NAMES[victim])]
         if victim == "raylet":
             found = [each for each in found if "__internal_head__" not in called(each)]
+        if victim == "child":  # not what it has forked
+            programs = {pid for _, keeper in self._kept() for pid in children(keeper.pid)}
+            found = [each for each in found if each.pid in programs]
         return [self._chance.choice(sorted(found, key=lambda each: each.pid))] if found else []
 
     def _strike(self, victims: Sequence[psutil.Process]) -> list[psutil.Process]:
         """Kill; return what must be gone soon."""
+        self._scene.note_traces()
         gone = [*victims]
+        servers = [each for each in self._scene.look() if _name(each) == SERVER_NAME]
         for each in victims:
-            with contextlib.suppress(psutil.Error):
-                if _name(each) != SERVER_NAME:  # what it has forked goes on
-                    gone += each.children(recursive=True)
-                if _name(each) == "raylet":
-                    gone += self._kept_for(each.pid)
+            watching = [one for one in servers if f"[{each.pid}, " in called(one)]
+            gone += watching
+            # What a server has forked goes on without it, but not without the node.
+            for one in [*watching, *([each] if _name(each) != SERVER_NAME else [])]:
+                with contextlib.suppress(psutil.Error):
+                    gone += one.children(recursive=True)
+        self._files |= {path for each in gone for path in shared_files(each.pid)}
         for each in victims:
             with contextlib.suppress(psutil.Error):
                 each.kill()
         return gone
 
-    def _kept_for(self, raylet: int) -> list[psutil.Process]:
-        """Return the servers of a node, with all that is below them."""
-        servers = [each for each in self._scene.look() if _name(each) == SERVER_NAME]
-        mine = [each for each in servers if json.loads(each.cmdline()[-1])[-1][0] == raylet]
-        return [*mine, *(below for each in mine for below in each.children(recursive=True))]
+    def _left_of(self, gone: Sequence[psutil.Process]) -> list[str]:
+        """Return a sentence for each process that must be gone, and each file in /dev/shm of theirs."""
+        alive = [each for each in gone if each.is_running() and not is_dead(each)]
+        return [
+            *(f"process {each.pid} still lives: {called(each)[:200]}" for each in alive),
+            *(f"{path} was left" for path in self._files if path.exists()),
+        ]
 
-    def _end(self, victim: str) -> None:
-        """Demand that a run ends with its victim, and leaves nothing."""
+    def _end_with(self, victim: str) -> None:
+        """Demand that the run ends and leaves nothing; type the same command again."""
         grace_s = _GRACE_OF_RAY_S if victim == "gcs" else _GRACE_S
         deadline_s = time.monotonic() + grace_s
         code, _ = self._scene.ended(self._head, grace_s)
         self._demand([f"the head did not end within {grace_s:.0f} s"] if code is None else [])
         self._demand(self._scene.leftovers(max(_GRACE_S, deadline_s - time.monotonic())))
         self._demand(self._ledger.look())
+        self._begin()
 
     def _interrupt(self) -> None:
-        self._scene.note_ports()
+        self._scene.note_traces()
         self._head.send_signal(signal.SIGINT)
         code, said = self._scene.ended(self._head, _PATIENCE_S)
         is_good = code in {0, 130}
@@ -346,35 +358,16 @@ class Course:
         """Return a sentence for each process that a run which goes on has no use for."""
         kept = self._kept()
         places = Counter(place for place, _ in kept)
-        idle = [keeper for _, keeper in kept if not _children(keeper)]
+        known = {pid for _, keeper in kept for pid in below(keeper.pid)}
         engines = [each for each in self._scene.look() if _name(each) == NAMES["child"]]
-        keepers = {keeper.pid for _, keeper in kept}
         return [
             *(f"{count} keepers for {place}" for place, count in places.items() if count > 1),
-            *(f"keeper {keeper.pid} keeps nothing" for keeper in idle),
-            *(
-                f"engine {each.pid} has no keeper"
-                for each in engines
-                if not keepers & {parent.pid for parent in each.parents()}
-            ),
+            *(f"keeper {one.pid} keeps nothing" for _, one in kept if not below(one.pid)),
+            *(f"engine {one.pid} has no keeper" for one in engines if one.pid not in known),
         ]
-
-
-def _alive(gone: Sequence[psutil.Process]) -> list[str]:
-    return [
-        f"process {each.pid} still lives: {called(each)[:200]}"
-        for each in gone
-        if each.is_running() and not is_dead(each)
-    ]
 
 
 def _name(process: psutil.Process) -> str:
     with contextlib.suppress(psutil.Error):
         return str(process.name())
     return ""
-
-
-def _children(process: psutil.Process) -> list[psutil.Process]:
-    with contextlib.suppress(psutil.Error):
-        return [child for child in process.children() if not is_dead(child)]
-    return []

@@ -27,7 +27,7 @@ from workers.keeper.processes import PR_SET_CHILD_SUBREAPER, marked, prctl
 WITNESS = "scripts.benches.witness:Witness"
 #: As in `witness.py`, which is not imported here: it loads torch.
 _WITNESS_FOLDER = "ORCH_WITNESS_DIR"
-_SHARED = Path("/dev/shm")  # noqa: S108 - looked at, not written
+_SHARED = "/dev/shm/"  # noqa: S108 - looked at, not written
 #: Sentences about one kind of thing; the rest would say the same.
 _SENTENCES_MOST = 20
 
@@ -45,9 +45,9 @@ class Scene:
         self.steps.mkdir()
         self._heads: list[subprocess.Popen[bytes]] = []
         self._before = {child.pid for child in psutil.Process().children(recursive=True)}
-        self._shared_before = set(_SHARED.iterdir())
         self._seen: dict[int, psutil.Process] = {}
         self._ports: set[int] = set()
+        self._shared: set[Path] = set()
 
     def start(self, *words: str) -> subprocess.Popen[bytes]:
         """Start `python -m orchestrator WORDS` with the shipped cluster.yaml.
@@ -106,10 +106,13 @@ class Scene:
         self._seen.update((child.pid, child) for child in found)
         return [child for child in found if not is_dead(child)]
 
-    def note_ports(self) -> None:
-        """Remember where processes of the runs listen now: nothing may listen there afterwards."""
+    def note_traces(self) -> None:
+        """Remember where processes of the runs listen now, and which files of /dev/shm they have
+        mapped: none of it may be there afterwards.
+        """
         mine = {process.pid for process in self.look()}
         self._ports |= {port for port, pid in _listening() if pid in mine}
+        self._shared |= {path for pid in mine for path in shared_files(pid)}
 
     def leftovers(self, within_s: float) -> list[str]:
         """Return a sentence for each thing that ended runs have left for so long, and end it."""
@@ -118,6 +121,7 @@ class Scene:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         self._ports.clear()
+        self._shared.clear()
         return left[:_SENTENCES_MOST]
 
     def close(self, *, keep: bool) -> str | None:
@@ -142,7 +146,6 @@ class Scene:
 
     def _left(self) -> list[str]:
         alive = self._alive()
-        shared = set(_SHARED.iterdir()) - self._shared_before
         return [
             *(f"process {process.pid} still lives: {called(process)[:200]}" for process in alive),
             *(
@@ -151,7 +154,7 @@ class Scene:
                 if port in self._ports
             ),
             *(f"{path} was left" for path in self.folder.glob("orch-*")),
-            *(f"{path} was left" for path in sorted(shared) if not _in_use(path)),
+            *(f"{path} was left" for path in sorted(self._shared) if path.exists()),
         ]
 
 
@@ -221,16 +224,16 @@ def within(seconds: float, ask: Callable[[], list[str]]) -> list[str]:
 def _listening() -> list[tuple[int, int | None]]:
     """Return each port of this machine that is listened at, and by which process."""
     found = psutil.net_connections("inet")
-    return [(each.laddr.port, each.pid) for each in found if each.status == psutil.CONN_LISTEN]
+    return [(each.laddr[1], each.pid) for each in found if each.status == psutil.CONN_LISTEN]
 
 
-def _in_use(path: Path) -> bool:
-    """Tell whether a living process maps this file: it is another program's, ours are told of."""
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        with contextlib.suppress(OSError):
-            if str(path) in maps.read_text(encoding="utf-8", errors="replace"):
-                return True
-    return False
+def shared_files(pid: int) -> set[Path]:
+    """Return the files in /dev/shm that a process has mapped, and that are still there."""
+    with contextlib.suppress(OSError):
+        maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace")
+        words = (line.split() for line in maps.splitlines() if _SHARED in line)
+        return {Path(each[5]) for each in words if each[-1] != "(deleted)"}
+    return set()
 
 
 def is_dead(process: psutil.Process) -> bool:
