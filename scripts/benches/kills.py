@@ -118,8 +118,8 @@ def _kill_all(kills: int, seed: int, scene: Scene) -> Iterator[dict[str, Any]]:
 
 def _has_begun(scene: Scene) -> bool:
     """Say whether all workers have done a step."""
-    with contextlib.suppress(ArchiveError, TypeError):
-        return bool(read_events(scene.newest_run(), ("counting",)))
+    with contextlib.suppress(ArchiveError):
+        return bool(read_events(scene.newest_run() or scene.runs, ("counting",)))
     return False
 
 
@@ -127,7 +127,7 @@ def _opened(scene: Scene) -> dict[str, tuple[int, float]]:
     """Slot -> its newest process, and when its first report arrived (Unix seconds)."""
     return {
         str(event.slot): (int(event.details["pid"]), event.at_unix_s or 0.0)
-        for event in read_events(scene.newest_run(), ("device_opened",))
+        for event in read_events(scene.newest_run() or scene.runs, ("device_opened",))
     }
 
 

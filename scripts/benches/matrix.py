@@ -196,7 +196,9 @@ class Course:
             self._end_with(kill.victim)
             if kill.second is not None:
                 self._pause(10 * kill.second_s)
-                self._strike(self._choose(kill.second))
+                while not (victims := self._choose(kill.second)) and self._head.poll() is None:
+                    self._pause(_LOOK_S)
+                self._strike(victims)
                 self._end_with(kill.second)
         else:
             if kill.second is not None:

@@ -223,8 +223,8 @@ def within(seconds: float, ask: Callable[[], list[str]]) -> list[str]:
 
 def _listening() -> list[tuple[int, int | None]]:
     """Return each port of this machine that is listened at, and by which process."""
-    found = psutil.net_connections("inet")
-    return [(each.laddr[1], each.pid) for each in found if each.status == psutil.CONN_LISTEN]
+    found = [each for each in psutil.net_connections("inet") if each.status == psutil.CONN_LISTEN]
+    return [(each.laddr.port, each.pid) for each in found if each.laddr]
 
 
 def shared_files(pid: int) -> set[Path]:
@@ -245,6 +245,6 @@ def is_dead(process: psutil.Process) -> bool:
 
 def called(process: psutil.Process) -> str:
     try:
-        return " ".join(process.cmdline()) or str(process.name())
+        return f"{process.name()}: {' '.join(process.cmdline())}"
     except psutil.Error:
         return "gone meanwhile"
