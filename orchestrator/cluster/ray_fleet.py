@@ -29,7 +29,7 @@ from orchestrator.cluster.command_folder import sent_folder
 from orchestrator.cluster.kept_engine import ProgramEnded
 from orchestrator.cluster.liveness import Pulse
 from orchestrator.cluster.node_tasks import NODE_LABEL, ProcessWatch, in_a_line, status_command
-from orchestrator.cluster.raylets import Raylets, reap_keepers
+from orchestrator.cluster.raylets import Raylets
 from orchestrator.core.fleet import (
     DeathCause,
     NodeFact,
@@ -121,7 +121,7 @@ class RayFleet:
                 process.
         """
         if self._raylets is not None:
-            reap_keepers()
+            self._raylets.reap()
         now_s = time.monotonic()
         host, _, port = self._address.rpartition(":")
         self._head_pulse.silent({_HEAD: (host.strip("[]"), int(port))}, now_s)
