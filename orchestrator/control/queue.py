@@ -7,6 +7,7 @@ know what the queue does about it (`jobs/queue.py`).
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Sequence
 from contextlib import suppress
@@ -36,8 +37,9 @@ def put(folder: Path, message: Message) -> None:
         OSError: Nothing can be written there.
         CommandFileError: The same, or others could have written there.
     """
-    content = _MESSAGE.dump_json(tuple(message), exclude_defaults=True)
-    command_file.put(folder, content, identity=secrets.token_hex(8))
+    values = _MESSAGE.dump_python(tuple(message), mode="json", exclude_defaults=True)
+    # In ASCII: a name of a file that is no UTF-8 comes back, which pydantic's own JSON refuses.
+    command_file.put(folder, json.dumps(values).encode("ascii"), identity=secrets.token_hex(8))
 
 
 def waiting(folder: Path) -> list[Message]:
@@ -57,8 +59,10 @@ def message_of(content: bytes | None) -> Message:
     if content is None:
         raise NoMessageError("it is larger than a message may be")
     try:
-        return _MESSAGE.validate_json(content, strict=True, extra="forbid")
+        return _MESSAGE.validate_python(json.loads(content), extra="forbid")
     except ValidationError as failure:
         first = failure.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"]))
         raise NoMessageError(one_line(f"{where[:80]}: {first['msg']}")) from failure
+    except (ValueError, RecursionError) as failure:
+        raise NoMessageError(one_line(f"it is no JSON: {failure}")) from failure

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,11 @@ SWEEP = SweepSubmitted(at_s=1.0, name="s", count=3, origin="s.yaml:1", text="job
 
 def test_messages_come_as_they_were_in_the_order_of_their_putting(tmp_path: Path) -> None:
     trained = training("t", steps=9, after=("a",), overrides={"train.lr": 1e-4, "list": [1, "x"]})
+    tool = command("b")
+    assert tool.command is not None
+    odd = replace(tool, command=replace(tool.command, argv=("cat", "\udcff")))
     messages = [
+        (Submitted(at_s=1.0, job=odd),),
         (submitted("a"), Submitted(at_s=2, job=trained)),
         (SAID,),
         (SWEEP, QueueHeld(at_s=1.0, reason=None, id="r")),
@@ -50,7 +55,7 @@ def told(**changes: Any) -> bytes:
         told(word="explode"),
         told(job=7),
         told(at_s="soon"),
-        json.dumps([{"at_s": 1.0, "job": {"name": "a", "id": "x", "kind": "train", "steps": "9"}}]),
+        json.dumps([{"at_s": 1.0, "job": {"name": "a", "id": "x", "kind": "train", "steps": "x"}}]),
     ],
 )
 def test_what_is_no_message_blocks_nothing(tmp_path: Path, content: bytes | str | None) -> None:
