@@ -203,7 +203,7 @@ class Raylets:
         self._starter.shutdown()
 
     def reap(self) -> None:
-        """Take note of what has ended: processes of Ray's that were started here, and what they left.
+        """Take note of the end of Ray's processes that were started here, and of what they left.
 
         A worker ends with its raylet only when that is no zombie any more.
         """
@@ -231,8 +231,8 @@ class Raylets:
 
 
 def reap_adopted() -> None:
-    """Take note of the end of keepers, their servers and workers of Ray: they lost their parent, and
-    so became children of this process. What else has ended is for those who started it.
+    """Take note of the end of keepers, their servers and workers of Ray: they lost their parent,
+    and so became children of this process. What else has ended is for those who started it.
     """
     for thread in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):  # the thread, or a child of it, is gone meanwhile

@@ -1,8 +1,8 @@
 """What people see of a queue: the table of jobs, one job in full, results, one line for other
 screens.
 
-Pure. Values come from the queue's store, and of jobs with a process from the rows of the run; does not
-read either. Names, reasons and errors may be hostile: they pass through `cells.clean`.
+Pure. Values come from the queue's store, and of jobs with a process from the rows of the run; does
+not read either. Names, reasons and errors may be hostile: they pass through `cells.clean`.
 """
 
 from __future__ import annotations

@@ -256,7 +256,7 @@ class JobsRun(HeadScene):
         self,
         folder: Path,
         *jobs: Job,
-        history: list[Record],
+        history: list[Record] | None = None,
         clock: VirtualClock | None = None,
         absent: Sequence[str] = (),
         stays: bool = False,
@@ -271,7 +271,7 @@ class JobsRun(HeadScene):
         )
         past = past_of(read_run(folder)) if (folder / STORE_NAME).exists() else Past()
         super().__init__(folder, config, clock or VirtualClock(), past)
-        self.queue_store = NotedStore(self.queue_folder, history)
+        self.queue_store = NotedStore(self.queue_folder, [] if history is None else history)
         queue = self.queue_store.queue
         for job in jobs:
             queue.apply(Submitted(at_s=self.began_unix_s, job=job))

@@ -26,8 +26,8 @@ _STARTTIME_FIELD: Final = 19
 #: Between two looks at what was told to end.
 _LOOK_S: Final = 0.01
 
-#: Python's process that removes the semaphores and shared memory of others when they have ended, and
-#: how long it may take. Killed with them, it would leave their files in /dev/shm.
+#: Python's process that removes the semaphores and shared memory of others when they have ended,
+#: and how long it may take. Killed with them, it would leave their files in /dev/shm.
 _TIDIER: Final = b"multiprocessing.resource_tracker"
 _TIDYING_S: Final = 1.0
 
@@ -86,7 +86,7 @@ def send(pids: Iterable[int], number: int) -> None:
 
 
 def tidies(pid: int) -> bool:
-    """Say whether a process only removes what others leave, and ends by itself when they are gone."""
+    """Say whether a process only removes what others leave, and ends by itself after them."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:  # noqa: PTH123
         return _TIDIER in file.read()
     return False
