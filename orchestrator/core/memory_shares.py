@@ -213,7 +213,12 @@ class MemoryShares:
             status = slot.status
             if not slot.ready or status is None or status is worker.status:
                 continue
-            worker.status, worker.may_hold_bytes = status, worker.told_bytes
+            worker.status = status
+            # The process may have told this before it heard of the newest lease.
+            obeys_bytes = (
+                self._cap_bytes(slot) if status.lease_bytes is None else status.lease_bytes
+            )
+            worker.may_hold_bytes = max(worker.told_bytes, obeys_bytes)
             memory = status.memory
             if (
                 memory is None

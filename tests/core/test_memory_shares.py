@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from orchestrator.core.memory_shares import MemoryShares, fair_shares
 from orchestrator.core.placement import SlotPlan, Target, plan_slots
-from orchestrator.core.slot import Orders, Phase, Slot
-from tests.factories import CPU, MEMORY, REFERENCE, report_of
+from orchestrator.core.slot import Phase, Slot, UserOrders
+from tests.factories import CPU, MEMORY, REFERENCE, status_of
 from tests.scene import spec_of
 from workers.messages import WorkerState
 from workers.units import GIB, MIB
@@ -82,6 +82,7 @@ class World:
             slot=person.slot,
             phase=Phase.WORKING,
             incarnation=person.incarnation,
+            runs=True,
             working_since_s=self.now_s,
         )
         if len(self.slots) == len(self.people):
@@ -104,10 +105,15 @@ class World:
             CPU, kind="cuda", uuid="GPU-1", context_bytes=CONTEXT_BYTES, cap_bytes=person.cap_bytes
         )
         state = WorkerState.EMERGENCY if starving else WorkerState.RUNNING
-        report = report_of(
-            person.slot, person.incarnation, 0, device=card, memory=memory, state=state
+        status = status_of(
+            person.slot,
+            person.incarnation,
+            device=card,
+            memory=memory,
+            state=state,
+            lease_bytes=person.lease_bytes,
         )
-        slot = replace(self.slots[person.slot], ready=True, report=report, device=card)
+        slot = replace(self.slots[person.slot], begun=True, status=status, device=card)
         self.slots[person.slot] = slot
         self.shares.look(self.slots, self.now_s)
         # It obeys only now what it was told at its status before: no lease may count on more.
@@ -337,7 +343,7 @@ def test_the_users_cap_bounds_a_lease_and_leaves_the_rest_to_the_others() -> Non
     world.seconds(SETTLED_S, draw)
     before = world.people[1].told_bytes
     slot = world.slots["pc1/0"]
-    world.slots["pc1/0"] = replace(slot, orders=Orders(cap_bytes=GIB))
+    world.slots["pc1/0"] = replace(slot, orders=UserOrders(cap_bytes=GIB))
     world.seconds(10, draw)
     assert world.people[0].told_bytes == GIB
     assert world.people[1].told_bytes > 1.1 * before
