@@ -28,6 +28,7 @@ from workers.keeper.kept import Ended, Kept
 from workers.keeper.task import Task
 from workers.learned_limits import default_path
 from workers.messages import (
+    Begin,
     EndCause,
     Orders,
     ProcessEnd,
@@ -119,7 +120,7 @@ class KeptEngine:
         if self._kept is not None and (is_other or not orders.runs):
             self._end()
         if is_other and orders.runs and orders.begin is not None:
-            self._start(orders)
+            self._begin(orders.incarnation, orders.begin)
         wanted = replace(orders, actor=None, begin=None, heard=0, kept=None)
         if self._channel is not None and wanted != self._sent and send(self._channel, wanted):
             self._sent = wanted
@@ -129,15 +130,22 @@ class KeptEngine:
         waits = self._status.is_held or self._status.verdict is Verdict.DONE
         return waits and self._pieces.pending(self._status.saved, orders.kept)
 
-    def _start(self, orders: Orders) -> None:
-        begin, incarnation = orders.begin, orders.incarnation
-        assert begin is not None  # noqa: S101 - asked by the caller
+    def _begin(self, incarnation: int, begin: Begin) -> None:
+        """Start the process of an incarnation; on a full disk, for example, it has ended at once."""
         self._status = Status(slot=self._spec.slot, incarnation=incarnation)
         self._sent, self._pieces = None, SavedPieces()
         self._silence = _Silence(time.monotonic())
         if self._log.path.exists() and incarnation > 0:
             with contextlib.suppress(OSError), self._log.path.open("a", encoding="utf-8") as file:
                 file.write(_ANOTHER)
+        try:
+            self._start(incarnation, begin)
+        except OSError as error:
+            text = f"its process cannot be started: {error.strerror or error}"
+            end = ProcessEnd(cause=EndCause.EXITED, text=text)
+            self._status = replace(self._status, died=end)
+
+    def _start(self, incarnation: int, begin: Begin) -> None:
         self._oom_kills = oom_kills()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         watched = worker_and_raylet()
@@ -220,6 +228,17 @@ class KeptEngine:
         quiet = self._quiet()
         if quiet is not None and kept.pid is not None:
             quiet = replace(quiet, stands_at=self._stands_at(kept.pid))
+            self._events.append(
+                WorkerEvent(
+                    name="silent_process_ended",
+                    at_unix_s=time.time(),
+                    detail={
+                        "stands_at": quiet.stands_at,
+                        "told_nothing_s": quiet.seconds,
+                        "computed_s": quiet.computed_s,
+                    },
+                )
+            )
         kept.end(0.0)
         until_s = time.monotonic() + _END_S
         while not kept.is_over and time.monotonic() < until_s:

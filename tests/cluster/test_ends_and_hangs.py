@@ -241,6 +241,8 @@ def test_a_hang_is_seen_with_what_the_process_does_and_where_it_stands(
     assert ended.quiet is not None
     assert line in str(ended.quiet.stands_at)
     assert ended.died is None, "it was ended as ordered"
+    (event,) = [each for each in slot.events if each.name == "silent_process_ended"]
+    assert event.detail["stands_at"] == ended.quiet.stands_at
     slot.orders = replace(slot.orders, runs=True, incarnation=1, begin=Begin())
     slot.wait(lambda told: told.incarnation == 1 and told.counts.steps_ok > 0)
 
