@@ -71,7 +71,7 @@ _OF_ONE_JOB = frozenset(
     {
         *(Cause.DONE, Cause.PARKED, Cause.OUT_OF_MEMORY, Cause.KILLED, Cause.NODE_LOST),
         *(Cause.CARD_TAKEN, Cause.DRIVER),  # for these a card is closed (`run/dispatcher.py`)
-        Cause.NOT_WRITTEN,
+        *(Cause.NOT_WRITTEN, Cause.DIED),
     }
 )
 #: Wait before an attempt that is not counted is made again; doubled each time in a row.
@@ -152,7 +152,9 @@ class Queue:
         self._to_recall: dict[str, None] = {}
         """Jobs on a card of which a user has said where they go."""
         self._alike: dict[str, dict[str, None]] = {}
-        """Jobs that failed soon after their start, by what they said."""
+        """Jobs that failed soon after their start: by the cause of a full disk alone, or by another
+        cause and what they said.
+        """
         self._packs: dict[tuple[str, str], bool] = {}
         """Whether it pays that two jobs share a card, by what they have in common and its title."""
         self._given: set[str] = set()
@@ -444,7 +446,7 @@ class Queue:
             self._alike.clear()
         elif record.cause not in _OF_ONE_JOB and standing.recalled_to is None:
             text = _CHANGING.sub("#", record.text.replace(name, "JOB").lower())[:300]
-            self._alike.setdefault(text, {})[name] = None
+            self._alike.setdefault(f"{record.cause}: {text}", {})[name] = None
 
     # What follows
 

@@ -21,7 +21,7 @@ from torch.utils.data import default_collate
 
 from workers.training import order
 from workers.training.batches import Batch, on_device, rows_of
-from workers.training.errors import TaskError, TrainingError
+from workers.training.errors import NotLoadedError, TaskError, TrainingError
 from workers.training.host_memory import wait_asleep
 from workers.training.made_data import ITEMS, DrawnFaces, MadeText
 from workers.training.models import CNNS, EYE_CORNERS, GPTS, Cnn, CnnShape, Gpt, GptShape
@@ -170,7 +170,7 @@ def find_task(settings: TrainSettings, seed: int) -> TrainTask:
     except TrainingError:
         raise
     except Exception as error:
-        raise TaskError(
+        raise NotLoadedError(
             f"train.preset {settings.preset!r} cannot be loaded on this machine: "
             f"{type(error).__name__}: {error}"
         ) from error
