@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Mapping
@@ -74,13 +75,10 @@ def main() -> int:
         verb = verbs.add_parser(name, help=told["about"])
         for option_name, option in told["options"].items():
             _add(verb, option_name, option)
-        if "config" in told["options"]:
-            verb.add_argument(
-                "--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE"
-            )
     arguments = vars(parser.parse_args())
     # Each verb imports its own: torch, Ray, or both.
     module = importlib.import_module(f"benches.{_VERBS[arguments.pop('verb')]['module']}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what a bench has started ends with it
     # argparse has made underscores of the dashes in the options' names.
     with own_stdout():
         result = module.run(**arguments)

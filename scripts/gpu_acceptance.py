@@ -4,7 +4,6 @@ standard error.
     python scripts/gpu_acceptance.py                       # on the first card, within six minutes
     python scripts/gpu_acceptance.py --quick               # within two
     python scripts/gpu_acceptance.py --only cap speed      # some of the checks
-    python scripts/gpu_acceptance.py --markdown docs/results/2026-11-20-rtx-3090.md
     python scripts/gpu_acceptance.py --device cpu --quick  # the same, scaled down, without a card
 
 Needs torch, psutil and nvidia-ml-py, and nothing installed of this project: no Ray. The card should
@@ -36,7 +35,6 @@ def main() -> int:
     _prepare()
     from acceptance import suite
     from acceptance.machine import open_machine
-    from acceptance.outcome import page
     from benches.common import own_stdout
 
     names = list(suite.CHECKS)
@@ -45,7 +43,6 @@ def main() -> int:
     add("--device", choices=["cuda", "cpu"], default="cuda", help="(default: %(default)s)")
     add("--only", nargs="+", choices=names, metavar="CHECK", help=f"of: {', '.join(names)}")
     add("--quick", action="store_true", help="shorter turns and fewer rounds, the same limits")
-    add("--markdown", type=Path, metavar="FILE", help="write a results page there, too")
     arguments = parser.parse_args()
     with own_stdout():
         try:
@@ -58,9 +55,6 @@ def main() -> int:
         print(told, file=sys.stderr)
         found = suite.run(here, arguments.only or names)
     answer = suite.as_json(here, found)
-    if arguments.markdown is not None:
-        text = page(here.host, [each for each, _ in found])
-        arguments.markdown.write_text(text, encoding="utf-8")
     verdicts = "  ".join(f"{each.check} {each.word}" for each, _ in found)
     print(f"\n{verdicts}\n{answer['took_s']:.0f} s", file=sys.stderr)
     print(json.dumps(answer))

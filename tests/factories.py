@@ -9,12 +9,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from orchestrator.config.load import dump_config, load_config
 from orchestrator.config.schema import Config
 from orchestrator.core.slot import Rules, Slot
-from orchestrator.jobs.model import Job, JobState, Kind, Standing
+from orchestrator.jobs.model import Job, JobState, Kind, Record, Standing
+from orchestrator.record.jobs import QueueStore
 from orchestrator.record.model import Row, Snapshot
 from orchestrator.record.store import COUNTERS, RunFacts, SlotRecord
 from tests.scene import MIB, ROOT
@@ -193,6 +195,15 @@ def make_standing(name: str = "lr-0", state: str = "QUEUED", **changed: Any) -> 
     """Return how a job stands."""
     known: dict[str, Any] = {"job": make_job(name), "reason": "in line", "since_s": STARTED_UNIX_S}
     return Standing(state=JobState(state), **(known | changed))
+
+
+def store_queue(folder: Path, *records: Record) -> None:
+    """Have the queue of a folder take records, as its head does."""
+    store = QueueStore(folder)
+    for each in records:
+        store.queue.apply(each)
+    store.commit()
+    store.close()
 
 
 def make_snapshot(*rows: Row, **changed: object) -> Snapshot:

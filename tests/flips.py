@@ -8,7 +8,7 @@ import random
 import torch
 
 from workers.verification.check import Check
-from workers.verification.repeat import bits_of
+from workers.verification.products import bits_of
 from workers.workloads.matmul import Matmul
 
 

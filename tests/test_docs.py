@@ -63,7 +63,7 @@ OPTIONS = {
         "--json", "--plain", "--run-dir", "--chaos", "--chaos-seed", "--yes-really", "--help",
     },
     "jobs submit": {
-        "words", "--train", "--over", "--name", "--after", "--priority", "--hours", "--json", *_OF_QUEUE,
+        "words", "--train", "--over", "--name", "--after", "--priority", "--hours", "--wait", "--json", *_OF_QUEUE,
     },
     "jobs list": {"--json", *_OF_QUEUE},
     "jobs show": {"job", "--json", *_OF_QUEUE},

@@ -61,7 +61,7 @@ _READERS = (
 )
 _STORED = (
     *("run.sqlite", "summary.json", "head.json", "events.jsonl", "config.yaml"),
-    *("output/pc1/0.log", "jobs/journal.jsonl"),
+    *("output/pc1/0.log", "jobs/jobs.sqlite"),
 )
 
 

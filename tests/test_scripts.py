@@ -20,7 +20,4 @@ BENCHES: dict[str, dict[str, Any]] = yaml.safe_load(
 def test_bench_takes_the_options_of_its_entry(bench: str) -> None:
     module = importlib.import_module(f"benches.{BENCHES[bench]['module']}")
     options = {name.replace("-", "_") for name in BENCHES[bench]["options"]}
-    if "config" in options:
-        options.add("overrides")
-
     assert set(inspect.signature(module.run).parameters) == options

@@ -206,8 +206,8 @@ class MemoryInfo:
     reserved_bytes: int
     """Held by the allocator: live tensors and its pool."""
     peak_bytes: int
-    """The most that a step since the last status needed: `allocated_bytes`, and on a card gaps between
-    tensors.
+    """The most that a step since the last status needed: `allocated_bytes`, and on a card gaps
+    between tensors.
     """
     alloc_retries: int
     """Times the allocator had to flush its pool to satisfy a request, since the process began."""

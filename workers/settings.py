@@ -115,8 +115,8 @@ class ThermalSettings:
     smallest_duty: float = 0.05
     """A hot card is never used less than this share of the time, unless it is paused."""
     longest_pause_s: float | None = 120.0
-    """A pause also ends, at the smallest duty, once the card has been below `critical_c` for so
-    long without reaching `resume_c`: other workers keep it warm, and waiting would not end.
+    """A pause also ends once the card has been below `critical_c` for so long without reaching
+    `resume_c`: other workers keep it warm, and waiting would not end.
     `None`: wait without a limit."""
     alarming_bandwidth_drop: float = 0.10
     """Memory that moves this share less than it did raises an alarm; healthy memory stays within a
@@ -246,8 +246,8 @@ class CommandSpec:
     grace_s: float = 30.0
     """Between SIGTERM and SIGKILL."""
     lease_s: float | None = None
-    """It ends if its worker is not asked for so long: another PC may have begun it anew. `None`: none
-    can.
+    """It ends if its worker is not asked for so long: another PC may have begun it anew. `None`:
+    none can.
     """
     cap: bool = True
     """Whether a Python script is started by `workers.capped` with the job's memory."""

@@ -554,7 +554,7 @@ def cap(
 def _send(
     where: Where, do: str, slots: Sequence[str], run_id: str, amount: str | None = None
 ) -> None:
-    from orchestrator.control.client import command
+    from orchestrator.control.slots import command
 
     tell(command(where.run(run_id), do, slots, amount))
 

@@ -1,7 +1,7 @@
 """The verbs of `jobs`, and their options: what is typed of a queue of jobs.
 
-Finds the queue in the newest run that has one. What is submitted and said is put into its inbox,
-where the head finds it at once, or when `jobs run` goes on. Does not run a queue (`jobs_run.py`),
+Finds the queue in the newest run that has one. What is submitted and said waits beside it,
+until the head takes it at once, or when `jobs run` goes on. Does not run a queue (`jobs_run.py`),
 nor lay out what is shown (`view/jobs.py`).
 """
 
@@ -27,13 +27,11 @@ from orchestrator.cli.printing import print_json, tell
 from orchestrator.cluster.connect import connected
 from orchestrator.config.load import config_from_text
 from orchestrator.config.schema import Config
+from orchestrator.control.queue import Message, put, waiting
 from orchestrator.core.placement import Target
 from orchestrator.errors import ArchiveError, NoClusterError, UsageError
-from orchestrator.jobs import inbox
-from orchestrator.jobs.journal import JOURNAL_NAME, QUEUE_NAME, queue_of, records
 from orchestrator.jobs.model import (
     ENDED,
-    Assigned,
     Job,
     JobState,
     QueueHeld,
@@ -43,9 +41,10 @@ from orchestrator.jobs.model import (
     Word,
 )
 from orchestrator.jobs.sweep import expand
-from orchestrator.record.archive import head_of, read_run
-from orchestrator.record.folders import go_on_command
-from orchestrator.record.jobs import QueueReader, QueueSnapshot
+from orchestrator.record.archive import StoredEvent, head_of, read_events, read_run
+from orchestrator.record.folders import command_for, go_on_command
+from orchestrator.record.jobs import QUEUE_NAME, QueueReader, QueueSnapshot, queue_of
+from orchestrator.record.output import Follower
 from orchestrator.run.environment import Mode
 from orchestrator.run.sampled_sweeps import sampled_sweeps
 from orchestrator.view import jobs as view
@@ -54,6 +53,10 @@ from workers.learned_limits import default_path
 from workers.units import MIB
 
 _NAMED: Final = 8
+
+_LOOK_EVERY_S: Final = 0.5
+_INTERRUPTED: Final = 130
+_EXIT_MOST: Final = 255
 
 _RESTING: Final = frozenset({JobState.PARKED, JobState.PAUSED})
 #: In which states a word changes something (`jobs/lifecycle.py`).
@@ -106,6 +109,9 @@ def submit(  # noqa: PLR0913 - one parameter for each option of the command
     after: list[str] | None = Option(None, help="A job that must be done before.", metavar="JOB"),
     priority: int | None = Option(None, help="Higher goes first. Default: 0."),
     hours: str | None = Option(None, help="When it may run.", metavar="22:00-07:00"),
+    wait: bool = Option(
+        False, "--wait", help="Print what the job prints, and end with its exit code."
+    ),
     json_output: bool = AS_JSON,
 ) -> None:
     """Put jobs into the queue: a file, training or command.
@@ -146,9 +152,12 @@ def submit(  # noqa: PLR0913 - one parameter for each option of the command
         said = {"after": after, "priority": priority, "hours": hours}
         options = {key: value for key, value in said.items() if value is not None}
         file = from_words(base, train, over or (), given, name=name, known=known, **options)
+    expanded = expand(file)
     jobs_run.fetch_starts(file, folder.parent)
-    added = jobs_run.not_known(expand(file), known)
+    added = jobs_run.not_known(expanded, known)
     sweeps = sampled_sweeps(file, queue_of(folder / QUEUE_NAME))
+    if wait and (json_output or sweeps or len(expanded) != 1):
+        raise UsageError("--wait is for one job, and excludes --json")
     if added or sweeps:
         _put(folder, [*jobs_run.submitted(added, base, target, snapshot.standings), *sweeps])
     ahead = sum(standing.state not in ENDED for standing in snapshot.standings)
@@ -156,13 +165,61 @@ def submit(  # noqa: PLR0913 - one parameter for each option of the command
     if json_output:
         told = {"run_id": folder.name, "jobs": names, "queue_ahead": ahead}
         print_json({**told, "head_is_alive": _is_alive(folder)})
+    elif wait:
+        typer.echo(f"submitted to run {folder.name}: {expanded[0].name}", err=True)
+        raise typer.Exit(_wait_for(folder, expanded[0]))
     elif not names:
-        tell(f"all {len(expand(file))} jobs of it are in the queue already")
+        tell(f"all {len(expanded)} jobs of it are in the queue already")
     else:
         more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
         tell(f"submitted to run {folder.name}: {', '.join(names[:_NAMED])}{more}")
         tell(f"{ahead} unfinished before {'it' if len(names) == 1 else 'them'}")
         _tell_if_dead(folder)
+
+
+def _wait_for(folder: Path, job: Job) -> int:
+    """Print what a job of a run folder prints, until it has ended; return the exit code for it.
+
+    That of its program, 0 where it is DONE, else 1. Ctrl-C ends this and not the job: 130.
+
+    Raises:
+        UsageError: The queue has not taken the job.
+    """
+    output, reader = Follower(folder, job.name), QueueReader(folder)
+    had_head, ended = True, None
+    try:
+        while ended is None:
+            has_head = _is_alive(folder)
+            if had_head and not has_head:
+                typer.echo(f"the queue waits for a head: `{go_on_command(folder)}`", err=True)
+            had_head = has_head
+            standing = _submitted_one(folder, reader, job)
+            if standing is not None and standing.state in ENDED:
+                ended = standing
+            typer.echo(output.more(is_last=ended is not None), nl=False)
+            if ended is None:
+                time.sleep(_LOOK_EVERY_S)
+    except KeyboardInterrupt:
+        see = command_for(folder, "jobs", "show", job.name)
+        typer.echo(f"{job.name} goes on without this; look at it: {see}", err=True)
+        return _INTERRUPTED
+    typer.echo(f"{job.name} is {ended.state}: {ended.reason}", err=True)
+    if ended.state is JobState.DONE:
+        return 0
+    code = ended.exit_code if ended.state is JobState.FAILED else None
+    return code if code is not None and 0 < code <= _EXIT_MOST else 1
+
+
+def _submitted_one(folder: Path, reader: QueueReader, job: Job) -> Standing | None:
+    """Return how a job stands that was submitted; `None`: the head has not taken it yet."""
+    waits = any(one.name == job.name for one in _waiting_jobs(folder))  # before the look at others
+    snapshot = reader.look((), time.time())
+    found = [one for one in snapshot.standings if one.job.name == job.name] if snapshot else []
+    if found and found[0].job.id == job.id:
+        return found[0]
+    if waits:
+        return None
+    raise UsageError(f"the queue has refused {job.name}: events.jsonl in {folder} says why")
 
 
 @app.command("list")
@@ -191,8 +248,7 @@ def show(queue: OfQueue, job: str = _JOB, json_output: bool = AS_JSON) -> None:
     if json_output:
         print_json(view.job_object(standing, snapshot))
     else:
-        told = records(folder / QUEUE_NAME / JOURNAL_NAME)
-        tell(*view.job_lines(standing, told, snapshot))
+        tell(*view.job_lines(standing, _happened(folder, job), snapshot))
 
 
 @app.command()
@@ -219,25 +275,32 @@ def results(
 def fetch(queue: OfQueue, job: str = _JOB, to: Path = TO) -> None:
     """Copy a job's files from whichever PC has them."""
     folder = queue.folder
-    standing_of(snapshot_of(folder), job)
-    tell(_copied(folder, job, to))
+    tell(_copied(folder, standing_of(snapshot_of(folder), job), to))
 
 
-def _copied(folder: Path, job: str, to: Path) -> str:
+def _happened(folder: Path, job: str) -> tuple[StoredEvent, ...]:
+    """Return what happened to a job; nothing where the run has no record."""
+    try:
+        return read_events(folder, view.TOLD_OF_JOBS, slot=job)
+    except ArchiveError:
+        return ()
+
+
+def _copied(folder: Path, standing: Standing, to: Path) -> str:
     """Copy the files of a job of a run folder into `to`; return what is to be told.
 
     Raises:
         UsageError: There is nothing to copy, or no place for it.
         NoClusterError: The files are on another PC, which does not answer.
     """
-    of_run = default_path().parent / "state" / folder.name
+    job, of_run = standing.job.name, default_path().parent / "state" / folder.name
     places = [folder / QUEUE_NAME / "files" / job, of_run / job]
     try:
         for place in places:
             if place.is_dir():
                 shutil.copytree(place, to, symlinks=True, dirs_exist_ok=True)
         if not to.exists():
-            _copy_from_node(folder, job, to)
+            _copy_from_node(folder, standing, to)
     except OSError as failure:
         raise UsageError(f"{to} cannot be written: {failure.strerror or failure}") from failure
     sizes = [path.stat().st_size for path in to.rglob("*") if path.is_file()]
@@ -246,17 +309,16 @@ def _copied(folder: Path, job: str, to: Path) -> str:
     return f"{to}: {counted(len(sizes), 'file')} of {job}, {sum(sizes) / MIB:.1f} MiB"
 
 
-def _copy_from_node(folder: Path, job: str, to: Path) -> None:
+def _copy_from_node(folder: Path, standing: Standing, to: Path) -> None:
     """Copy what is on the PC of the last attempt, where that is another one."""
-    told = records(folder / QUEUE_NAME / JOURNAL_NAME)
-    cards = [one.card for one in told if isinstance(one, Assigned) and one.job == job]
+    job, card = standing.job.name, standing.last_card
     try:
         facts = read_run(folder).facts
     except ArchiveError:
         return
-    if not cards or facts.mode != Mode.CLUSTER:
+    if card is None or facts.mode != Mode.CLUSTER:
         return
-    node = cards[-1].partition(":")[0]
+    node = card.partition(":")[0]
     config = config_from_text(facts.config_yaml, f"the configuration of run {facts.run_id}")
     try:
         with connected(config.cluster.address, config.cluster.auth):
@@ -291,11 +353,12 @@ _add_word(Word.RELEASE, "Let held jobs, or the whole queue, go on.", _JOBS_OR_QU
 def _say(folder: Path, word: Word, names: Sequence[str]) -> None:
     snapshot, now_s, by = snapshot_of(folder), time.time(), getpass.getuser()
     named = {name: standing_of(snapshot, name) for name in names}
-    said: inbox.Message = [
+    said: Message = [
         Said(at_s=now_s, id=secrets.token_hex(8), word=word, job=name, by=by) for name in named
     ]
     if not names:
-        said = [QueueHeld(at_s=now_s, reason=f"{by} holds it" if word is Word.HOLD else None)]
+        reason = f"{by} holds it" if word is Word.HOLD else None
+        said = [QueueHeld(at_s=now_s, reason=reason, id=secrets.token_hex(8))]
     _put(folder, said)
     what = f"{counted(len(said), 'job')}" if len(said) > _NAMED else ", ".join(names)
     tell(f"{word.value}: {what or 'the whole queue'}, in the queue of run {folder.name}")
@@ -324,11 +387,11 @@ def snapshot_of(folder: Path) -> QueueSnapshot:
     snapshot = QueueReader(folder).look(rows, now_s, is_alive=_is_alive(folder))
     snapshot = snapshot or QueueSnapshot(standings=(), now_s=now_s)
     names = {standing.job.name for standing in snapshot.standings}
-    waiting = (_in_inbox(job) for job in _waiting_jobs(folder) if job.name not in names)
-    return replace(snapshot, standings=(*snapshot.standings, *waiting))
+    new = (_not_taken(job) for job in _waiting_jobs(folder) if job.name not in names)
+    return replace(snapshot, standings=(*snapshot.standings, *new))
 
 
-def _in_inbox(job: Job) -> Standing:
+def _not_taken(job: Job) -> Standing:
     reason, since_s = "submitted, and not taken by the head yet", job.submitted_at_unix_s
     return Standing(job=job, state=JobState.QUEUED, reason=reason, since_s=since_s)
 
@@ -344,9 +407,9 @@ def standing_of(snapshot: QueueSnapshot, name: str) -> Standing:
     raise UsageError(f"there is no job {name[:80]!r} in this queue; {hint}")
 
 
-def _put(folder: Path, message: inbox.Message) -> None:
+def _put(folder: Path, message: Message) -> None:
     try:
-        inbox.put(folder / QUEUE_NAME, message)
+        put(folder / QUEUE_NAME, message)
     except OSError as failure:
         raise UsageError(
             f"the inbox of run {folder.name} cannot be written: {failure.strerror or failure}"
@@ -354,10 +417,9 @@ def _put(folder: Path, message: inbox.Message) -> None:
 
 
 def _waiting_jobs(folder: Path) -> Iterator[Job]:
-    """Yield the jobs in the inbox that the head has not taken yet."""
-    for _, message in inbox.waiting(folder / QUEUE_NAME):
-        if not isinstance(message, inbox.InboxError):
-            yield from (one.job for one in message if isinstance(one, Submitted))
+    """Yield the jobs that were submitted, and that the head has not taken yet."""
+    for message in waiting(folder / QUEUE_NAME):
+        yield from (one.job for one in message if isinstance(one, Submitted))
 
 
 def _is_alive(folder: Path) -> bool:
@@ -366,6 +428,6 @@ def _is_alive(folder: Path) -> bool:
 
 def _tell_if_dead(folder: Path) -> None:
     if not _is_alive(folder):
-        waiting = sum(1 for _ in inbox.waiting(folder / QUEUE_NAME))
-        taken = f"; {counted(waiting, 'message')} in its inbox" if waiting else ""
+        count = len(waiting(folder / QUEUE_NAME))
+        taken = f"; {counted(count, 'message')} in its inbox" if count else ""
         tell(f"its head is not running{taken}: `{go_on_command(folder)}` goes on")

@@ -19,15 +19,15 @@ from orchestrator.config.schema import Config, WorkersConfig
 from orchestrator.config.yaml_source import read_text
 from orchestrator.core.placement import Target
 from orchestrator.errors import UsageError
-from orchestrator.jobs.inbox import waiting
-from orchestrator.jobs.journal import QUEUE_NAME, queue_of
 from orchestrator.jobs.model import Job, Standing, Submitted
-from orchestrator.jobs.packing import likeness
+from orchestrator.jobs.places import likeness
 from orchestrator.jobs.queue import Queue
 from orchestrator.jobs.spec import keys_of
 from orchestrator.jobs.sweep import JobFile, expand
 from orchestrator.record.archive import StoredRun, read_run
+from orchestrator.record.command_file import any_waits
 from orchestrator.record.folders import RUNNING, command_for, list_runs
+from orchestrator.record.jobs import QUEUE_NAME, queue_of
 from orchestrator.record.store import RunFacts
 from orchestrator.run.earlier import fetch_weights
 from orchestrator.run.prediction import least_room_of
@@ -147,7 +147,7 @@ def _queue_before(runs_dir: Path, waits_in: str = "") -> StoredRun | None:
                 "orchestrator jobs submit FILE; or begin another: --new"
             )
         mode = None if listed.run is None else listed.run.facts.mode
-        is_over = queue_of(folder).is_over and not any(waiting(folder))
+        is_over = queue_of(folder).is_over and not any_waits(folder)
         return None if is_over and mode != waits_in else read_run(listed.folder)
     return None
 
@@ -158,7 +158,7 @@ def _never_began(stored: StoredRun, queue: Queue, jobs: Sequence[Job]) -> bool:
     """
     is_covered = {job.id for job in jobs}.issuperset(job.id for job in queue.jobs)
     was_refused = stored.outcome == "failed" and stored.elapsed_s == 0
-    has_more = bool(queue.sweeps) or any(waiting(stored.folder / QUEUE_NAME))
+    has_more = bool(queue.sweeps) or any_waits(stored.folder / QUEUE_NAME)
     return was_refused and is_covered and not has_more
 
 

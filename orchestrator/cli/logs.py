@@ -13,10 +13,10 @@ from typing import Final
 
 from orchestrator.cli.jobs import snapshot_of, standing_of
 from orchestrator.errors import UsageError
-from orchestrator.jobs.journal import QUEUE_NAME
 from orchestrator.jobs.model import ENDED
 from orchestrator.record.archive import head_of, read_run
 from orchestrator.record.folders import find_queue, find_run
+from orchestrator.record.jobs import QUEUE_NAME
 from orchestrator.record.output import last_lines
 
 _LOOK_EVERY_S: Final = 0.5

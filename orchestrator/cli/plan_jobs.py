@@ -8,14 +8,15 @@ only for GPT presets: nothing is measured, and nothing is started.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from orchestrator.cli.printing import Part
 from orchestrator.config.duration import format_duration
 from orchestrator.config.schema import Config
-from orchestrator.jobs.model import Job
-from orchestrator.jobs.placement import Candidate, Schedule, estimate, never_fits
+from orchestrator.jobs import places
+from orchestrator.jobs.model import Card, Job
+from orchestrator.jobs.places import Candidate, Place
 from orchestrator.run.dispatcher import cards_of
 from orchestrator.run.prediction import RATED_SHARE, Prediction, predict
 from orchestrator.view.phrases import counted
@@ -35,11 +36,22 @@ _COLUMNS: Final = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduledJob:
+    """A job in the estimate of a queue, which starts at 0."""
+
+    job: str
+    card: str
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobsPlan:
     """The estimate of a job file."""
 
     jobs: tuple[Job, ...]
-    schedule: Schedule
+    schedule: tuple[ScheduledJob, ...]
+    """By start."""
     predicted: Prediction
     never: Mapping[str, str]
     """Why a job can never run here."""
@@ -57,24 +69,57 @@ def plan_jobs(jobs: Sequence[Job], config: Config) -> JobsPlan:
     candidates = []
     for job in jobs:
         least_bytes = predicted.least_bytes.get(job.name)
-        why = never_fits(job, least_bytes, cards)
+        why = places.never_fits(job, least_bytes, cards)
         if why is not None:
             never[job.name] = why
             continue
         candidates.append(
             Candidate(
-                name=job.name,
-                priority=job.priority,
+                job=replace(job, pack=False),
                 seconds=predicted.seconds.get(job.name, {}),
-                memory_bytes=job.memory_bytes,
                 least_room_bytes=least_bytes,
-                nodes=job.nodes,
-                card=job.card,
             )
         )
-    schedule = estimate(candidates, cards, {job.name: job.after for job in jobs})
-    never |= schedule.left
+    schedule, left = estimate(candidates, cards)
+    never |= left
     return JobsPlan(jobs=tuple(jobs), schedule=schedule, predicted=predicted, never=never)
+
+
+def estimate(
+    candidates: Sequence[Candidate], cards: Sequence[Card]
+) -> tuple[tuple[ScheduledJob, ...], dict[str, str]]:
+    """Return when and where each job would run, and of each that never starts why.
+
+    It asks for places in virtual time from 0. Every job is taken to be alone on its card, and to
+    take as long as is known, or as the median; nothing fails.
+    """
+    typical_s = places.typical_work_s(candidates, cards)
+    waiting = {each.job.name: set(each.job.after) for each in candidates}
+    left = {each.job.name: each for each in candidates}
+    on_card: dict[str, Place] = {}
+    scheduled: list[ScheduledJob] = []
+    now_s = 0.0
+    while True:
+        ready = [each for name, each in left.items() if not waiting[name]]
+        found = places.plan(ready, cards, tuple(on_card.values()), now_s, typical_s)
+        for start in found.starts:
+            del left[start.job]
+            on_card[start.job] = start
+            end_s = start.ends_at_s or now_s
+            scheduled.append(
+                ScheduledJob(job=start.job, card=start.card, start_s=now_s, end_s=end_s)
+            )
+        if not on_card:
+            break
+        now_s, ended = min((place.ends_at_s or now_s, name) for name, place in on_card.items())
+        del on_card[ended]
+        for names in waiting.values():
+            names.discard(ended)
+    reasons = dict(found.reasons)
+    for name, before in waiting.items():
+        if before:
+            reasons[name] = f"comes after {', '.join(sorted(before))}, which never ends"
+    return tuple(scheduled), reasons
 
 
 def plan_object(planned: JobsPlan) -> dict[str, Any]:
@@ -82,7 +127,7 @@ def plan_object(planned: JobsPlan) -> dict[str, Any]:
     least_bytes, seconds = planned.predicted.least_bytes, planned.predicted.seconds
     return {
         "queue_jobs": len(planned.jobs),
-        "queue_eta_s": planned.schedule.makespan_s,
+        "queue_eta_s": max((one.end_s for one in planned.schedule), default=0.0),
         "jobs": [
             {
                 "job_name": one.job,
@@ -94,7 +139,7 @@ def plan_object(planned: JobsPlan) -> dict[str, Any]:
                 if one.job in least_bytes
                 else None,
             }
-            for one in planned.schedule.jobs
+            for one in planned.schedule
         ],
         "never": dict(planned.never),
         "not_planned": list(planned.predicted.notes),

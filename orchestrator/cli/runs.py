@@ -21,11 +21,10 @@ from orchestrator.cli.printing import Part
 from orchestrator.config.duration import format_duration
 from orchestrator.core.slot import HeadState
 from orchestrator.errors import NothingStoredError
-from orchestrator.jobs.journal import QUEUE_NAME
 from orchestrator.record.archive import StoredEvent, StoredRun, missed_of, read_events, read_run
 from orchestrator.record.folders import Listed, go_on_command, summary_of
 from orchestrator.record.history import all_state_spans, courses, sampled_between
-from orchestrator.record.jobs import QueueReader
+from orchestrator.record.jobs import QUEUE_NAME, QueueReader
 from orchestrator.record.output import last_lines, slots_with_output
 from orchestrator.record.store import STORE_NAME
 from orchestrator.record.summary import summary_dict

@@ -54,7 +54,7 @@ class WorkerActor:
 
 
 class _News:
-    """What has happened and was printed, until the head has acknowledged it: an answer may be lost."""
+    """What has happened and was printed, until the head has acknowledged it."""
 
     def __init__(self) -> None:
         self._number = 0

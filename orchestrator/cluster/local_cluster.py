@@ -27,6 +27,7 @@ from orchestrator.cluster.connect import check_surroundings, driver, use_private
 from orchestrator.cluster.raylets import RayletPlan, Raylets
 from orchestrator.core.fleet import Fleet
 from orchestrator.errors import NoClusterError
+from workers.keeper.processes import tidies
 
 #: Unix socket paths end at 107 bytes, and Ray puts 70 of its own behind its folder.
 _LONGEST_FOLDER = 35
@@ -129,7 +130,8 @@ def _end_descendants(except_pids: set[int]) -> None:
             return
         for child in alive:
             with contextlib.suppress(psutil.Error):
-                if child.status() != psutil.STATUS_ZOMBIE:
+                is_late = time.monotonic() > deadline - _END_TIMEOUT_S / 2
+                if child.status() != psutil.STATUS_ZOMBIE and (is_late or not tidies(child.pid)):
                     child.kill()
         psutil.wait_procs(alive, timeout=0.2)
         for child in alive:

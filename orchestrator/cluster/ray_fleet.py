@@ -27,7 +27,7 @@ from orchestrator.cluster.actor import WorkerActor
 from orchestrator.cluster.command_folder import sent_folder
 from orchestrator.cluster.liveness import Pulse
 from orchestrator.cluster.node_tasks import NODE_LABEL, in_a_line, status_command
-from orchestrator.cluster.raylets import Raylets, reap_keepers
+from orchestrator.cluster.raylets import Raylets
 from orchestrator.core.fleet import Heard, NodeFact, Reservation, Told, Unreached
 from orchestrator.errors import NoClusterError, PreflightError, UsageError
 from workers.host.machine import visible_cards
@@ -95,7 +95,7 @@ class RayFleet:
                 process.
         """
         if self._raylets is not None:
-            reap_keepers()
+            self._raylets.reap()
         now_s = time.monotonic()
         self._head_pulse.silent({_HEAD: self._head_door}, now_s)
         if not self._head_pulse.answered(_HEAD, now_s):
@@ -183,7 +183,7 @@ class RayFleet:
                 return heard
 
     def _ask_all(self) -> float:
-        """Ask every actor that is not asked already; return when the next one may be asked again."""
+        """Ask every actor that is not asked already; return when the next may be asked again."""
         now_s, next_s = time.monotonic(), math.inf
         for asked in self._asked.values():
             if asked.poll is not None or asked.orders is None:

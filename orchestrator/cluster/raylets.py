@@ -40,6 +40,11 @@ _AGENTS = ("--dashboard_agent_command", "--runtime_env_agent_command")
 _NO_PORT = -1
 
 
+#: What `ps` calls processes that may lose their parent: all but workers of Ray, and those.
+_ADOPTED = frozenset({keeper.NAME, SERVER_NAME, _IDLE})
+_WORKER = "ray::"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayletPlan:
     """One raylet to start."""
@@ -197,6 +202,17 @@ class Raylets:
                 node.kill_all_processes(check_alive=False, allow_graceful=False)
         self._starter.shutdown()
 
+    def reap(self) -> None:
+        """Take note of the end of Ray's processes that were started here, and of what they left.
+
+        A worker ends with its raylet only when that is no zombie any more.
+        """
+        for node in list(self._nodes.values()):
+            for infos in list(node.all_processes.values()):
+                for info in list(infos):
+                    info.process.poll()
+        reap_adopted()
+
     def _reap(self) -> None:
         """Take note of the end of processes whose raylet died before them: they became children of
         this one.
@@ -214,16 +230,16 @@ class Raylets:
             start.result()
 
 
-def reap_keepers() -> None:
-    """Take note of the end of keepers and their servers: they leave their worker, and so became
-    children of this process. What else has ended is for those who started it.
+def reap_adopted() -> None:
+    """Take note of the end of keepers, their servers and workers of Ray: they lost their parent,
+    and so became children of this process. What else has ended is for those who started it.
     """
-    with contextlib.suppress(ChildProcessError):  # there are no children
-        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
-            name = Path(f"/proc/{ended.si_pid}/comm").read_text(encoding="utf-8").rstrip("\n")
-            if name not in {keeper.NAME, SERVER_NAME}:
-                return
-            os.waitpid(ended.si_pid, 0)
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # the thread, or a child of it, is gone meanwhile
+            for pid in map(int, (thread / "children").read_text(encoding="ascii").split()):
+                name = Path(f"/proc/{pid}/comm").read_text(encoding="utf-8").rstrip("\n")
+                if name in _ADOPTED or name.startswith(_WORKER):
+                    os.waitpid(pid, os.WNOHANG)
 
 
 def _family(pid: int) -> list[psutil.Process]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
-from typing import TypeVar, get_args
+from typing import Final, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -61,6 +61,14 @@ def checked(source: YamlSource, model: type[Model]) -> Model:
     raise refusals(source, [_problem(source, model, *item) for item in found.items()])
 
 
+#: Keys that cluster.yaml had once, and what to do instead.
+_LEFT: Final = {
+    "train.min_seq": "documents of unequal lengths are your own text: train.data, with "
+    "train.documents: files or lines",
+    "train.start_method": "no such line; loader processes are always started by a fork server",
+}
+
+
 def refusals(source: YamlSource, problems: Iterable[Problem]) -> ConfigError:
     """Return the error with `problems` in the order of the file, then of the overrides.
 
@@ -92,6 +100,8 @@ def _problem(
     """Return what is wrong at one place, in a sentence of one line."""
     details, kind, fields = errors[0], errors[0]["type"], _fields(model, path[:-1])
     if kind == "extra_forbidden":
+        if instead := _LEFT.get(".".join(path[-2:])):
+            return source.problem(path, "has left", instead)
         keys, new = sorted(fields), _RENAMED.get(path[-1])
         hint = f"; it is called {new} now" if new in keys else nearest(path[-1], keys)
         return source.problem(path, f"unknown key{hint}", ", ".join(keys))

@@ -1,1 +1,1 @@
-"""Commands to a running run: the socket of its head, and how others send to it."""
+"""Commands of the user: to the slots of a running run, and to the jobs of a queue."""

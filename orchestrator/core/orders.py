@@ -1,5 +1,4 @@
-"""What is wanted of a slot's process, as the slot stands: `Orders`, which the next polls take along.
-Pure.
+"""What is wanted of a slot's process, as the slot stands: the `Orders` of the next polls. Pure.
 
 Orders say the whole of it, so that orders that come twice, or not at all, change nothing. Decides
 nothing about the slot (`lifecycle.py`).

@@ -191,6 +191,7 @@ def plan_slots(config: Config, target: Target) -> tuple[SlotPlan, ...]:
                 ),
                 thermal=thermal,
                 check_share=config.verify.share,
+                poll_s=config.run.poll_s,
             )
             cpus, gpus = budget.cpus_per_worker, budget.gpu_fraction
             plans.append(SlotPlan(spec=spec, num_cpus=cpus, num_gpus=gpus, gpu=node.gpu))

@@ -372,7 +372,7 @@ class Note:
     fields: tuple[tuple[str, Scalar], ...] = ()
 
 
-#: What is to be done once. What is wanted of the slot's process follows from the slot (`orders.py`).
+#: What is to be done once. What is wanted of the process follows from the slot (`orders.py`).
 Command: TypeAlias = Place | Abandon | EndRun | Note
 
 #: The slot after an event, and what the supervisor is to do about it, in this order.

@@ -5,20 +5,18 @@ Pure. Does not look at jobs without an attempt, and does not start any (`queue.p
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 
-from orchestrator.jobs import milestones, packing, placement
+from orchestrator.jobs import milestones, places
 from orchestrator.jobs.index import Aside, Reach
 from orchestrator.jobs.lifecycle import is_better
 from orchestrator.jobs.model import (
     AttemptEnded,
     Card,
     JobState,
-    Kind,
     Measured,
     Milestones,
-    Packed,
     Reached,
     Recalled,
     Record,
@@ -31,9 +29,6 @@ from workers.units import GIB
 
 #: A speed is recorded again when it differs by so much, a better value of the metric so often.
 _SPEED_CHANGE, _BEST_EVERY_S = 0.2, 60.0
-#: What a move is assumed to cost: a checkpoint of gpt2-small, 1.5 GB, over 1 GbE, saved in 10 s,
-#: sent in 15 s, loaded in 15 s. It must save so many times that.
-_MOVE_S, _MOVE_MARGIN = 40.0, 3.0
 #: A job that found its card taken by other programs lets those go first that may need less.
 TAKEN_S = 600
 
@@ -67,7 +62,7 @@ def recall_of(standing: Standing, seen: Seen, world: World) -> Recalled | None:
         return None
     budget = standing.budget_bytes or 0
     why = f"not even its smallest step fits in {budget / GIB:.1f} GiB of {standing.card}"
-    if any(placement.suits(job, each) and each.room_bytes > budget for each in world.cards):
+    if any(places.suits(job, each) and each.room_bytes > budget for each in world.cards):
         return recalled(standing, world, JobState.QUEUED, why, least_room_bytes=budget + 1)
     why += ", and no card here has more"
     return recalled(standing, world, JobState.PARKED, why, least_room_bytes=budget)
@@ -99,16 +94,18 @@ def milestone_of(
 
 
 def measured(standing: Standing, aside: Aside, seen: Seen, world: World) -> list[Record]:
-    """Return the speed and the best value of an attempt, where they are worth a record."""
+    """Return the speed and the best value of an attempt, where they are worth a record.
+
+    On a card that it may share its speed is that of both.
+    """
     card, speed = _card(world.cards, standing.card), seen.steps_per_s
     if card is None or speed is None or world.now_s < aside.measured_at_s + _BEST_EVERY_S:
         return []
     known = standing.speeds.get(card.title)
-    has_better = seen.value is not None and is_better(standing, seen.value)
     is_known = known is not None and abs(speed - known) <= _SPEED_CHANGE * known
-    is_due = standing.alone and card.title not in standing.paces
-    pace = packing.pace_of(seen.paces) if is_due else None
-    if (is_known or not standing.alone) and pace is None and not has_better:
+    is_news = standing.alone and not is_known
+    has_better = seen.value is not None and is_better(standing, seen.value)
+    if not is_news and not has_better:
         return []
     return [
         Measured(
@@ -116,63 +113,10 @@ def measured(standing: Standing, aside: Aside, seen: Seen, world: World) -> list
             job=standing.job.name,
             card_title=card.title,
             steps_per_s=speed if standing.alone else None,
-            pace=pace,
             best=seen.value if has_better else None,
             best_step=seen.step if has_better else None,
         )
     ]
-
-
-def move_of(
-    standing: Standing, speeds: Mapping[str, float], card: Card, world: World
-) -> tuple[float, Recalled] | None:
-    """Return the move of a training to a free card, with the seconds that it gains, if it pays.
-
-    `speeds` are those of one that is alone, by the title of a card.
-    """
-    job, seen, source = standing.job, seen_of(standing, world), _card(world.cards, standing.card)
-    if seen is None or source is None or seen.eta_s is None or standing.recalled_to is not None:
-        return None
-    taken = max(standing.least_room_bytes or 0, standing.peak_bytes or 0, seen.peak_bytes or 0)
-    if job.kind is not Kind.TRAIN or not placement.suits(job, card) or card.room_bytes < taken:
-        return None
-    here, there = source.speed, card.speed
-    if source.title in speeds and card.title in speeds:
-        here, there = speeds[source.title], speeds[card.title]
-        if not standing.alone and seen.steps_per_s is not None:
-            here = seen.steps_per_s
-    gain_s = seen.eta_s * (1 - here / there)
-    if gain_s <= _MOVE_MARGIN * _MOVE_S:
-        return None
-    why = f"moves to {card.name}, where it ends {gain_s / 60:.0f} min earlier"
-    return gain_s, recalled(standing, world, JobState.QUEUED, why)
-
-
-def trial_of(pair: Sequence[Standing], card: Card, alone: float, world: World) -> list[Record]:
-    """Return what a trial of two jobs that share a card has shown, and the recall of the second
-    where it does not pay.
-
-    `alone` are the steps per second of one of them that has the card for itself.
-    """
-    seen = [seen_of(standing, world) for standing in pair]
-    if len(pair) != 2 or any(standing.recalled_to for standing in pair):
-        return []
-    found = packing.judged([() if one is None else one.paces for one in seen], alone)
-    if found is None:
-        return []
-    first, second = pair
-    told = Packed(
-        at_s=world.now_s,
-        job=first.job.name,
-        beside=second.job.name,
-        card_title=card.title,
-        gain=found.gain,
-        low=found.low,
-    )
-    if found.pays:
-        return [told]
-    why = f"two of its kind do {found.gain:.2f} times the steps of one on {card.name}"
-    return [told, recalled(second, world, JobState.QUEUED, why)]
 
 
 def is_in_hours(hours: tuple[int, int] | None, minute: int) -> bool:

@@ -157,6 +157,15 @@ def _hours(value: object) -> tuple[int, int] | None:
     return first, last
 
 
+def _pack(value: object) -> bool | None:
+    if value is None or isinstance(value, bool):
+        return value
+    raise ValueError(
+        f"{in_words(value)} is neither true nor false: two jobs share a card only where both say "
+        "so; valid: true in each of them, or leave it out"
+    )
+
+
 class _Section(BaseModel):
     """Base of all sections, as in cluster.yaml."""
 
@@ -172,13 +181,8 @@ class Shared(_Section):
         tuple[str, ...] | None, BeforeValidator(_nodes), Field(description=f"any, {_NAMES}")
     ] = None
     card: Annotated[str, Field(min_length=1, max_length=64)] | None = None
-    pack: (
-        Annotated[
-            Literal["auto", True, False],
-            Field(description="true (with others that say so), off, auto (if a trial pays)"),
-        ]
-        | None
-    ) = None
+    pack: Annotated[bool | None, BeforeValidator(_pack)] = None
+    preempt: bool | None = None
     hours: Annotated[tuple[int, int] | None, BeforeValidator(_hours)] = None
     cwd: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
     env: Annotated[dict[str, str] | None, BeforeValidator(_env)] = None
@@ -268,6 +272,7 @@ class Entry(Shared):
         tuple[str, ...] | None, BeforeValidator(_argv), Field(description=_COMMAND)
     ] = None
     cap: bool | None = None
+    parks: bool | None = None
     outputs: Annotated[tuple[str, ...], BeforeValidator(_patterns)] = ()
     memory_gib: Gib | None = None
     sweep: _SweepOrNull = None
@@ -322,4 +327,4 @@ class Document(_Section):
 
 
 #: Keys of an entry that only a command has.
-_OF_COMMANDS: Final = ("cwd", "env", "python", "time_limit", "grace", "cap", "outputs")
+_OF_COMMANDS: Final = ("cwd", "env", "python", "time_limit", "grace", "cap", "parks", "outputs")

@@ -1,20 +1,17 @@
-"""The jobs of a queue by what a decision asks for, so that none walks through all of them. Pure.
+"""What a decision asks of the jobs of a queue, gathered in one walk through all of them. Pure.
 
-What it holds follows from the standings alone: built anew after a replay, it is the same. Decides
-nothing but what a job comes to whose others have ended.
+Made anew once the queue has changed: of 1,000 jobs it takes a few milliseconds. Decides nothing but
+what a job comes to whose others have ended.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias, TypeVar
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
 
-from orchestrator.jobs.model import ENDED, ON_CARD, Job, JobState, Standing
-from orchestrator.jobs.packing import likeness
-from orchestrator.jobs.placement import LEVEL_S
+from orchestrator.jobs.model import ENDED, IN_LINE, ON_CARD, Job, JobState, Standing
 
 #: A job, a milestone that it has reached, and its metric there.
 Reach: TypeAlias = tuple[str, int, float]
@@ -22,14 +19,10 @@ Reach: TypeAlias = tuple[str, int, float]
 
 @dataclass(slots=True, kw_only=True)
 class Aside:
-    """What the queue remembers of a job besides its standing. In the journal only when that was
-    compacted.
-    """
+    """What the queue remembers of a job besides its standing; stored with it."""
 
     number: int
     """In order of submission."""
-    queued_at_s: float | None = None
-    """Since when its waiting counts."""
     wake_at_s: float = 0.0
     """While PARKED: not before."""
     in_row: int = 0
@@ -37,200 +30,140 @@ class Aside:
     no_room: int = 0
     """Times in a row that it had no room, and no card was larger."""
     measured_at_s: float = 0.0
-    milestone: int = 0
-    """The last that it reached."""
+    to_recall: bool = False
+    """Whether it is on a card, and a user has said where it goes."""
+    reached: tuple[tuple[int, float, float], ...] = ()
+    """Its milestones: the step, the value of its metric, and the world's time."""
+
+    @property
+    def milestone(self) -> int:
+        """The last that it reached; 0 before the first."""
+        return self.reached[-1][0] if self.reached else 0
 
 
 class Needs(NamedTuple):
-    """What decides where a job may run; jobs with the same needs form one line."""
+    """What decides where a job may ever run."""
 
     nodes: tuple[str, ...]
     card: str | None
     memory_bytes: int | None
     least_room_bytes: int | None
-    hours: tuple[int, int] | None
 
 
-Place: TypeAlias = tuple[float, int, str]
-"""Of a job in its line: when its waiting began, earlier by an hour for each level of priority; its
-number; its name."""
-
-
-@dataclass(slots=True)
 class Index:
-    """The standings by what a decision asks for, so that none walks through all of them."""
+    """The jobs of a queue as it is now, by what a decision asks for."""
 
-    standings: Mapping[str, Standing]
-    asides: Mapping[str, Aside]
-    open: int = 0
-    """Jobs that have not ended."""
-    moving: int = 0
-    """Those among them that neither wait for others nor are PAUSED."""
-    on_card: dict[str, None] = field(default_factory=dict)
-    cards: Counter[str] = field(default_factory=Counter)
-    """Attempts by card."""
-    parked: dict[str, None] = field(default_factory=dict)
-    paused: dict[str, dict[str, None]] = field(default_factory=dict)
-    """By sweep."""
-    active: Counter[str] = field(default_factory=Counter)
-    """Members of a sweep that have neither ended nor are PAUSED."""
-    lines: dict[Needs, list[Place]] = field(default_factory=dict)
-    """QUEUED jobs in their order."""
-    needs: dict[Needs, dict[str, None]] = field(default_factory=dict)
-    """Jobs that are to start at some time."""
-    followers: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
-    due: dict[str, tuple[JobState, str]] = field(default_factory=dict)
-    """What WAITING jobs come to whose others have ended, and SKIPPED ones whose others have not."""
-    reached: dict[str, list[Reach]] = field(default_factory=lambda: defaultdict(list))
-    speeds: dict[str, tuple[int, Mapping[str, float]]] = field(default_factory=dict)
-    """By sweep, those of the first of its members that was measured, with its number."""
-    alike_paces: dict[str, dict[str, tuple[int, float]]] = field(default_factory=dict)
-    """Of the first that was measured of jobs whose steps cost the same, with its number; by the
-    title of a card.
-    """
-    alike_bytes: dict[str, int] = field(default_factory=dict)
-    """The most that one of them took."""
+    def __init__(
+        self,
+        standings: Mapping[str, Standing],
+        asides: Mapping[str, Aside],
+        likeness: Mapping[str, str | None],
+    ) -> None:
+        """Walk through all jobs, in their order; `likeness` is by job (`places.likeness`)."""
+        self._standings, self._likeness = standings, likeness
+        self.open = 0
+        """Jobs that have not ended."""
+        self.moving = 0
+        """Those among them that neither wait for others nor are PAUSED."""
+        self.on_card: list[str] = []
+        self.cards: Counter[str] = Counter()
+        """Attempts by card."""
+        self.parked: list[str] = []
+        self.paused: dict[str, dict[str, None]] = defaultdict(dict)
+        """By sweep."""
+        self.active: Counter[str] = Counter()
+        """Members of a sweep that have neither ended nor are PAUSED."""
+        self.in_line: list[str] = []
+        self.needs: dict[Needs, list[str]] = defaultdict(list)
+        """Jobs that are to start at some time."""
+        self.due: dict[str, tuple[JobState, str]] = {}
+        """What WAITING jobs come to whose others have ended, and SKIPPED ones whose others have
+        not."""
+        self.reached: dict[str, list[Reach]] = defaultdict(list)
+        """Milestones by sweep, in the order in which they were reached."""
+        self._speeds: dict[str, dict[str, float]] = defaultdict(dict)
+        """Steps per second of a job that is alone, by likeness or sweep and by the title of a card;
+        of the first of these jobs that was measured.
+        """
+        self._alike_bytes: dict[str, int] = {}
+        """The most that one of jobs alike took."""
+        reached: list[tuple[float, int, str, Reach]] = []
+        for name, standing in standings.items():
+            if standing.state in ENDED:
+                if standing.state is JobState.SKIPPED:
+                    self._check(standing)
+            else:
+                self._add(standing)
+            if standing.speeds or standing.peak_bytes:
+                self._measured(standing)
+            aside, sweep = asides[name], standing.job.sweep or ""
+            for milestone, value, at_s in aside.reached:
+                reached.append((at_s, aside.number, sweep, (name, milestone, value)))
+        for _, _, sweep, entry in sorted(reached, key=lambda each: each[:2]):
+            self.reached[sweep].append(entry)
 
-    def build(self, reached: Iterable[Reach]) -> None:
-        """Take in all that there is."""
-        for standing in self.standings.values():
-            self.enter(standing)
-        for standing in self.standings.values():
-            self.add(standing)
-            self.measured(standing)
-        for entry in reached:
-            self.reach(self.standings[entry[0]].job.sweep, entry)
-
-    def enter(self, standing: Standing) -> None:
-        """Take in a job, once."""
-        for name in standing.job.after:
-            self.followers[name].append(standing.job.name)
-
-    def add(self, standing: Standing) -> None:
-        """Take in a job in its new state."""
-        name, state, sweep = standing.job.name, standing.state, standing.job.sweep or ""
-        if state in ENDED:
-            if state is JobState.SKIPPED:
-                self._check(name)
-            return
-        self._count(standing, 1)
+    def _add(self, standing: Standing) -> None:
+        """Take in a job that has not ended."""
+        job, state = standing.job, standing.state
+        self.open += 1
         if state is JobState.PAUSED:
-            self.paused.setdefault(sweep, {})[name] = None
-        elif state in ON_CARD:
-            self.on_card[name] = None
+            self.paused[job.sweep or ""][job.name] = None
+            return
+        self.active[job.sweep or ""] += 1
+        if state is JobState.WAITING:
+            self._check(standing)
+        else:
+            self.moving += 1
+        if state in ON_CARD:
+            self.on_card.append(job.name)
+            self.cards[standing.card or ""] += 1
         elif state is not JobState.HELD:
             needs = needs_of(standing)
-            self.needs.setdefault(needs, {})[name] = None
-            if state is JobState.PARKED:
-                self.parked[name] = None
-            elif state is JobState.QUEUED:
-                insort(self.lines.setdefault(needs, []), self._place(standing))
-            else:
-                self._check(name)
+            self.needs[needs].append(job.name)
+            if state in IN_LINE:
+                self.in_line.append(job.name)
+            elif state is JobState.PARKED:
+                self.parked.append(job.name)
 
-    def remove(self, standing: Standing) -> None:
-        """Take a job out, before it changes."""
-        name = standing.job.name
-        for names in (self.on_card, self.parked, self.due):
-            names.pop(name, None)
-        if standing.state in ENDED:
-            return
-        self._count(standing, -1)
-        needs = needs_of(standing)
-        _take(self.paused, standing.job.sweep or "", name)
-        _take(self.needs, needs, name)
-        if standing.state is JobState.QUEUED:
-            line = self.lines[needs]
-            del line[bisect_left(line, self._place(standing))]
-            if not line:
-                del self.lines[needs]
-
-    def _count(self, standing: Standing, by: int) -> None:
-        state = standing.state
-        self.open += by
-        self.moving += by * (state not in {JobState.WAITING, JobState.PAUSED})
-        self.active[standing.job.sweep or ""] += by * (state is not JobState.PAUSED)
-        if state in ON_CARD:
-            self.cards[standing.card or ""] += by
-
-    def look_behind(self, name: str) -> None:
-        """Look at the jobs after one that has come in, has ended, or begins once more."""
-        for follower in self.followers.get(name, ()):
-            if self.standings[follower].state in {JobState.WAITING, JobState.SKIPPED}:
-                self._check(follower)
-
-    def reach(self, sweep: str | None, entry: Reach) -> None:
-        """Take in a milestone of a member."""
-        self.reached[sweep or ""].append(entry)
-
-    def measured(self, standing: Standing) -> None:
+    def _measured(self, standing: Standing) -> None:
         """Take in speeds, and the most memory that it took."""
-        if not (standing.speeds or standing.peak_bytes):
-            return
-        alike = likeness(standing.job)
+        alike = self._likeness[standing.job.name]
         if alike is not None and standing.peak_bytes:
-            self.alike_bytes[alike] = max(standing.peak_bytes, self.alike_bytes.get(alike, 0))
-        if not standing.speeds:
-            return
-        sweep, number = standing.job.sweep, self.asides[standing.job.name].number
-        if alike is not None:
-            known = self.alike_paces.setdefault(alike, {})
-            for title, pace in standing.paces.items():
-                if number <= known.get(title, (number, pace))[0]:
-                    known[title] = (number, pace)
-        if sweep is not None and (sweep not in self.speeds or number <= self.speeds[sweep][0]):
-            self.speeds[sweep] = (number, standing.speeds)
-
-    def paces_alike(self, job: Job) -> Mapping[str, float]:
-        """Return the paces of jobs whose steps cost as much, by the title of a card."""
-        of = self.alike_paces.get(likeness(job) or "", {})
-        return {title: pace for title, (_, pace) in of.items()}
+            self._alike_bytes[alike] = max(standing.peak_bytes, self._alike_bytes.get(alike, 0))
+        for key in filter(None, (alike, standing.job.sweep)):
+            for title, speed in standing.speeds.items():
+                self._speeds[key].setdefault(title, speed)
 
     def speeds_of(self, standing: Standing) -> Mapping[str, float]:
-        """Return the speeds of a job that is alone, by the title of a card: its own, else those of
-        a job like it, else those of a member of its sweep.
+        """Return the steps per second of a job that is alone, by the title of a card: its own, and
+        on other cards those of a job alike; where there are none, those of a member of its sweep.
         """
-        _, of_sweep = self.speeds.get(standing.job.sweep or "", (0, {}))
-        return standing.speeds or self.paces_alike(standing.job) or of_sweep
+        for key in filter(None, (self._likeness[standing.job.name], standing.job.sweep)):
+            known = self._speeds.get(key, {})
+            if known or standing.speeds:
+                return {**known, **standing.speeds}
+        return standing.speeds
 
-    def ahead(self, name: str) -> int:
-        """Return how many QUEUED jobs are before one."""
-        place = self._place(self.standings[name])
-        return sum(bisect_left(line, place) for line in self.lines.values())
+    def peak_bytes_of(self, standing: Standing) -> int | None:
+        """Return the most that a job took so far, else that a job alike did; `None`: unknown."""
+        alike = self._likeness[standing.job.name]
+        return standing.peak_bytes or self._alike_bytes.get(alike or "")
 
-    def _place(self, standing: Standing) -> Place:
-        aside = self.asides[standing.job.name]
-        since_s = standing.since_s if aside.queued_at_s is None else aside.queued_at_s
-        return since_s - LEVEL_S * standing.job.priority, aside.number, standing.job.name
-
-    def _check(self, name: str) -> None:
-        standing = self.standings[name]
-        found = _after(standing.job, self.standings)
+    def _check(self, standing: Standing) -> None:
+        """Look at a job that waits for others, or was skipped for their sake."""
+        found = _after(standing.job, self._standings)
         if standing.state is JobState.SKIPPED:
             is_again = found is None or found[0] is not JobState.SKIPPED
             why = f"waits for {', '.join(standing.job.after)}"
             found = (JobState.WAITING, why) if is_again else None
-        if found is None:
-            self.due.pop(name, None)
-        else:
-            self.due[name] = found
+        if found is not None:
+            self.due[standing.job.name] = found
 
 
 def needs_of(standing: Standing) -> Needs:
     """Return what decides where a job may run."""
     job = standing.job
-    return Needs(job.nodes, job.card, job.memory_bytes, standing.least_room_bytes, job.hours)
-
-
-_Key = TypeVar("_Key")
-
-
-def _take(sets: dict[_Key, dict[str, None]], key: _Key, name: str) -> None:
-    """Remove a name from one of the sets, if it is there, and the set once it is empty."""
-    names = sets.get(key, {})
-    names.pop(name, None)
-    if not names:
-        sets.pop(key, None)
+    return Needs(job.nodes, job.card, job.memory_bytes, standing.least_room_bytes)
 
 
 def _after(job: Job, standings: Mapping[str, Standing]) -> tuple[JobState, str] | None:

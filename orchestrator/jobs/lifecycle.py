@@ -5,6 +5,7 @@
                            │        Recalled, then Rested (MOVING where it goes on elsewhere)
                            │                    v
                            └─Settled, Said── PARKED, PAUSED, HELD        any ──Said──> CANCELLED
+                     PREEMPTED ──Assigned──> RUNNING: it is in line as QUEUED is
 
     SKIPPED ──Settled──> WAITING, once what it was skipped for begins again
 
@@ -30,6 +31,7 @@ from orchestrator.jobs import causes
 from orchestrator.jobs.causes import Retry, retry_of
 from orchestrator.jobs.model import (
     ENDED,
+    IN_LINE,
     ON_CARD,
     Assigned,
     AttemptEnded,
@@ -58,7 +60,7 @@ Changes: TypeAlias = dict[str, Any]
 
 
 class IllegalRecordError(RuntimeError):
-    """A record that no rule allows for its job as it stands: a defect, or a damaged journal."""
+    """A record that no rule allows for its job as it stands: a defect, or a user's mistake."""
 
     def __init__(self, standing: Standing | None, record: Record, why: str) -> None:
         name = "the queue" if standing is None else standing.job.name
@@ -117,7 +119,7 @@ def _assigned(standing: Standing, record: Assigned) -> Changes:
     return _into(
         standing,
         JobState.RUNNING,
-        f"on {record.card}" + ("" if record.alone else ", beside another job"),
+        f"on {record.card}" + ("" if record.alone else ", which it may share"),
         record.at_s,
         attempt=record.attempt,
         card=record.card,
@@ -229,8 +231,6 @@ def _measured(standing: Standing, record: Measured) -> Changes:
     changes: Changes = {}
     if record.steps_per_s is not None:
         changes["speeds"] = {**standing.speeds, record.card_title: record.steps_per_s}
-    if record.pace is not None:
-        changes["paces"] = {**standing.paces, record.card_title: record.pace}
     if record.best is not None:
         changes |= {"best": record.best, "best_step": record.best_step}
     return changes
@@ -290,6 +290,7 @@ def _said_after_end(standing: Standing, record: Said) -> Changes:
 _SETTLES: Mapping[JobState, frozenset[JobState]] = {
     JobState.WAITING: frozenset({JobState.QUEUED, JobState.SKIPPED, JobState.INFEASIBLE}),
     JobState.QUEUED: frozenset({JobState.PARKED, JobState.INFEASIBLE}),
+    JobState.PREEMPTED: frozenset({JobState.INFEASIBLE}),
     JobState.PARKED: frozenset({JobState.QUEUED, JobState.INFEASIBLE}),
     JobState.PAUSED: frozenset({JobState.QUEUED, JobState.STOPPED}),
     JobState.SKIPPED: frozenset({JobState.WAITING}),
@@ -306,7 +307,7 @@ _ASIDE = frozenset(JobState) - ENDED - ON_CARD
 #: What a record does to a job by its state: its handler, or why it changes nothing. What is not
 #: here is illegal. Submitted and QueueHeld are the queue's.
 _TABLE: Mapping[type[Record], Mapping[JobState, Handler | str]] = {
-    Assigned: {JobState.QUEUED: _assigned},
+    Assigned: dict.fromkeys(IN_LINE, _assigned),
     Recalled: dict.fromkeys(ON_CARD, _recalled),
     Rested: dict.fromkeys(ON_CARD, _rested),
     AttemptEnded: dict.fromkeys(ON_CARD, _attempt_ended),

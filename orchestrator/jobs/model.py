@@ -1,5 +1,5 @@
-"""The values of the queue: a job, how it stands, what is seen of the cards, and the records of the
-journal.
+"""The values of the queue: a job, how it stands, what is seen of the cards, and the records that
+change it.
 
 Frozen values without behaviour, except for their own checks. Which record follows from what is in
 `queue.py`. Pure.
@@ -18,7 +18,7 @@ from workers.settings import CommandSpec, Scalar
 class JobState(StrEnum):
     """How a job stands. Shown."""
 
-    # The same as that of an enum, whose own is three times slower: a replay asks very often.
+    # An enum's own is a function of Python, and each turn asks for that of every job.
     __hash__ = str.__hash__
 
     #: The jobs that it comes after have not ended.
@@ -33,6 +33,8 @@ class JobState(StrEnum):
     PARKED = "PARKED"
     #: It reached a milestone, and others go first.
     PAUSED = "PAUSED"
+    #: It saved and gave its card to a job of higher priority, and is in line again.
+    PREEMPTED = "PREEMPTED"
     #: The user has it wait.
     HELD = "HELD"
     DONE = "DONE"
@@ -60,6 +62,10 @@ ENDED = frozenset(
 
 #: A job in one of these states has an attempt on a card.
 ON_CARD = frozenset({JobState.RUNNING, JobState.MOVING})
+
+
+#: A job in one of these states starts as soon as it has a place.
+IN_LINE = frozenset({JobState.QUEUED, JobState.PREEMPTED})
 
 
 class Kind(StrEnum):
@@ -113,8 +119,12 @@ class Job:
     """A part of the card's name that it needs."""
     memory_bytes: int | None = None
     """What it needs on a card, as the user says; `None`: predicted or measured."""
-    pack: bool | None = None
-    """Whether it may share a card: `None` (auto) if a trial shows that it pays."""
+    pack: bool = False
+    """Whether it may share a card with another job that says so."""
+    preempt: bool = False
+    """Whether jobs of lower priority save and make room for it where it has no card else."""
+    parks: bool = False
+    """Of a command: whether it saves at SIGTERM and goes on when it is started again."""
     hours: tuple[int, int] | None = None
     """Minutes of the local day from and to which it may run; may cross midnight."""
     milestones: Milestones | None = None
@@ -192,8 +202,6 @@ class Seen:
     value: float | None = None
     """Of the job's metric, at `step`."""
     steps_per_s: float | None = None
-    paces: tuple[float, ...] = ()
-    """Steps per second in windows, since it is alone on its card or one other is beside it."""
     eta_s: float | None = None
     peak_bytes: int | None = None
     out_of_memory: int = 0
@@ -230,8 +238,8 @@ class Word(StrEnum):
     RETRY = "retry"
 
 
-# The records of the journal. Each is a decision or an observation that decisions rest on; the queue
-# is what they add up to. `at_s` is the world's `now_s`.
+# The records of the queue. Each is a decision or an observation that decisions rest on, and changes
+# how a job stands. `at_s` is the world's `now_s`.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,7 +277,7 @@ class Assigned:
     card: str
     budget_bytes: int
     alone: bool
-    """Whether it has the card for itself."""
+    """Whether it has the card for itself: no other job may join it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,7 +288,7 @@ class Recalled:
     job: str
     attempt: int
     to: JobState
-    """QUEUED (after a move), PARKED, PAUSED, HELD or CANCELLED."""
+    """QUEUED (for more room, or released), PARKED, PAUSED, PREEMPTED, HELD or CANCELLED."""
     reason: str
     least_room_bytes: int | None = None
     """Where not even its smallest step had room: what the next card must have."""
@@ -335,23 +343,8 @@ class Measured:
     job: str
     card_title: str
     steps_per_s: float | None
-    pace: float | None = None
-    """The same over half a minute, once for a kind of card: the first steps say little."""
     best: float | None = None
     best_step: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Packed:
-    """What a kind of card did for two jobs in times of what it does for one of them: a trial."""
-
-    at_s: float
-    job: str
-    beside: str
-    card_title: str
-    gain: float
-    low: float
-    """Lower end of the 95 % interval."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -383,6 +376,8 @@ class QueueHeld:
 
     at_s: float
     reason: str | None
+    id: str | None = None
+    """Of the user's command; `None`: the queue holds itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -402,7 +397,6 @@ Record: TypeAlias = (
     | AttemptEnded
     | Reached
     | Measured
-    | Packed
     | Said
     | Settled
     | QueueHeld
@@ -449,10 +443,8 @@ class Standing:
     """A card with less room is not tried (again): predicted, or its attempt ran out of memory."""
     speeds: Mapping[str, float] = field(default_factory=dict)
     """Steps per second by the title of a card."""
-    paces: Mapping[str, float] = field(default_factory=dict)
-    """The same over half a minute."""
     exit_code: int | None = None
     sha256: str | None = None
     ended_at_s: float | None = None
     expected_start_s: float | None = None
-    """World seconds; not journalled."""
+    """World seconds; not stored."""

@@ -2,32 +2,31 @@
 
 The queue is what its records add up to (`apply`); how each changes a job is in `lifecycle.py`.
 `next_records` answers with one batch: either what was observed of attempts, or what that leads to
-for jobs without one, or what starts and moves. The caller writes it to the journal as a whole,
-applies it, carries it out, and asks again until nothing follows. So a queue that is replayed from
-the journal, asked about the same world, answers the same.
+for jobs without one, or what starts. The caller applies it and asks again until nothing follows;
+then it stores what has changed, and only then carries it out. So a queue that is made of what is
+stored, asked about the same world, answers the same.
 
 What the caller owes: every card of the configuration is in `World.cards`, closed while its node is
 away; a job whose node does not answer has no entry in `World.seen`, and one with `node_lost` once
 that has lasted `node_lost_s` of it.
 
-Does not decide where a job fits (`placement.py`), who goes on at a milestone (`milestones.py`), or
-what a cause of failure means (`causes.py`), and keeps nothing on disk (`journal.py`).
+Does not decide where a job goes (`places.py`), who goes on at a milestone (`milestones.py`), or
+what a cause of failure means (`causes.py`), and stores nothing (`record/jobs.py`).
 """
 
 from __future__ import annotations
 
-import heapq
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TypeAlias, cast, get_args
 
-from orchestrator.jobs import attempts, lifecycle, milestones, packing, placement
-from orchestrator.jobs.index import Aside, Index, Needs, Place, Reach, needs_of
+from orchestrator.jobs import attempts, lifecycle, milestones, places
+from orchestrator.jobs.index import Aside, Index, Needs, Reach
 from orchestrator.jobs.lifecycle import IllegalRecordError
 from orchestrator.jobs.model import (
-    ENDED,
+    IN_LINE,
     ON_CARD,
     Assigned,
     AttemptEnded,
@@ -36,8 +35,8 @@ from orchestrator.jobs.model import (
     HeadAway,
     Job,
     JobState,
+    Kind,
     Measured,
-    Packed,
     QueueHeld,
     Reached,
     Recalled,
@@ -50,8 +49,7 @@ from orchestrator.jobs.model import (
     SweepSubmitted,
     World,
 )
-from orchestrator.jobs.packing import Gain, likeness
-from orchestrator.jobs.placement import Candidate, Plan, Resident
+from orchestrator.jobs.places import Candidate, Place, Plan, likeness
 
 #: A node that is away for so long is lost, and its trainings go on elsewhere: without a head, a
 #: worker there trains no more.
@@ -62,8 +60,6 @@ NODE_LOST_S = 30.0
 COMMAND_LEASE_S = 60.0
 _LEASE_RESERVE_S = 15.0
 
-#: So many jobs are looked at for a place, and so many of them with the same needs.
-_CANDIDATES, _ALIKE_CANDIDATES = 32, 12
 #: So many different jobs that fail alike, each so soon after its start, hold the queue.
 _ALIKE_JOBS, _ALIKE_WITHIN_S = 3, 60.0
 #: Causes that say nothing about the queue as a whole, however many jobs they meet.
@@ -83,8 +79,8 @@ _JobRecord: TypeAlias = (
 )
 _OF_A_JOB = frozenset(get_args(_JobRecord))
 
-#: Of a frozen value that nothing else has seen yet: a replay would take twice as long with copies.
-_set = object.__setattr__
+#: Orders of a user that are known, so that one that comes twice is obeyed once.
+_SAID_KEPT = 1_000
 
 _CHANGING = re.compile(r"0x[0-9a-f]+|\d+")
 
@@ -95,26 +91,23 @@ def node_lost_s(job: Job) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
-    """A job as a compacted journal has it, in place of its records."""
+class JobRow:
+    """All that there is of a job, as it is stored."""
 
     standing: Standing
     aside: Aside
-    to_recall: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QueueKept:
-    """The queue itself as a compacted journal has it."""
+class QueueFacts:
+    """What there is of a queue besides its jobs and sweeps, as it is stored."""
 
-    held: str | None
-    reached: tuple[Reach, ...]
-    said: tuple[str, ...]
-    alike: tuple[tuple[str, str], ...]
-    packs: tuple[tuple[str, str, bool], ...] = ()
-
-
-Entry: TypeAlias = Record | Kept | QueueKept
+    held: str | None = None
+    """Why nothing starts."""
+    said: tuple[str, ...] = ()
+    """The ids of the last orders of users."""
+    alike: tuple[tuple[str, str], ...] = ()
+    """A text, and a job that failed with it soon after its start."""
 
 
 class _Standings(Mapping[str, Standing]):
@@ -133,41 +126,47 @@ class _Standings(Mapping[str, Standing]):
         return len(self._queue.names)
 
 
+_NO_FACTS = QueueFacts()
+
+
 class Queue:
     """All jobs of a run, and what comes next. See the module."""
 
-    def __init__(self) -> None:
-        """Begin without jobs."""
-        self.held: str | None = None
+    def __init__(
+        self,
+        rows: Iterable[JobRow] = (),
+        sweeps: Iterable[SweepSubmitted] = (),
+        facts: QueueFacts = _NO_FACTS,
+    ) -> None:
+        """Begin with what was stored of it, the jobs in order of submission."""
+        self.held = facts.held
         """Why nothing starts; `None`: it does."""
-        self.reached: list[Reach] = []
-        """Job, milestone and value, in journal order."""
-        self.sweeps: dict[str, SweepSubmitted] = {}
+        self.unsaved: dict[str, None] = {}
+        """Jobs whose row has changed since it was stored; who stores it empties this."""
+        self.sweeps = {sweep.name: sweep for sweep in sweeps}
         """Those whose members are asked for, by name; of one that came twice, the last."""
         self._members: dict[str, list[str]] = {}
         """Jobs by sweep, in order of submission."""
         self._standings: dict[str, Standing] = {}
         self._aside: dict[str, Aside] = {}
-        self._said: dict[str, None] = {}
-        self._to_recall: dict[str, None] = {}
-        """Jobs on a card of which a user has said where they go."""
+        self._likeness: dict[str, str | None] = {}
+        """By job, what is the same of jobs whose steps cost the same."""
+        self._said = dict.fromkeys(facts.said)
         self._alike: dict[str, dict[str, None]] = {}
         """Jobs that failed soon after their start: by the cause of a full disk alone, or by another
         cause and what they said.
         """
-        self._packs: dict[tuple[str, str], bool] = {}
-        """Whether it pays that two jobs share a card, by what they have in common and its title."""
-        self._given: set[str] = set()
-        """Jobs whose standing was handed out and may not change in place any more."""
+        for text, job in facts.alike:
+            self._alike.setdefault(text, {})[job] = None
         self._index: Index | None = None
         self._world: World | None = None
         """The last one that it was asked about: why jobs wait is worked out for those who look."""
         self._plan: Plan | None = None
-        self._closed: set[Needs] = set()
-        """Lines that are outside their hours."""
         self._fitting_cards: tuple[Card, ...] = ()
         self._fitting: dict[Needs, str | None] = {}
         """Why needs are never met on these cards: only so that it is not asked again."""
+        for row in rows:
+            self._add(row.standing, row.aside)
 
     @property
     def standings(self) -> Mapping[str, Standing]:
@@ -202,9 +201,7 @@ class Queue:
 
     def members(self, sweep: str) -> tuple[Standing, ...]:
         """Return the members of a sweep that there are, in order of submission."""
-        names = self._members.get(sweep, ())
-        self._given.update(names)
-        return tuple(self._standings[name] for name in names)
+        return tuple(self._standings[name] for name in self._members.get(sweep, ()))
 
     def wants_member(self, sweep: str, places: int) -> bool:
         """Return whether a sweep has more members to come, and fewer than `places` at work."""
@@ -216,24 +213,21 @@ class Queue:
     def shown(self, name: str) -> Standing:
         """Return how a job stands; where it is in line, with the reason and the expected start."""
         standing = self._standings[name]
-        self._given.add(name)
-        if standing.state is not JobState.QUEUED:
+        if standing.state not in IN_LINE:
             return standing
         if self.held is not None:
             return replace(standing, reason=f"the queue is held: {self.held}")
         if self._world is None:
             return standing
-        plan, needs = self._planned(self._world), needs_of(standing)
-        reason = plan.reasons.get(name)
-        if needs in self._closed:
-            reason = attempts.hours_in_words(needs.hours)
-        elif reason is None and (ahead := self._indexed().ahead(name)):
-            reason = f"{ahead:,} jobs are before it"
-        expected = plan.expected_start_s.get(name)
-        return replace(standing, reason=reason or standing.reason, expected_start_s=expected)
+        plan, hours = self._planned(self._world), standing.job.hours
+        reason = plan.reasons.get(name, standing.reason)
+        if not attempts.is_in_hours(hours, self._world.minute_of_day):
+            reason = attempts.hours_in_words(hours)
+        expected_s = plan.expected_start_s.get(name)
+        return replace(standing, reason=reason, expected_start_s=expected_s)
 
     def why_refused(self, record: Record) -> str | None:
-        """Return why a record from the inbox is not for the journal; `None`: it is."""
+        """Return why a record of a user is not taken; `None`: it is."""
         if isinstance(record, Submitted):
             there = self._standings.get(record.job.name)
             if there is not None and there.job.id == record.job.id:
@@ -241,11 +235,10 @@ class Queue:
             return None if there is None else self._taken(record.job.name)
         if isinstance(record, SweepSubmitted):
             return self._why_sweep_refused(record)
-        if isinstance(record, Said):
-            if record.id in self._said:
-                return "it has been obeyed already"
-            if record.job not in self._standings:
-                return f"there is no job called {record.job}"
+        if isinstance(record, Said | QueueHeld) and record.id in self._said:
+            return "it has been obeyed already"
+        if isinstance(record, Said) and record.job not in self._standings:
+            return f"there is no job called {record.job}"
         return None
 
     def _why_sweep_refused(self, record: SweepSubmitted) -> str | None:
@@ -260,12 +253,13 @@ class Queue:
     def _taken(self, name: str) -> str:
         return f"there is another job called {name} ({self._standings[name].job.origin})"
 
-    def apply(self, record: Entry) -> None:
+    def apply(self, record: Record) -> None:
         """Add a record. One that has been taken already changes nothing.
 
         Raises:
-            IllegalRecordError: It cannot happen as things stand.
+            IllegalRecordError: It cannot happen as things stand; nothing has changed.
         """
+        self._index = None
         if type(record) in _OF_A_JOB:
             self._apply_to_job(cast("_JobRecord", record))
         elif isinstance(record, Submitted):
@@ -275,48 +269,32 @@ class Queue:
         elif isinstance(record, QueueHeld):
             self.held = record.reason
             self._alike.clear()
+            if record.id is not None:
+                self._said[record.id] = None
         elif isinstance(record, HeadAway):
             self._leave_out(record)
-        elif isinstance(record, Packed):
-            alike = likeness(self._standing(record).job) or ""
-            self._packs[alike, record.card_title] = Gain(record.gain, record.low).pays
-        elif isinstance(record, Kept):
-            name = record.standing.job.name
-            self._aside[name] = record.aside
-            if record.to_recall:
-                self._to_recall[name] = None
-            self._add(record.standing)
-        elif isinstance(record, QueueKept):
-            self.held = record.held
-            self.reached = list(record.reached)
-            self._said = dict.fromkeys(record.said)
-            for text, job in record.alike:
-                self._alike.setdefault(text, {})[job] = None
-            self._packs = {(alike, title): pays for alike, title, pays in record.packs}
-            self._index = None
 
     def _leave_out(self, gap: HeadAway) -> None:
-        """Have a time without a head count neither as worked nor as waited."""
+        """Have a time without a head not count as worked."""
         began_s = gap.at_s - gap.away_s
         for name, standing in self._standings.items():
-            aside = self._aside[name]
             if standing.state in ON_CARD and standing.since_s <= began_s:
                 since_s = standing.since_s + gap.away_s
                 self._standings[name] = replace(standing, since_s=since_s)
-            if aside.queued_at_s is not None and aside.queued_at_s <= began_s:
-                aside.queued_at_s += gap.away_s
-        self._index = None
+                self.unsaved[name] = None
 
-    def condensed(self) -> Iterator[Entry]:
-        """Return what the queue adds up to, as few entries that lead to the same queue."""
-        alike = tuple((text, job) for text, jobs in self._alike.items() for job in jobs)
-        reached, said = tuple(self.reached), tuple(self._said)
-        packs = tuple((*key, pays) for key, pays in self._packs.items())
-        yield QueueKept(held=self.held, reached=reached, said=said, alike=alike, packs=packs)
-        yield from self.sweeps.values()
-        for name, standing in self._standings.items():
-            is_waiting = name in self._to_recall
-            yield Kept(standing=standing, aside=self._aside[name], to_recall=is_waiting)
+    def row(self, name: str) -> JobRow:
+        """Return what is to be stored of a job."""
+        return JobRow(standing=self._standings[name], aside=self._aside[name])
+
+    @property
+    def facts(self) -> QueueFacts:
+        """What is to be stored of the queue itself; of orders, only the last ones."""
+        return QueueFacts(
+            held=self.held,
+            said=tuple(self._said)[-_SAID_KEPT:],
+            alike=tuple((text, job) for text, jobs in self._alike.items() for job in jobs),
+        )
 
     def next_records(self, world: World) -> tuple[Record, ...]:
         """Return the next batch; empty where nothing is to do."""
@@ -337,10 +315,9 @@ class Queue:
     # What records add up to
 
     def _indexed(self) -> Index:
-        """Return the index, built anew after a replay."""
+        """Return the index, made anew after a change."""
         if self._index is None:
-            self._index = Index(self._standings, self._aside)
-            self._index.build(self.reached)
+            self._index = Index(self._standings, self._aside, self._likeness)
         return self._index
 
     def _number(self, name: str) -> int:
@@ -354,20 +331,17 @@ class Queue:
                 raise IllegalRecordError(there, record, "another job has its name")
             return
         standing = lifecycle.standing_of(record)
-        queued_at_s = record.at_s if standing.state is JobState.QUEUED else None
-        self._aside[name] = Aside(number=len(self._aside), queued_at_s=queued_at_s)
-        self._add(standing)
+        self._add(standing, Aside(number=len(self._aside)))
+        self.unsaved[name] = None
 
-    def _add(self, standing: Standing) -> None:
-        self._standings[standing.job.name] = standing
-        if standing.job.sweep is not None:
-            self._members.setdefault(standing.job.sweep, []).append(standing.job.name)
-        if self._index is not None:
-            self._index.enter(standing)
-            self._index.add(standing)
-            self._index.look_behind(standing.job.name)
+    def _add(self, standing: Standing, aside: Aside) -> None:
+        name, sweep = standing.job.name, standing.job.sweep
+        self._standings[name], self._aside[name] = standing, aside
+        self._likeness[name] = likeness(standing.job)
+        if sweep is not None:
+            self._members.setdefault(sweep, []).append(name)
 
-    def _standing(self, record: _JobRecord | Packed) -> Standing:
+    def _standing(self, record: _JobRecord) -> Standing:
         standing = self._standings.get(record.job)
         if standing is None:
             raise IllegalRecordError(None, record, f"there is no job called {record.job}")
@@ -375,27 +349,14 @@ class Queue:
 
     def _apply_to_job(self, record: _JobRecord) -> None:
         name, standing = record.job, self._standing(record)
-        if isinstance(record, Said):
-            if record.id in self._said:
-                return
-            self._said[record.id] = None
+        if isinstance(record, Said) and record.id in self._said:
+            return
         changes = lifecycle.changes_of(standing, record)
+        if isinstance(record, Said):
+            self._said[record.id] = None
         self._remember(standing, record, changes)
-        index, before = self._index, standing.state
-        if index is not None and "state" in changes:
-            index.remove(standing)
-        if name in self._given:
-            self._standings[name] = standing = replace(standing, **changes)
-            self._given.discard(name)
-        else:
-            for key, value in changes.items():
-                _set(standing, key, value)
-        if index is not None and "state" in changes:
-            index.add(standing)
-            if (before in ENDED) is not (standing.state in ENDED):
-                index.look_behind(name)
-        if index is not None and not changes.keys().isdisjoint({"speeds", "paces", "peak_bytes"}):
-            index.measured(standing)
+        self._standings[name] = replace(standing, **changes)
+        self.unsaved[name] = None
 
     def _remember(self, standing: Standing, record: Record, changes: lifecycle.Changes) -> None:
         """Note what the standing has no field for, before it changes."""
@@ -405,12 +366,9 @@ class Queue:
         if kind is Measured:
             aside.measured_at_s = record.at_s
         elif isinstance(record, Reached):
-            self.reached.append((name, record.milestone, record.value))
-            aside.milestone = record.milestone
-            if self._index is not None:
-                self._index.reach(standing.job.sweep, self.reached[-1])
+            aside.reached += ((record.milestone, record.value, record.at_s),)
         elif isinstance(record, Recalled):
-            self._to_recall.pop(name, None)
+            aside.to_recall = False
             aside.wake_at_s = record.at_s + record.wait_s
             if record.to is JobState.PARKED and record.least_room_bytes is not None:
                 wait_s = _NO_ROOM_BACK_OFF_S * 2**aside.no_room if standing.alone else 0.0
@@ -419,12 +377,10 @@ class Queue:
         elif isinstance(record, AttemptEnded):
             self._remember_end(standing, record, changes)
         elif kind is Said and "recalled_to" in changes and "state" not in changes:
-            self._to_recall[name] = None
+            aside.to_recall = True
         state = changes.get("state")
         if state is not None and state not in ON_CARD:
-            self._to_recall.pop(name, None)
-            if state is JobState.QUEUED and aside.queued_at_s is None:
-                aside.queued_at_s = record.at_s
+            aside.to_recall = False
             if kind is Said:
                 aside.wake_at_s, aside.no_room, aside.in_row = 0.0, 0, 0
 
@@ -469,13 +425,13 @@ class Queue:
         records: list[Record] = []
         index = self._indexed()
         reached: dict[str, list[Reach]] = {}
-        for name in sorted(index.on_card, key=self._number):
+        for name in index.on_card:
             standing = self._standings[name]
             job, to, seen = standing.job, standing.recalled_to, attempts.seen_of(standing, world)
             ended = None if seen is None else attempts.end_of(seen, world.now_s)
             if ended is not None:
                 records.append(ended)
-            elif name in self._to_recall and to is not None:
+            elif self._aside[name].to_recall and to is not None:
                 records.append(attempts.recalled(standing, world, to, standing.reason))
             elif seen is None or to is not None:
                 continue
@@ -487,20 +443,6 @@ class Queue:
                     so_far = reached.setdefault(job.sweep, list(index.reached[job.sweep]))
                     found = attempts.milestone_of(standing, seen, world, aside.milestone, so_far)
                 records += found or attempts.measured(standing, aside, seen, world)
-        return records or self._judged(world)
-
-    def _judged(self, world: World) -> list[Record]:
-        """Return what trials of two jobs on a card have shown."""
-        records: list[Record] = []
-        index = self._indexed()
-        names = sorted(index.on_card, key=self._number)
-        sharing = [each for name in names if not (each := self._standings[name]).alone]
-        for card in world.cards if sharing else ():
-            pair = [standing for standing in sharing if standing.card == card.name]
-            alike = likeness(pair[0].job) if pair else None
-            alone = index.paces_alike(pair[0].job).get(card.title) if pair else None
-            if alone is not None and (alike, card.title) not in self._packs:
-                records += attempts.trial_of(pair, card, alone, world)
         return records
 
     def _settled(self, world: World) -> list[Record]:
@@ -529,7 +471,7 @@ class Queue:
 
     def _never_fits(self, needs: Needs, names: Collection[str]) -> str | None:
         job = self._standings[min(names)].job
-        why = placement.never_fits(job, needs.least_room_bytes, self._fitting_cards)
+        why = places.never_fits(job, needs.least_room_bytes, self._fitting_cards)
         self._fitting[needs] = why
         return why
 
@@ -547,7 +489,7 @@ class Queue:
         for card in world.cards:
             if (
                 card.closed is None
-                and placement.suits(job, card)
+                and places.suits(job, card)
                 and card.room_bytes >= (standing.least_room_bytes or 0)
                 and not (aside.no_room and taken[card.name])
             ):
@@ -578,11 +520,12 @@ class Queue:
         if self.held is not None:
             return []
         open_cards = [card for card in world.cards if card.closed is None]
-        if not any(self._may_take_more(card) for card in open_cards):
+        may_preempt = any(self._standings[name].job.preempt for name in self._indexed().in_line)
+        if not may_preempt and not any(self._may_take_more(card) for card in open_cards):
             return []
         plan = self._planned(world)
-        if plan.starts:
-            return [
+        if plan.starts or plan.recalls:
+            starts: list[Record] = [
                 Assigned(
                     at_s=world.now_s,
                     job=start.job,
@@ -593,13 +536,19 @@ class Queue:
                 )
                 for start in plan.starts
             ]
-        index = self._indexed()
-        for card in open_cards:
-            if not index.cards[card.name]:  # free, and nothing in line can use it
-                return self._one_more_promoted(world) or self._moved(card, world)
-        return []
+            return starts + [
+                attempts.recalled(
+                    self._standings[name], world, JobState.PREEMPTED, f"makes room for {other}"
+                )
+                for name, other in plan.recalls.items()
+            ]
+        taken = self._indexed().cards
+        if all(taken[card.name] for card in open_cards):
+            return []
+        return self._one_more_promoted(world)  # a card is free that nothing in line can use
 
     def _may_take_more(self, card: Card) -> bool:
+        """Return whether a card is free, or has a job that another one may join."""
         index = self._indexed()
         return not index.cards[card.name] or any(
             not self._standings[name].alone and self._standings[name].card == card.name
@@ -610,25 +559,14 @@ class Queue:
         """Return where jobs go, and why and how long the others wait: once for each world."""
         if self._plan is None:
             index = self._indexed()
-            self._closed = {
-                needs
-                for needs in index.lines
-                if needs.hours is not None
-                and not attempts.is_in_hours(needs.hours, world.minute_of_day)
-            }
-            residents: dict[str, list[Resident]] = {card.name: [] for card in world.cards}
-            for name in sorted(index.on_card, key=self._number):
-                standing = self._standings[name]
-                there = _resident(standing, world, self._shares(standing, world.cards))
-                residents.setdefault(standing.card or "", []).append(there)
-            lines: Iterable[list[Place]] = index.lines.values()
-            if self._closed:
-                lines = (line for needs, line in index.lines.items() if needs not in self._closed)
-            firsts = heapq.nsmallest(_CANDIDATES, lines)  # by the first of each
-            cut = (line[:_ALIKE_CANDIDATES] for line in firsts)
-            names = [name for _, _, name in islice(heapq.merge(*cut), _CANDIDATES)]
-            candidates = [self._candidate(name, world.cards) for name in names]
-            self._plan = placement.plan(candidates, world.cards, residents, world.now_s)
+            index = self._indexed()
+            taken = [_place(self._standings[name], world) for name in index.on_card]
+            candidates = [
+                self._candidate(standing, world.cards)
+                for standing in map(self._standings.__getitem__, index.in_line)
+                if attempts.is_in_hours(standing.job.hours, world.minute_of_day)
+            ]
+            self._plan = places.plan(candidates, world.cards, taken, world.now_s)
         return self._plan
 
     def _one_more_promoted(self, world: World) -> list[Record]:
@@ -639,58 +577,35 @@ class Queue:
                 return [Settled(at_s=world.now_s, job=name, to=to, reason=reason)]
         return []
 
-    def _moved(self, card: Card, world: World) -> list[Record]:
-        """Return the move to a free card of the job that gains most by it, if that pays."""
-        names = sorted(self._indexed().on_card, key=self._number)
-        moves = [
-            attempts.move_of(standing, self._indexed().speeds_of(standing), card, world)
-            for standing in map(self._standings.__getitem__, names)
-        ]
-        best = max((move for move in moves if move), key=lambda move: move[0], default=None)
-        return [best[1]] if best else []
-
-    def _candidate(self, name: str, cards: Sequence[Card]) -> Candidate:
-        standing = self._standings[name]
-        job = standing.job
+    def _candidate(self, standing: Standing, cards: Sequence[Card]) -> Candidate:
+        job, index = standing.job, self._indexed()
+        seconds: dict[str, float] = {}
+        if job.steps is not None:
+            left, speeds = max(0, job.steps - (standing.step or 0)), index.speeds_of(standing)
+            seconds = {
+                card.name: left / speed for card in cards if (speed := speeds.get(card.title))
+            }
         return Candidate(
-            name=name,
-            priority=job.priority,
-            queued_at_s=self._aside[name].queued_at_s or standing.since_s,
-            seconds=self._seconds(standing, cards),
-            memory_bytes=job.memory_bytes,
-            measured_bytes=standing.peak_bytes
-            or self._indexed().alike_bytes.get(likeness(job) or ""),
+            job=job,
+            seconds=seconds,
+            measured_bytes=index.peak_bytes_of(standing) if job.pack else None,
             least_room_bytes=standing.least_room_bytes,
-            nodes=job.nodes,
-            card=job.card,
-            shares=self._shares(standing, cards),
         )
 
-    def _shares(self, standing: Standing, cards: Sequence[Card]) -> dict[str, str]:
-        paces, left = self._indexed().paces_alike(standing.job), self._steps_left(standing)
-        return packing.shares_of(standing.job, left, cards, paces, self._packs)
 
-    def _steps_left(self, standing: Standing) -> int:
-        return max(0, (standing.job.steps or 0) - (standing.step or 0))
-
-    def _seconds(self, standing: Standing, cards: Sequence[Card]) -> dict[str, float]:
-        """Return what is left of a job by card, as measured of it, or of another of its sweep."""
-        speeds = self._indexed().speeds_of(standing)
-        if standing.job.steps is None:
-            return {}
-        left = self._steps_left(standing)
-        by_card = {card.name: speeds.get(card.title) for card in cards}
-        return {name: left / speed for name, speed in by_card.items() if speed}
-
-
-def _resident(standing: Standing, world: World, shares: Mapping[str, str]) -> Resident:
+def _place(standing: Standing, world: World) -> Place:
     seen = attempts.seen_of(standing, world)
     eta_s = None if seen is None else seen.eta_s
-    return Resident(
-        name=standing.job.name,
+    return Place(
+        job=standing.job.name,
+        card=standing.card or "",
         budget_bytes=standing.budget_bytes or 0,
+        alone=standing.alone,
         ends_at_s=None if eta_s is None else world.now_s + eta_s,
         ran_s=max(0.0, world.now_s - standing.since_s),
-        alone=standing.alone,
-        shares=shares.get(standing.card or ""),
+        priority=standing.job.priority,
+        yields=seen is not None
+        and standing.recalled_to is None
+        and (standing.job.parks or standing.job.kind is Kind.TRAIN),
+        leaves=standing.recalled_to is not None,
     )

@@ -1,6 +1,6 @@
 """Settings for the next member of a sweep from the values that earlier ones reached: Optuna's TPE.
 
-The journal of the queue is the truth: a study is made from its members for each question, so a head
+The queue is the truth: a study is made from its members for each question, so a head
 that was killed asks for the same settings again. Keeps no study, and stops no job. Optuna is loaded
 when it is first needed; it is the extra `sweep`.
 """
@@ -22,7 +22,7 @@ from workers.settings import Scalar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """What the journal knows of a member."""
+    """What the queue knows of a member."""
 
     settings: Settings
     """Of `Job.settings`."""

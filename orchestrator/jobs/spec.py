@@ -26,11 +26,12 @@ from orchestrator.config.yaml_source import KeyPath, YamlSource, listed, read_ya
 from orchestrator.errors import ConfigError, Problem
 from orchestrator.jobs.entries import VALID_NAME, Document, Entry, Sweep
 from orchestrator.jobs.model import Job
-from orchestrator.jobs.placement import plain
+from orchestrator.jobs.places import plain
 from orchestrator.jobs.sweep import FOLDER, RANGES, JobFile, dotted, dotted_key, expand, range_of
 
-#: More jobs than this in a file are a mistake of an exponent; a head decides on 10,000 in time.
-MAX_JOBS: Final = 10_000
+#: More jobs than this in a file are a mistake of an exponent. A turn of the head looks at each job
+#: of the queue: at 1,000 of them for about 10 ms.
+MAX_JOBS: Final = 2_000
 _LONGEST_NAME: Final = 60
 #: What problems of words on a command line are called after.
 _TYPED: Final = "jobs submit"
@@ -40,7 +41,7 @@ _EXAMPLE: Final = "such as jobs: [{name: first, train: {preset: gpt-nano}}]"
 _SECTIONS: Final = ("train", "workload", "memory", "verify")
 #: What makes a loss of another kind: members of a sweep that differ in it are not compared.
 _UNEQUAL: Final = (
-    "preset", "model", "data", "documents", "validation", "batch", "seq", "min_seq", "packing",
+    "preset", "model", "data", "documents", "validation", "batch", "seq", "packing",
     "label_smoothing", "r_drop",
 )  # fmt: skip
 #: Of a training.

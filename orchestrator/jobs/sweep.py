@@ -233,7 +233,6 @@ def _job(
         steps = train.get("train.steps", file.base.train.steps)
     leads = (followed.get(lead, lead) for lead in entry.leads)
     priority, retries = file.said(entry, "priority"), file.said(entry, "retries")
-    pack = file.said(entry, "pack")
     line = file.lines.get(entry.name)
     job = Job(
         name=name,
@@ -250,7 +249,9 @@ def _job(
         nodes=file.said(entry, "nodes") or (),
         card=file.said(entry, "card"),
         memory_bytes=None if entry.memory_gib is None else int(entry.memory_gib * GIB),
-        pack=None if pack == "auto" else pack,
+        pack=bool(file.said(entry, "pack")),
+        preempt=bool(file.said(entry, "preempt")),
+        parks=bool(entry.parks),
         hours=file.said(entry, "hours"),
         milestones=_milestones(file, entry, steps),
         steps=steps,

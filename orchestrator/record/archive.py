@@ -1,7 +1,7 @@
 """Reads a run store back: while the run goes, after its end, and after its head was killed.
 
-Never disturbs the process that writes. A file may come from anywhere: it can only cause an
-`ArchiveError`. Does not cover run folders (`folders.py`) nor values over time (`history.py`).
+A file may come from anywhere: it can only cause an `ArchiveError`. Does not open files
+(`reading.py`), nor cover run folders (`folders.py`) or values over time (`history.py`).
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ import os
 import shutil
 import socket
 import sqlite3
-import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
 from enum import StrEnum
@@ -28,9 +27,10 @@ from pydantic import ConfigDict, TypeAdapter
 
 from orchestrator.core.slot import slot_state
 from orchestrator.errors import ArchiveError, NothingStoredError
-from orchestrator.jobs.journal import QUEUE_NAME
-from orchestrator.record.jobs import QueueReader, QueueSnapshot, state_of
+from orchestrator.record.command_file import any_waits
+from orchestrator.record.jobs import QUEUE_NAME, QueueReader, QueueSnapshot, state_of
 from orchestrator.record.model import FIELDS, Row, Snapshot
+from orchestrator.record.reading import DAMAGE, explained, opened
 from orchestrator.record.store import (
     COMMANDS_KNOWN,
     COUNTERS,
@@ -59,124 +59,26 @@ _NEW_EVENTS_MOST = 1_000
 LATE_AFTER_S = 5.0
 _GONE_AFTER_S = 30.0
 
-_PATIENCE_S = 2.0
-"""A reader can wait for a lock."""
-_READING_MOST_S = 5.0
-"""A run of ten thousand workers is read in less than one; a file that takes longer was not written
-by this program.
-"""
-_CLOCK_EVERY = 1_000
-"""SQLite checks the time after so many of its own steps. Ctrl-C also waits for this check."""
-_VALUE_MOST_BYTES = 16 * 2**20
-"""Of one value, and of one line; SQL functions could otherwise make a gigabyte of text."""
-
-#: What a store is read from. Anything else of that name (a view, a column that is computed) runs
-#: the file's own SQL.
+#: What a store is read from.
 _TABLES = ("meta", "runs", "slots", "progress", "samples", "events", "commands")
-
-#: SQLite's words (their low byte) for "there is a file, but I may not make what I need beside it".
-_CANNOT_SHARE = frozenset({sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM})
-
-_DAMAGE = (sqlite3.Error, ValueError, LookupError, TypeError, RecursionError, OverflowError)
 
 _hints = cache(get_type_hints)
 
 
 @contextmanager
 def reading(folder: Path, most_s: float | None = None) -> Iterator[sqlite3.Connection]:
-    """Open a store for one consistent look, which may take `most_s`.
-
-    Read-only; a writer may be active. That needs a shared file beside the store. Where none can be
-    made (a folder that is read-only or another user's) no writer can use this path either, and a
-    private copy is read.
+    """Open the store of a run for one consistent look, which may take `most_s`.
 
     Raises:
         NothingStoredError: There is none, or nothing in it yet.
         ArchiveError: It cannot be opened, or what is done with it fails because it is damaged.
     """
-    path = folder / STORE_NAME
     if not folder.is_dir():
         raise ArchiveError(
             f"there is no run folder {folder}; `python -m orchestrator runs` lists those there are"
         )
-    if path.is_symlink() or not path.is_file():
-        raise NothingStoredError(folder, STORE_NAME)
-    most_s = _READING_MOST_S if most_s is None else most_s
-    with explained(path), ExitStack() as stack:
-        try:
-            store = stack.enter_context(_connected(f"{path.absolute().as_uri()}?mode=ro", most_s))
-        except sqlite3.OperationalError as failure:
-            if failure.sqlite_errorcode & 0xFF not in _CANNOT_SHARE:
-                raise
-            place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="orchestrator-")))
-            for source in folder.glob(f"{STORE_NAME}*"):  # with its log
-                shutil.copyfile(source, place / source.name)
-            store = stack.enter_context(_connected((place / STORE_NAME).as_uri(), most_s))
-        _check_schema(store, path)
+    with opened(folder / STORE_NAME, _TABLES, SCHEMA_VERSION, most_s) as store:
         yield store
-
-
-@contextmanager
-def _connected(uri: str, most_s: float) -> Iterator[sqlite3.Connection]:
-    """Hold a connection that aborts statements that take too long or grow too large."""
-    until_s = time.monotonic() + most_s
-    try:
-        with closing(
-            sqlite3.connect(uri, uri=True, timeout=_PATIENCE_S, isolation_level=None)
-        ) as store:
-            store.set_progress_handler(lambda: time.monotonic() > until_s, _CLOCK_EVERY)
-            store.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _VALUE_MOST_BYTES)
-            store.row_factory = sqlite3.Row
-            store.text_factory = lambda content: content.decode("utf-8", "replace")
-            store.execute("PRAGMA trusted_schema = OFF")
-            store.execute("BEGIN")
-            # Only now is the file opened.
-            store.execute("SELECT count(*) FROM sqlite_master").fetchone()
-            yield store
-    except sqlite3.OperationalError as failure:
-        if failure.sqlite_errorcode != sqlite3.SQLITE_INTERRUPT:
-            raise
-        if time.monotonic() <= until_s:
-            # Nothing but a signal ends the look at the clock early, and SQLite keeps to itself what
-            # that raised.
-            raise KeyboardInterrupt from failure
-        raise ValueError(f"it takes longer than {most_s:.0f} s") from failure
-
-
-@contextmanager
-def explained(path: Path) -> Iterator[None]:
-    """Turn what a damaged file raises into a sentence."""
-    try:
-        yield
-    except OSError as failure:
-        raise ArchiveError(f"{path} cannot be read: {failure.strerror}") from failure
-    except _DAMAGE as failure:
-        raise ArchiveError(
-            f"{path} cannot be read, it is damaged or no record of a run: {failure}; events.jsonl "
-            "beside it has "
-            f"what happened as text, and moving the folder away takes it out of the list"
-        ) from failure
-
-
-def _check_schema(store: sqlite3.Connection, path: Path) -> None:
-    if store.execute("SELECT 1 FROM sqlite_master").fetchone() is None:
-        raise NothingStoredError(path.parent, STORE_NAME)
-    for name in _TABLES:
-        # Not from sqlite_master: a file may say anything there, and SQLite goes by the statement
-        # alone. SQLite itself reports a missing table.
-        if any(entry["type"] != "table" for entry in store.execute(f"PRAGMA table_list({name})")):
-            raise ValueError(f"{name} is no table")
-        if any(column["hidden"] for column in store.execute(f"PRAGMA table_xinfo({name})")):
-            raise ValueError(f"{name} has computed columns")
-    line = store.execute("SELECT value FROM meta WHERE key = 'schema_version'").fetchone()
-    version = int(line["value"]) if line is not None else 0
-    if version < 1:
-        raise ValueError("it does not say which schema it has")
-    if version != SCHEMA_VERSION:
-        raise ArchiveError(
-            f"{path} was written by another version of this program (schema {version}, this one "
-            f"reads {SCHEMA_VERSION}): look at it with that one"
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,11 +144,11 @@ class StoredRun:
     @property
     def is_done(self) -> bool:
         """Whether every slot, or every job of a queue, has finished all that there was to do, and
-        nothing waits in the queue's inbox.
+        no command waits for the queue.
         """
         queue = self.folder / QUEUE_NAME
         if queue.exists():
-            return self.outcome == "good" and not any((queue / "inbox").glob("[!.]*.json"))
+            return self.outcome == "good" and not any_waits(queue)
         return bool(self.slots) and all(slot.state == WorkerState.DONE for slot in self.slots)
 
     @property
@@ -336,6 +238,13 @@ def read_answers(folder: Path) -> dict[str, Mapping[str, Any]]:
         return {line["id"]: _value(line, "answer", Mapping[str, Any]) for line in reversed(lines)}
 
 
+def read_answer(folder: Path, identity: str) -> Mapping[str, Any] | None:
+    """Return what the command with this id was answered; `None`: nothing so far."""
+    with reading(folder) as store:
+        line = store.execute("SELECT answer FROM commands WHERE id = ?", [identity]).fetchone()
+        return None if line is None else _value(line, "answer", Mapping[str, Any])
+
+
 def events_of(
     store: sqlite3.Connection, where: str, values: Sequence[object], limit: int
 ) -> tuple[StoredEvent, ...]:
@@ -364,7 +273,7 @@ def head_of(folder: Path) -> psutil.Process | None:
         process = psutil.Process(pid)
         is_head = process.create_time() <= note.stat().st_mtime + 1.0 and pid != os.getpid()
         began = content.get("started")
-    except (*_DAMAGE, OSError, AttributeError, psutil.Error):
+    except (*DAMAGE, OSError, AttributeError, psutil.Error):
         return None
     is_head &= began is None or is_alive(pid, began)
     return process if is_head and not (folder / "summary.json").exists() else None

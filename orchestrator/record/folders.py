@@ -18,8 +18,8 @@ from typing import Any
 
 from orchestrator.config.schema import RunConfig
 from orchestrator.errors import ArchiveError, NothingStoredError, UsageError, one_line
-from orchestrator.jobs.journal import QUEUE_NAME
 from orchestrator.record.archive import StoredRun, head_of, read_run
+from orchestrator.record.jobs import QUEUE_NAME
 from workers.files import read_small
 
 LATEST = "latest"

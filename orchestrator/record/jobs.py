@@ -1,30 +1,58 @@
-"""The queue of a run as viewers see it: what its journal adds up to, and what the head expects.
+"""The queue of a run in SQLite: its state, written by the head alone, and read by viewers.
 
-The journal is the truth; `outlook.json` beside it is written by the head for people, and may be
-absent or old. Does not lay anything out (`view/jobs.py`).
+A transaction holds what became of a turn of the head, and would survive a power cut when `commit`
+returns: a head that is killed at any moment leaves the queue as it was after one of its turns. What
+happened to a job is not here but in the event log. Does not decide what follows (`jobs/queue.py`)
+nor lay anything out (`view/jobs.py`).
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+import sqlite3
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
-from orchestrator.errors import ArchiveError
-from orchestrator.jobs.journal import JOURNAL_NAME, QUEUE_NAME, decoded, queue_of
-from orchestrator.jobs.model import ON_CARD, JobState, Standing
-from orchestrator.jobs.queue import Queue
+from orchestrator.errors import ArchiveError, NothingStoredError
+from orchestrator.jobs.codec import as_json, from_json
+from orchestrator.jobs.model import IN_LINE, ON_CARD, JobState, Standing, SweepSubmitted
+from orchestrator.jobs.queue import JobRow, Queue, QueueFacts
 from orchestrator.record.model import Row
-from workers.files import open_regular, read_small, replace_whole
+from orchestrator.record.reading import opened
 
-_OUTLOOK_NAME: Final = "outlook.json"
-_OUTLOOK_MOST_BYTES: Final = 16 * 2**20
+QUEUE_NAME: Final = "jobs"
+"""Of the folder of a queue in its run folder."""
+QUEUE_STORE: Final = "jobs.sqlite"
+"""The file with the queue in that folder."""
+_SCHEMA_VERSION: Final = 1
+_OF_EARLIER_BUILDS: Final = "journal.jsonl"
+
+_CREATE: Final = (
+    "CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
+    # A row is the JSON of `JobRow`; a number is in order of submission.
+    """CREATE TABLE IF NOT EXISTS jobs (
+        number INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, state TEXT NOT NULL,
+        row TEXT NOT NULL
+    )""",
+    "CREATE TABLE IF NOT EXISTS sweeps (name TEXT PRIMARY KEY, row TEXT NOT NULL)",
+    "CREATE TABLE IF NOT EXISTS queue (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
+)
+_TABLES: Final = ("meta", "jobs", "sweeps", "queue")
+_FACTS, _OUTLOOK = "facts", "outlook"
+_PUT_JOB: Final = "INSERT OR REPLACE INTO jobs VALUES (?, ?, ?, ?)"
+_PUT_SWEEP: Final = (
+    "INSERT INTO sweeps VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET row = excluded.row"
+)
+_PUT: Final = "INSERT OR REPLACE INTO queue VALUES (?, ?)"
+#: How long another program's lock may delay the head.
+_PATIENCE_S: Final = 0.1
+
 _WAITS: Final = frozenset(
-    {JobState.WAITING, JobState.QUEUED, JobState.PARKED, JobState.PAUSED, JobState.HELD}
+    {JobState.WAITING, *IN_LINE, JobState.PARKED, JobState.PAUSED, JobState.HELD}
 )
 
 
@@ -48,15 +76,177 @@ class QueueSnapshot:
     """Folder with a folder for each job."""
 
 
+class QueueStore:
+    """Keeps the queue of a folder on the disk. One process has it, which holds the lock of the run
+    folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Open the store, or begin one.
+
+        Raises:
+            OSError: It cannot be written.
+            ArchiveError: It is damaged, or of another version.
+        """
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.queue = queue_of(folder)
+        """The queue: it changes in memory, and `commit` stores what has changed."""
+        self._facts, self._sweeps = self.queue.facts, dict(self.queue.sweeps)
+        self._outlook = ""
+        path = folder / QUEUE_STORE
+        # SQLite would make it, and with it the files beside it, readable by others.
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        with _as_os_error():
+            self._connection = sqlite3.connect(path, timeout=_PATIENCE_S, isolation_level=None)
+            self._connection.execute("PRAGMA journal_mode = WAL")
+            self._connection.execute("PRAGMA synchronous = FULL")
+        version = ("schema_version", str(_SCHEMA_VERSION))
+        with self._transaction() as connection:
+            for statement in _CREATE:
+                connection.execute(statement)
+            connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", version)
+
+    def commit(self) -> None:
+        """Store what has changed of the queue, in one transaction.
+
+        Raises:
+            OSError: Nothing of it is stored; the next commit stores it too.
+        """
+        queue, facts = self.queue, self.queue.facts
+        sweeps = [each for name, each in queue.sweeps.items() if self._sweeps.get(name) is not each]
+        if not queue.unsaved and not sweeps and facts == self._facts:
+            return
+        rows = [queue.row(name) for name in queue.unsaved]
+        with self._transaction() as connection:
+            connection.executemany(_PUT_JOB, map(_line, rows))
+            connection.executemany(_PUT_SWEEP, ((each.name, as_json(each)) for each in sweeps))
+            connection.execute(_PUT, (_FACTS, as_json(facts)))
+        queue.unsaved.clear()
+        self._facts, self._sweeps = facts, dict(queue.sweeps)
+
+    def write_outlook(self, standings: Iterable[Standing]) -> None:
+        """Tell viewers why jobs wait, and when they may start; nothing depends on it.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        outlook = json.dumps(
+            {
+                each.job.name: [each.reason, each.expected_start_s]
+                for each in standings
+                if each.state in _WAITS and each.expected_start_s is not None
+            }
+        )
+        if outlook != self._outlook:
+            with self._transaction() as connection:
+                connection.execute(_PUT, (_OUTLOOK, outlook))
+            self._outlook = outlook
+
+    def clear(self) -> None:
+        """Begin once more without jobs.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        with self._transaction() as connection:
+            for table in ("jobs", "sweeps", "queue"):
+                connection.execute(f"DELETE FROM {table}")  # noqa: S608 - names of this module
+        self.queue, self._facts, self._sweeps = Queue(), QueueFacts(), {}
+
+    def close(self) -> None:
+        """Close the file. One remains, unless it is read just now."""
+        with suppress(sqlite3.Error):
+            self._connection.execute("PRAGMA journal_mode = DELETE")
+        self._connection.close()
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        with _as_os_error():
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._connection
+                self._connection.execute("COMMIT")
+            except BaseException:
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
+                raise
+
+
+@contextmanager
+def _as_os_error() -> Iterator[None]:
+    try:
+        yield
+    except sqlite3.Error as failure:
+        raise OSError(str(failure)) from failure
+
+
+def _line(row: JobRow) -> tuple[int, str, str, str]:
+    standing = row.standing
+    return row.aside.number, standing.job.name, standing.state.value, as_json(row)
+
+
+def queue_of(folder: Path) -> Queue:
+    """Return the queue of a folder as it is stored; where nothing is, an empty one.
+
+    Raises:
+        ArchiveError: It cannot be read, or is of another version.
+    """
+    return _Look(folder).queue
+
+
+class _Look:
+    """What is stored in the folder of a queue; rows that are the same as in the look before are not
+    read again.
+    """
+
+    def __init__(self, folder: Path, before: _Look | None = None) -> None:
+        self.rows: dict[int, tuple[str, JobRow]] = {}
+        self.queue = Queue()
+        self.outlook: Mapping[str, Any] = {}
+        known = {} if before is None else before.rows
+        if not _is_there(folder):
+            return
+        with (
+            suppress(NothingStoredError),  # a head is about to begin it
+            opened(folder / QUEUE_STORE, _TABLES, _SCHEMA_VERSION) as store,
+        ):
+            for number, text in store.execute("SELECT number, row FROM jobs ORDER BY number"):
+                there = known.get(number)
+                is_same = there is not None and there[0] == text
+                row = there[1] if is_same and there else from_json(JobRow, text)
+                self.rows[number] = text, row
+            sweeps = store.execute("SELECT row FROM sweeps ORDER BY rowid").fetchall()
+            told = dict(store.execute("SELECT key, value FROM queue").fetchall())
+            self.queue = Queue(
+                (row for _, row in self.rows.values()),
+                (from_json(SweepSubmitted, text) for (text,) in sweeps),
+                from_json(QueueFacts, told.get(_FACTS, "{}")),
+            )
+            self.outlook = dict(json.loads(told.get(_OUTLOOK, "{}")))
+
+
+def _is_there(folder: Path) -> bool:
+    path = folder / QUEUE_STORE
+    if not os.path.lexists(path):
+        if (folder / _OF_EARLIER_BUILDS).exists():
+            raise ArchiveError(
+                f"{folder} is a queue of an earlier version of this program "
+                f"({_OF_EARLIER_BUILDS}), which this one cannot read: go on with the version that "
+                "wrote it, or begin another queue with `jobs run FILE --new`"
+            )
+        return False
+    if path.is_symlink() or not path.is_file():
+        raise ArchiveError(f"{path} cannot be read: it is no regular file")
+    return True
+
+
 class QueueReader:
-    """Looks at the queue of a run folder again and again; reads what its journal has grown by."""
+    """Looks at the queue of a run folder again and again."""
 
     def __init__(self, folder: Path) -> None:
         """Touch nothing yet; `folder` is the run folder."""
         self._folder = folder / QUEUE_NAME
-        self._queue = Queue()
-        self._inode: int | None = None
-        self._read_bytes = 0
+        self._look: _Look | None = None
         self._state: tuple[object, ...] = ()
         self._standings: tuple[Standing, ...] = ()
 
@@ -68,71 +258,29 @@ class QueueReader:
         `is_alive`: its head is at work. Without it no job is, and what it expected is void.
 
         Raises:
-            ArchiveError: The journal cannot be read.
+            ArchiveError: The queue cannot be read.
         """
-        journal, outlook = self._folder / JOURNAL_NAME, self._folder / _OUTLOOK_NAME
-        state = (*map(state_of, (journal, outlook)), is_alive)
-        if state[0] is None:
+        if not _is_there(self._folder):
             return None
-        if state != self._state:
-            try:
-                self._read(journal)
-            except OSError as failure:
-                raise ArchiveError(f"{journal} cannot be read: {failure.strerror}") from failure
-            told = _outlook(outlook) if is_alive else {}
-            standings = self._queue.standings.values()
+        files = (self._folder / f"{QUEUE_STORE}{suffix}" for suffix in ("", "-wal"))
+        state = (*map(state_of, files), is_alive)
+        if self._look is None or state != self._state:
+            self._look = _Look(self._folder, self._look)
+            told = self._look.outlook if is_alive else {}
             self._standings = tuple(
-                _expected(one, told) if is_alive else _without_head(one) for one in standings
+                _expected(each, told) if is_alive else _without_head(each)
+                for each in self._look.queue.standings.values()
             )
             self._state = state
+        asides = ((row.standing.job.name, row.aside) for _, row in self._look.rows.values())
         return QueueSnapshot(
             standings=self._standings,
-            held=self._queue.held,
+            held=self._look.queue.held,
             now_s=now_s,
             rows={row.slot: row for row in rows},
-            milestones={job: milestone for job, milestone, _ in self._queue.reached},
+            milestones={name: aside.milestone for name, aside in asides if aside.reached},
             files=str(self._folder / "files"),
         )
-
-    def _read(self, journal: Path) -> None:
-        """Take in the lines that are complete; those before only where the file was replaced."""
-        with open_regular(journal) as file:
-            status = os.fstat(file.fileno())
-            if status.st_ino != self._inode or status.st_size < self._read_bytes:
-                self._queue, self._inode, self._read_bytes = Queue(), status.st_ino, 0
-            file.seek(self._read_bytes)
-            lines = file.readlines()
-        try:
-            for line in lines:
-                if line.endswith(b"\n"):
-                    for entry in decoded(line) if self._read_bytes else ():
-                        self._queue.apply(entry)
-                    self._read_bytes += len(line)
-        except (ValueError, RuntimeError):
-            self._inode = None
-            self._queue = queue_of(self._folder)  # says what is wrong with which line
-
-
-def write_outlook(folder: Path, standings: Iterable[Standing]) -> None:
-    """Tell viewers why jobs wait, and when they may start; `folder` is that of the queue.
-
-    The head calls it with the standings of its queue; nothing is written where nothing is new.
-    `OSError` where it cannot be written.
-    """
-    outlook = {
-        one.job.name: [one.reason, one.expected_start_s]
-        for one in standings
-        if one.state in _WAITS and one.expected_start_s is not None
-    }
-    if outlook != _outlook(folder / _OUTLOOK_NAME):
-        replace_whole(folder / _OUTLOOK_NAME, json.dumps(outlook) + "\n")
-
-
-def _outlook(path: Path) -> Mapping[str, Any]:
-    with suppress(OSError, ValueError, RecursionError):
-        content = json.loads(read_small(path, _OUTLOOK_MOST_BYTES))
-        return content if isinstance(content, dict) else {}
-    return {}
 
 
 def _expected(standing: Standing, outlook: Mapping[str, Any]) -> Standing:

@@ -103,6 +103,39 @@ def last_lines(folder: Path, slot: str, most: int = LINES_SHOWN) -> list[str]:
     return cleaned(content.decode("utf-8", "replace")).expandtabs().splitlines()[-most:]
 
 
+class Follower:
+    """Reads what a slot prints line by line, from the first one that is kept."""
+
+    def __init__(self, folder: Path, slot: str) -> None:
+        """Touch nothing yet."""
+        self._path = _path(folder, slot)
+        self._inode: int | None = None
+        self._read_bytes = 0
+        self._rest = b""
+
+    def more(self, *, is_last: bool = False) -> str:
+        """Return the lines since the last look; with `is_last` also one that was not ended."""
+        with contextlib.ExitStack() as stack:
+            files = []
+            for path in (self._path, _older(self._path)):  # as they are renamed
+                with contextlib.suppress(OSError):
+                    file = stack.enter_context(open_regular(path))
+                    files.append((os.fstat(file.fileno()).st_ino, file))
+            inodes = [inode for inode, _ in files]
+            if self._inode in inodes:  # what is older was read
+                files = files[: inodes.index(self._inode) + 1]
+            for inode, file in reversed(files[:1] if len(set(inodes)) == 1 else files):
+                if inode != self._inode:
+                    self._inode, self._read_bytes = inode, 0
+                file.seek(self._read_bytes)
+                content = file.read()
+                self._read_bytes += len(content)
+                self._rest += content
+        size = len(self._rest) if is_last else self._rest.rfind(b"\n") + 1
+        lines, self._rest = self._rest[:size], self._rest[size:]
+        return cleaned(lines.decode("utf-8", "replace"))
+
+
 def slots_with_output(folder: Path) -> list[str]:
     """Return the slots of which something is kept."""
     root = folder / _FOLDER_NAME

@@ -1,5 +1,5 @@
 """Questions to modules of `workers` that need torch, which the head never imports: a process of its
-own answers. Knows no question.
+own answers, and ends with this one. Knows no question.
 """
 
 from __future__ import annotations
@@ -8,7 +8,15 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
+
+#: Has the process end with the thread that waits for it, also after SIGKILL: as `-m` otherwise.
+_BEGIN: Final = """
+import runpy, signal, sys
+from workers.keeper.processes import PR_SET_PDEATHSIG, prctl
+prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+"""
 
 
 def ask_child(
@@ -21,7 +29,7 @@ def ask_child(
     """
     try:
         done = subprocess.run(  # noqa: S603 - our own module
-            [sys.executable, "-m", module],
+            [sys.executable, "-c", _BEGIN, module],
             input=json.dumps(question),
             capture_output=True,
             encoding="utf-8",

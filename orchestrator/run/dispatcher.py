@@ -1,17 +1,17 @@
 """Connects the queue of jobs to a run: what is seen of its slots goes in, which slots begin and
 which come to rest comes out.
 
-A job has one slot, with its name. What the queue decides is on the disk before anything is done
-about it: a head that is killed in between decides the same again. Decides nothing itself
-(`jobs/queue.py`), and starts nothing (`supervisor.py`).
+A job has one slot, with its name. A turn decides in memory, stores what has changed at once, and
+only then tells what is to be done: a head that is killed before decides the same again. Decides
+nothing itself (`jobs/queue.py`), and starts nothing (`supervisor.py`).
 """
 
 from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -21,12 +21,14 @@ from typing import Final, TypeAlias
 
 from orchestrator.config.gpu_specs import PROFILES, peak_tflops
 from orchestrator.config.schema import Config
+from orchestrator.control.queue import NoMessageError, message_of
 from orchestrator.core.fleet import Reservation
 from orchestrator.core.placement import NodeBudget, SlotPlan, Target, node_budget, plan_slots
 from orchestrator.core.slot import Hold, Phase, Slot
 from orchestrator.errors import ConfigError
-from orchestrator.jobs import causes, inbox
-from orchestrator.jobs.journal import Journal
+from orchestrator.jobs import causes
+from orchestrator.jobs.codec import event_of
+from orchestrator.jobs.lifecycle import IllegalRecordError
 from orchestrator.jobs.model import (
     ENDED,
     ON_CARD,
@@ -47,10 +49,11 @@ from orchestrator.jobs.model import (
     Submitted,
     World,
 )
-from orchestrator.jobs.packing import Pace
-from orchestrator.jobs.queue import COMMAND_LEASE_S, Queue, node_lost_s
+from orchestrator.jobs.queue import COMMAND_LEASE_S, node_lost_s
+from orchestrator.record.command_file import Incoming, Row
 from orchestrator.record.events import EventLog
-from orchestrator.record.jobs import QueueSnapshot, write_outlook
+from orchestrator.record.jobs import QueueSnapshot, QueueStore
+from orchestrator.run.background import Background
 from orchestrator.run.job_files import JobFiles
 from orchestrator.run.prediction import job_config, least_room_of
 from orchestrator.run.sampled_sweeps import SampledSweeps
@@ -69,7 +72,7 @@ _NO_ROOM_S: Final = 15.0
 #: A card on which other programs leave a job too little memory is tried again after so long.
 _TAKEN_S: Final = 300.0
 
-#: A line about all jobs is made so often: of 10,000 it takes 50 ms.
+#: A line about all jobs is made so often.
 _HEADLINE_EVERY_S: Final = 1.0
 
 #: With less room on the disk of the run folder nothing new is started.
@@ -110,40 +113,44 @@ class Dispatcher:
     """The queue of one run."""
 
     folder: Path
-    """Of the queue: journal, inbox, and a folder for each job."""
+    """Of the queue: its store, its commands, and a folder for each job."""
     config: Config
     """Of the run, scaled if it was."""
     target: Target
     events: EventLog
-    queue: Queue
-    journal: Journal
+    store: QueueStore
     stays: bool = False
     """Whether the run goes on when nothing is left to do."""
     before_unix_s: float | None = None
     """When the head before was last at work."""
 
     problem: str | None = field(default=None, init=False)
-    """Why nothing can be decided now: the journal cannot be written."""
+    """Why nothing can be decided now: the queue cannot be stored."""
 
     def __post_init__(self) -> None:
+        self.queue = self.store.queue
+        self._records: list[Record] = []
+        """Taken by the queue, and not told of yet: the queue may not be stored."""
+        self._orders: list[Order] = []
+        """What follows from them."""
+        self._rows: list[Row] = []
+        """Of commands: those that they came with."""
         self._budgets = {
             name: node_budget(name, node, self.config) for name, node in self.config.nodes.items()
         }
         self._at_s = max((each.since_s for each in self.queue.standings.values()), default=0.0)
         self._unix_s = self._at_s
-        self._inbox_problem: str | None = None
+        self._incoming = Incoming(self.folder)
         self._has_looked = False
-        """Whether the inbox was read: a queue that is over may get more from it."""
+        """Whether commands were read: a queue that is over may get more of them."""
         self._unplanned: dict[str, str] = {}
         """Jobs on a card whose slot cannot be made, and why."""
         self._outlook_at_s = 0.0
         self._peak_bytes: dict[str, int] = {}
         self._told: Mapping[str, Seen] = {}
         """What was seen last of jobs on cards."""
-        self._paces: dict[str, Pace] = {}
-        """Of jobs that are alone on their card, or have one other beside them."""
         self._files = JobFiles(self.folder, one_machine=self.target.one_machine, events=self.events)
-        self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prediction")
+        self._threads = Background(1, "prediction")
         self._predicting: tuple[tuple[Job, ...], Future[dict[str, int]]] | None = None
         """Jobs that a sweep asks for, and what each needs at least of a card."""
         on_card = self.target.device != "cpu"
@@ -164,9 +171,9 @@ class Dispatcher:
 
     @property
     def is_over(self) -> bool:
-        """Whether there is nothing to do any more."""
+        """Whether there is nothing to do any more, and all that was decided is stored."""
         is_over = self.queue.is_over_without(self._sweeps.problems)
-        return self._has_looked and is_over and not self.stays
+        return self._has_looked and self.problem is None and is_over and not self.stays
 
     def resumed(self) -> Iterator[SlotPlan]:
         """Yield the slot of each job that has a place on a card, for a head that begins."""
@@ -196,50 +203,70 @@ class Dispatcher:
     ) -> tuple[Order, ...]:
         """Take in what has happened and what users ask, decide, and return what is to be done.
 
-        What is returned is in the journal. While that cannot be written, nothing is decided.
+        What is returned is stored. While that cannot be, nothing more is decided.
         """
         # A clock that is set back must not stop all that waits for a time.
         self._at_s, self._unix_s = self._at_s + max(0.0, now_unix_s - self._unix_s), now_unix_s
         away_s = 0.0 if self.before_unix_s is None else now_unix_s - self.before_unix_s
         self.before_unix_s = now_unix_s
-        orders: list[Order] = []
         try:
-            if away_s > _AWAY_S:
-                self._write([HeadAway(at_s=self._at_s, away_s=away_s)])
-            self._take_inbox()
-            world = self._world(slots, nodes)
-            # Asked first: a member that is paused must not find that it was the last.
-            while records := self._asked() or self.queue.next_records(world):
-                goals = {getattr(record, "to", None) for record in records}
-                if self._predicting and JobState.STOPPED in goals:
-                    break  # a member that is paused is not the last: another comes in a moment
-                self._write(records)
-                for record in records:
-                    orders.extend(self._orders(record))
-                # Not all of it anew: what is to begin just now has a slot that has ended before.
-                seen = {**world.seen, **self._never_begun()}
-                world = replace(world, cards=tuple(self._cards(nodes)), seen=seen)
-            self.journal.compact(self.queue)
+            if self.problem is None:
+                self._decide(slots, nodes, away_s)
+            orders = self._stored()
         except OSError as error:
-            self.problem = f"the journal of jobs cannot be written: {error.strerror or error}"
-            return tuple(orders)  # of the batches before
+            self.problem = f"the queue of jobs cannot be stored: {error.strerror or error}"
+            return ()
         self.problem, self._has_looked = None, True
         if self._at_s - self._outlook_at_s >= _OUTLOOK_EVERY_S:
             self._outlook_at_s = self._at_s
             with suppress(OSError):  # it is for people alone
-                write_outlook(self.folder, self.queue.standings.values())
-        return tuple(orders)
+                self.store.write_outlook(self.queue.standings.values())
+        return orders
 
     def note_ends(self, slots: Mapping[str, Slot], nodes: Collection[str]) -> None:
-        """Write down which attempts have ended while the run does: a program that is done must not
-        be started again by the next head.
+        """Store which attempts have ended while the run does: a program that is done must not be
+        started again by the next head. Commands are not heard any more.
         """
         with suppress(OSError):
             found = self.queue.next_records(self._world(slots, nodes))
-            ends = [record for record in found if isinstance(record, AttemptEnded)]
-            self._write(ends)
-            for record in ends:
-                tuple(self._orders(record))
+            self._take(record for record in found if isinstance(record, AttemptEnded))
+            self._stored()
+        self._incoming.close()
+
+    def _decide(self, slots: Mapping[str, Slot], nodes: Collection[str], away_s: float) -> None:
+        """Have the queue take all that follows by now."""
+        if away_s > _AWAY_S:
+            self._take([HeadAway(at_s=self._at_s, away_s=away_s)])
+        self._take_commands()
+        world = self._world(slots, nodes)
+        # Asked first: a member that is paused must not find that it was the last.
+        while records := self._asked() or self.queue.next_records(world):
+            goals = {getattr(record, "to", None) for record in records}
+            if self._predicting and JobState.STOPPED in goals:
+                break  # a member that is paused is not the last: another comes in a moment
+            self._take(records)
+            # Not all of it anew: what is to begin just now has a slot that has ended before.
+            seen = {**world.seen, **self._never_begun()}
+            world = replace(world, cards=tuple(self._cards(nodes)), seen=seen)
+
+    def _stored(self) -> tuple[Order, ...]:
+        """Store what the queue has taken, and return what follows from it.
+
+        Raises:
+            OSError: It is not stored; the next call tries again.
+        """
+        self.store.commit()
+        self._incoming.remove(self._rows)
+        for record in self._records:
+            event, slot, details = event_of(record)
+            self.events.write(event, slot, **details)
+            match record:
+                case Settled(to=JobState.STOPPED) | AttemptEnded(cause=Cause.DONE):
+                    self._files.drop_state(record.job)
+        orders = tuple(self._orders)
+        for taken in (self._rows, self._records, self._orders):
+            taken.clear()
+        return orders
 
     def _asked(self) -> tuple[Record, ...]:
         """Return the next jobs of sweeps whose members are asked for, once their memory is
@@ -257,38 +284,37 @@ class Dispatcher:
         new = (Submitted(at_s=self._at_s, job=job, least_bytes=least.get(job.name)) for job in jobs)
         return tuple(each for each in new if self.queue.why_refused(each) is None)
 
-    def _take_inbox(self) -> None:
-        try:
-            messages = list(inbox.waiting(self.folder))
-        except inbox.InboxError as error:
-            self._inbox_problem = str(error)
-            return
-        self._inbox_problem = None
-        for path, message in messages:
-            if isinstance(message, inbox.InboxError):
-                self.events.write("job_message_refused", reason=str(message))
-            for record in () if isinstance(message, inbox.InboxError) else message:
+    def _take_commands(self) -> None:
+        """Have the queue take all that users ask; what it refuses changes nothing."""
+        self._rows = self._incoming.rows()
+        for row in self._rows:
+            try:
+                message = message_of(row.content)
+            except NoMessageError as error:
+                self.events.write("job_message_refused", reason=str(error))
+                continue
+            for record in message:
                 why = self.queue.why_refused(record)
-                if why is None:
-                    self._write([replace(record, at_s=self._at_s)])
-                else:
+                try:
+                    self._take([replace(record, at_s=self._at_s)] if why is None else [])
+                except IllegalRecordError as error:
+                    why = str(error)
+                if why is not None:
                     self.events.write("job_message_refused", reason=why)
-            inbox.remove(path)
 
-    def _write(self, records: Sequence[Record]) -> None:
-        if records:
-            self.journal.append(records)
+    def _take(self, records: Iterable[Record]) -> None:
+        """Have the queue take records, and note what follows from them.
+
+        Raises:
+            IllegalRecordError: One cannot be, and has changed nothing.
+        """
         for record in records:
-            if isinstance(record, AttemptEnded):
-                self._note_end(record, self.queue.shown(record.job))
+            before = self.queue.shown(record.job) if isinstance(record, AttemptEnded) else None
             self.queue.apply(record)
-            name = type(record).__name__
-            told = {
-                key: value
-                for key in record.__dataclass_fields__
-                if type(value := getattr(record, key)) in {str, int, float, bool}
-            }
-            self.events.write(f"job_{_snake(name)}", **told)
+            if isinstance(record, AttemptEnded) and before is not None:
+                self._note_end(record, before)
+            self._records.append(record)
+            self._orders.extend(self._orders_of(record))
 
     def _note_end(self, ended: AttemptEnded, standing: Standing) -> None:
         """Close the card of an attempt for a while if the card, or its driver, is what fails."""
@@ -312,16 +338,13 @@ class Dispatcher:
             until_s, why = self._closed.get(card.name, (-math.inf, ""))
             yield replace(card, closed=card.closed or why) if self._at_s < until_s else card
 
-    def _orders(self, record: Record) -> Iterator[Order]:
+    def _orders_of(self, record: Record) -> Iterator[Order]:
         match record:
             case Assigned():
                 self._peak_bytes.pop(record.job, None)
-                self._paces.pop(record.job, None)
                 plan = self._planned(self.queue.standings[record.job])
                 if plan is not None:
                     yield Begin(plan=plan)
-            case Settled(to=JobState.STOPPED) | AttemptEnded(cause=Cause.DONE):
-                self._files.drop_state(record.job)
             case Recalled(to=JobState.HELD):  # its slot says HELD itself
                 yield Rest(slot=record.job, why=record.reason)
             case Recalled():
@@ -443,7 +466,6 @@ class Dispatcher:
             steps=steps,
             value=self._value(standing.job, slot),
             steps_per_s=left / eta_s if left and eta_s else None,
-            paces=self._paces_of(standing, slots),
             eta_s=eta_s,
             peak_bytes=self._peak_bytes.get(name),
             out_of_memory=max(0, slot.counts.oom_count - standing.out_of_memory),
@@ -451,25 +473,6 @@ class Dispatcher:
             taken=taken,
             sha256=progress.weights_sha256,
         )
-
-    def _paces_of(self, standing: Standing, slots: Mapping[str, Slot]) -> tuple[float, ...]:
-        """Take in how far a job is, once it and another one beside it have made a step."""
-        name = standing.job.name
-        steps = {
-            other: slots[other].training.progress.train_step
-            for other in self.queue.on_card & slots.keys()
-            if self.queue.shown(other).card == standing.card
-        }
-        beside = next((other for other in steps if other != name), "")
-        step = steps.get(name)
-        if step is None or len(steps) > 2 or None in steps.values():
-            self._paces.pop(name, None)
-            return ()
-        pace = self._paces.get(name)
-        if pace is None or pace.beside != beside:
-            pace = self._paces[name] = Pace(beside)
-        pace.saw(self._at_s, step)
-        return tuple(pace.windows)
 
     def _value(self, job: Job, slot: Slot) -> float | None:
         """Return the job's metric; `None` before it was told."""
@@ -499,7 +502,9 @@ class Dispatcher:
         plan = next(each for each in plan_slots(config, self.target) if each.spec.node == node)
         share, whole = self._budgets[node], self._budgets[node].card_budget_bytes
         part = 1.0 if standing.alone else min(1.0, budget_bytes / whole)
-        duty = None if share.duty is None else share.duty * share.workers_per_card * part
+        duty = None if share.duty is None else share.duty * share.workers_per_card
+        if duty is not None and duty < 1 and not standing.alone:
+            duty /= 2  # of two jobs that share the card
         spec = replace(
             plan.spec,
             slot=job.name,
@@ -559,7 +564,7 @@ class Dispatcher:
 
     def notices(self) -> Iterator[str]:
         """Yield a line for what a person may want to do something about."""
-        yield from filter(None, (self.problem, self._inbox_problem))
+        yield from filter(None, (self.problem, self._incoming.problem))
         yield from self._sweeps.problems.values()
         for name, why in self._files.problems.items():
             if self.queue.standings[name].state not in ENDED:
@@ -603,7 +608,7 @@ def _speed(gpu: str, budget: NodeBudget) -> float:
 
 
 def _end(slot: Slot, job: Job) -> tuple[Cause | None, str, int | None]:
-    """Return why the attempt in a slot has ended, in words, with an exit code; `None`: it goes on."""
+    """Return why the attempt in a slot has ended, with an exit code; `None`: it goes on."""
     if slot.phase not in {Phase.DONE, Phase.QUARANTINED}:
         return None, slot.reason, None
     ended = None if slot.status is None else slot.status.ended
@@ -616,7 +621,3 @@ def _end(slot: Slot, job: Job) -> tuple[Cause | None, str, int | None]:
     status = slot.status or Status(slot=slot.slot)
     cause = causes.failure_cause(slot.failure, status.verdict_cause, status.error)
     return cause, slot.reason, None
-
-
-def _snake(name: str) -> str:
-    return "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in name)[1:]

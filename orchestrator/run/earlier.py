@@ -15,9 +15,9 @@ from orchestrator.cluster.connect import connected
 from orchestrator.config.load import config_from_text
 from orchestrator.core.placement import Target, plan_slots
 from orchestrator.errors import NoClusterError, OrchestratorError, UsageError, one_line
-from orchestrator.jobs.journal import QUEUE_NAME
 from orchestrator.record.archive import StoredRun, read_run
 from orchestrator.record.folders import command_for, find_run
+from orchestrator.record.jobs import QUEUE_NAME
 from orchestrator.run.child import ask_child
 from orchestrator.run.environment import Mode
 from orchestrator.run.job_files import CHECKPOINT, FILES

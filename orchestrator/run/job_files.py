@@ -12,13 +12,14 @@ import contextlib
 import os
 import shutil
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final
 
 from orchestrator.errors import OrchestratorError, one_line
 from orchestrator.jobs.model import Cause, Job, Kind
 from orchestrator.record.events import EventLog
+from orchestrator.run.background import Background
 from orchestrator.run.child import ask_child
 from workers.settings import WorkerSpec
 
@@ -28,6 +29,9 @@ MODEL: Final = "model"
 
 #: What a command leaves is fetched again after so long.
 _AGAIN_S: Final = 60.0
+#: An export that takes longer hangs, and its job must not keep its card: 15 GB of state come from
+#: a slow disk, with 100 MB/s, in 150 s.
+_EXPORT_MOST_S: Final = 1200.0
 
 
 class NotExportedError(OrchestratorError):
@@ -42,7 +46,7 @@ class JobFiles:
         self._folder = queue_folder.absolute()
         self._one_machine = one_machine
         self._events = events
-        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="job-files")
+        self._threads = Background(2, "job-files")
         self._under_way: dict[tuple[str, int], tuple[Future[None], float]] = {}
         """Of an attempt, and when it began."""
         self.problems: dict[str, str] = {}
@@ -131,7 +135,7 @@ def _export(spec: WorkerSpec, checkpoint: Path, to: Path) -> None:
 
     Raises:
         OSError: The disk refuses.
-        NotExportedError: The model, or what this PC has installed, refuses.
+        NotExportedError: The model, or what this PC has installed, refuses; or it takes too long.
     """
     shutil.rmtree(to, ignore_errors=True)
     request: Mapping[str, Any] = {
@@ -144,7 +148,7 @@ def _export(spec: WorkerSpec, checkpoint: Path, to: Path) -> None:
         "form": None,
         "average": False,
     }
-    told = ask_child("workers.hf.export", request)
+    told = ask_child("workers.hf.export", request, _EXPORT_MOST_S)
     if not to.is_dir():
         why, code = (told, None) if isinstance(told, str) else (told["refused"], told.get("errno"))
         # What writes tensors has errors of its own for a full disk.

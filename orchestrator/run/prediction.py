@@ -15,7 +15,7 @@ from orchestrator.config.load import config_from_data
 from orchestrator.config.schema import Config
 from orchestrator.errors import UsageError, one_line
 from orchestrator.jobs.model import Job, Kind
-from orchestrator.jobs.packing import SAME_STEP
+from orchestrator.jobs.places import SAME_STEP
 from orchestrator.run.child import ask_child
 from workers.settings import ASSUMED_CONTEXT_BYTES
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from orchestrator.config.load import config_from_text
 from orchestrator.config.schema import Config
-from orchestrator.control.wire import Answer
+from orchestrator.control.slots import Answer
 from orchestrator.core.placement import Target
 from orchestrator.core.slot import HeadState, Hold, Phase, Rules, Slot, UserOrders
 from orchestrator.core.training import Training

@@ -36,7 +36,7 @@ def new_folder(config: Config) -> Path:
     run_id = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
     folder = Path(config.run.dir) / run_id
     try:
-        folder.mkdir(parents=True)
+        folder.mkdir(mode=0o755, parents=True)  # also where groups may write: it takes commands
     except OSError as error:
         raise _unwritable(folder, error) from error
     return folder

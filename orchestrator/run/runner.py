@@ -36,11 +36,11 @@ from orchestrator.errors import (
     PreflightError,
     one_line,
 )
-from orchestrator.jobs.journal import JOURNAL_NAME, QUEUE_NAME, Journal, queue_of
 from orchestrator.jobs.model import Submitted, SweepSubmitted
 from orchestrator.record.archive import StoredRun
 from orchestrator.record.events import EventLog
 from orchestrator.record.folders import command_for, go_on_command
+from orchestrator.record.jobs import QUEUE_NAME, QueueStore
 from orchestrator.record.model import Snapshot
 from orchestrator.record.output import OutputFiles
 from orchestrator.record.store import STORE_NAME, RunFacts, RunStore
@@ -201,6 +201,8 @@ def _in_folder(
         finally:
             interrupts.restore()
             record.outlets.events.close()
+            if record.queue is not None:
+                record.queue.close()
 
 
 def _in_environment(environment: Environment, record: _Record, interrupts: Interrupts) -> int:
@@ -225,7 +227,7 @@ def _in_environment(environment: Environment, record: _Record, interrupts: Inter
         remembers = settled.config.memory.remember and chaos is None
         store = LimitStore() if remembers else None
         learned_limits = LearnedLimits(store, record.outlets.events)
-        if record.journal is None:
+        if record.queue is None:
             record.tell(*filter(None, [idle_line(settled.config, plans)]))
         if chaos is not None:
             record.tell(f"Chaos: {chaos.description}")
@@ -291,7 +293,7 @@ class _Record:
     """Once there is one, a run that ends in an error is reported too."""
     viewer: subprocess.Popen[bytes] | None = None
     """Outlives the run, and is not waited for."""
-    journal: Journal | None = None
+    queue: QueueStore | None = None
     """Of a run of jobs."""
 
     def __post_init__(self) -> None:
@@ -348,36 +350,37 @@ class _Record:
         return facts
 
     def open_queue(self, environment: Environment) -> None:
-        """Open the journal of a run of jobs, and write down with what it begins.
+        """Open the queue of a run of jobs, and store with what it begins.
 
         Again if the cluster changes the target: then nothing has been decided yet.
         """
         folder, options = self.folder / QUEUE_NAME, self.options.queue
         if options is None and not folder.exists():
             return
-        if self.journal is not None:
-            self.journal.close()
-            (folder / JOURNAL_NAME).unlink()
-        self.journal = Journal(folder / JOURNAL_NAME)
+        if self.queue is None:
+            self.queue = QueueStore(folder)
+        else:
+            self.queue.clear()
         submitted: list[Submitted | SweepSubmitted] = []
         if options is not None:
             submitted += options.sweeps
             submitted += options.jobs(environment.config, environment.target)
-        queue = queue_of(folder)
-        self.journal.append([record for record in submitted if queue.why_refused(record) is None])
+        queue = self.queue.queue
+        for record in submitted:
+            if queue.why_refused(record) is None:
+                queue.apply(record)
+        self.queue.commit()
 
     def dispatcher(self, environment: Environment) -> Dispatcher | None:
         """Return what says which slots there are, in a run of jobs."""
-        if self.journal is None:
+        if self.queue is None:
             return None
-        folder = self.folder / QUEUE_NAME
         return Dispatcher(
-            folder=folder,
+            folder=self.folder / QUEUE_NAME,
             config=environment.config,
             target=environment.target,
             events=self.outlets.events,
-            queue=queue_of(folder),
-            journal=self.journal,
+            store=self.queue,
             stays=self.options.queue is not None and self.options.queue.stays,
             before_unix_s=self.past.updated_at_unix_s,
         )
@@ -420,7 +423,7 @@ class _Record:
         following = f"See what happened: {command_for(self.folder, 'report')}"
         if interrupted:
             following = f"Go on: {go_on_command(self.folder)}"
-        elif self.journal is not None:
+        elif self.queue is not None:
             following = f"See the results: {command_for(self.folder, 'jobs', 'results')}"
         self.tell(following)
         self._report()

@@ -1,7 +1,7 @@
 """Sweeps of method optuna in a queue at work: the next member is asked for as a place becomes free.
 
-What is asked depends on the queue alone, and a member is in the journal before the next one is
-asked for: a head that was killed in between goes on with the same members. Also says how jobs are
+What is asked depends on the queue alone: a head that was killed before it stored a member asks for
+the same one again. Also says how jobs are
 submitted, by a head or by a user. Decides nothing of what runs (`jobs/queue.py`).
 """
 

@@ -27,7 +27,7 @@ from workers.messages import (
 )
 from workers.readings import SensorReading
 
-#: Throughput and duty are means over the statuses of about this long: steady to read, quick to fall.
+#: Throughput and duty are means over about this long: steady to read, quick to fall.
 _WINDOW_S = 10.0
 
 _counters_of = attrgetter(*StepCounts.__slots__)

@@ -2,9 +2,9 @@
 watchers.
 
 A turn takes in what has happened, writes it to the store, and only then orders anything. So a head
-that is killed has never ordered what its store does not know. The user's commands come by the
-socket of the run; they are judged, recorded, and answered once they are stored. Decides nothing
-about a slot (`lifecycle.py`), about nodes (`node_watch.py`) or about where slots go
+that is killed has never ordered what its store does not know. The user's commands come as rows
+beside the store; they are judged, and stored with their answers in the turn's commit. Decides
+nothing about a slot (`lifecycle.py`), about nodes (`node_watch.py`) or about where slots go
 (`placement.py`). It decides only when a run begins to count and when it ends. One thread, no
 callbacks.
 """
@@ -14,23 +14,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import wait
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from orchestrator.config.schema import Config
-from orchestrator.control.listener import Connection, Listener
-from orchestrator.control.wire import Answer, WireError, answer_from, command_of
+from orchestrator.control.slots import Answer, NoCommandError, answer_of, command_of
 from orchestrator.core import circuit_breaker, lifecycle, run_outcome
 from orchestrator.core import slot as slots
 from orchestrator.core.fleet import Fleet, Heard, Told, Unreached
-from orchestrator.core.memory_broker import MemoryBroker
+from orchestrator.core.memory_shares import MemoryShares
 from orchestrator.core.orders import needs_begin, orders_of
 from orchestrator.core.placement import SlotPlan
 from orchestrator.core.slot import Event, Phase, Slot
-from orchestrator.core.user_commands import EFFECTS, Command, CommandRefusedError, events_of
+from orchestrator.core.user_commands import EFFECTS, CommandRefusedError, events_of
 from orchestrator.errors import NothingStoredError, PreflightError, UsageError
 from orchestrator.record.archive import read_answers
+from orchestrator.record.command_file import Incoming, Row
 from orchestrator.record.model import Snapshot
 from orchestrator.record.output import OutputFiles
 from orchestrator.record.store import COMMANDS_KNOWN, CommandRecord, RunFacts
@@ -116,7 +116,7 @@ class Supervisor:
         self._recorder = Recorder(self._plans, self._meters, self.outlets.store)
         self._nodes = NodeWatch(self.config, self._plans, self.outlets.events)
         self._restarts = sum(slot.restarts for slot in self._slots.values())
-        self._broker = MemoryBroker(self._plans)
+        self._shares = MemoryShares(self._plans)
         self._outbox: list[tuple[str, slots.Command]] = []
         self._changed: dict[str, None] = dict.fromkeys(self._plans)
         """In the order of their changes; at first in that of the plan."""
@@ -171,7 +171,7 @@ class Supervisor:
         now_s = self.clock.monotonic_s()
         counting_since_s = self._counting_since_s if self._counting_since_s is not None else now_s
         elapsed_s = self.past.elapsed_s + now_s - counting_since_s
-        kept = (self.checkpoints.problem, self.output.problem)
+        kept = (self.checkpoints.problem, self.output.problem, self.commands.problem)
         return Snapshot(
             run_id=self.facts.run_id,
             started_at=self.facts.started_at_unix_s,
@@ -293,7 +293,7 @@ class Supervisor:
         self._plans[name] = plan
         self._meters.setdefault(name, Meter())
         self._slots.setdefault(name, self.past.slots.get(name, Slot(slot=name)))
-        self._broker = MemoryBroker(self._plans, self._broker)
+        self._shares.replan(self._plans)
         self._feed(name, slots.Assigned(node_is_there=node_is_there))
 
     def _send_out(self) -> None:
@@ -301,10 +301,10 @@ class Supervisor:
         now_s = self.clock.monotonic_s()
         changed, self._changed = self._changed, {}
         self._recorder.take(changed, self._slots, now_s, self.clock.unix_s())
-        for name, lease_bytes in self._broker.look(self._slots, now_s).items():
+        for name, lease_bytes in self._shares.look(self._slots, now_s).items():
             self.outlets.events.write("leased", slot=name, lease_bytes=lease_bytes)
         self.outlets.store.commit()
-        self.commands.answer()
+        self.commands.note_stored()
         outbox, self._outbox = self._outbox, []
         for name, command in outbox:
             self._perform(name, command)
@@ -327,7 +327,7 @@ class Supervisor:
         elif slot.begun:
             self.checkpoints.drop_copy(name)
         kept = self.checkpoints.kept(name)
-        wanted = orders_of(slot, self._broker.grant(slot), begin, kept)
+        wanted = orders_of(slot, self._shares.grant(slot), begin, kept)
         if wanted != self._ordered.get(name):
             self._ordered[name] = wanted
             self.fleet.order(name, wanted)
@@ -484,12 +484,11 @@ class Supervisor:
 
 def answers_before(folder: Path) -> dict[str, Answer]:
     """Return what earlier heads of a run answered last, by the ids of the commands."""
-    answers = {}
-    with suppress(NothingStoredError):
-        for identity, told in read_answers(folder).items():
-            with suppress(WireError):  # of another version
-                answers[identity] = answer_from(told)
-    return answers
+    try:
+        told = read_answers(folder)
+    except NothingStoredError:
+        return {}
+    return {it: answer for it, values in told.items() if (answer := answer_of(values)) is not None}
 
 
 class Commands:
@@ -498,18 +497,22 @@ class Commands:
     def __init__(
         self, folder: Path, outlets: Outlets, clock: Clock, answers: Mapping[str, Answer]
     ) -> None:
-        """Listen in a run folder.
+        """Read those of a run folder.
 
         `answers` are those that earlier heads gave, by the ids of the commands.
         """
-        self._listener = Listener(folder)
-        self.problem = self._listener.problem
-        """Why none can come; `None` if they can."""
-        self.close = self._listener.close
+        self._incoming = Incoming(folder)
+        self.close = self._incoming.close
         self._outlets = outlets
         self._clock = clock
         self._answers = dict(answers)
-        self._waiting: list[tuple[Connection, Answer]] = []
+        self._taken: list[Row] = []
+
+    @property
+    def problem(self) -> str | None:
+        """Why commands cannot be read; `None`: they can."""
+        problem = self._incoming.problem
+        return None if problem is None else f"this run may not hear commands: {problem}"
 
     def receive(
         self,
@@ -522,41 +525,42 @@ class Commands:
     ) -> Iterator[tuple[str, Event]]:
         """Yield what happens to which slot; each is to happen before the next one is asked for.
 
-        A command that comes twice gets the same answer, and nothing happens again.
+        A command that comes twice gets the same answer, and nothing happens again. One whose sender
+        does not wait any more is not obeyed.
         """
-        for connection, line in self._listener.received():
-            try:
-                command = command_of(line)
-            except WireError as error:
-                self._waiting.append((connection, Answer(ok=False, id="", error=str(error))))
+        self._taken, now_unix_s = self._incoming.rows(), self._clock.unix_s()
+        for row in self._taken:
+            is_late = row.until_unix_s is not None and row.until_unix_s < now_unix_s
+            if row.id in self._answers or is_late:
                 continue
-            if command.id not in self._answers:
-                try:
-                    events = events_of(
-                        command, slots, plans, nodes, is_ending=is_ending, queued=queued
-                    )
-                    answer = Answer(ok=True, id=command.id, effect=EFFECTS[command.do])
-                except CommandRefusedError as error:
-                    events, answer = (), Answer(ok=False, id=command.id, error=str(error))
-                yield from events
-                self._record(command, answer)
-            self._waiting.append((connection, self._answers[command.id]))
+            try:
+                command = command_of(row.content)
+            except NoCommandError as error:
+                self._record(row.id, {}, Answer(ok=False, id=row.id, error=str(error)))
+                continue
+            try:
+                events = events_of(command, slots, plans, nodes, is_ending=is_ending, queued=queued)
+                answer = Answer(ok=True, id=row.id, effect=EFFECTS[command.do])
+            except CommandRefusedError as error:
+                events, answer = (), Answer(ok=False, id=row.id, error=str(error))
+            yield from events
+            self._record(row.id, asdict(command), answer)
 
-    def answer(self) -> None:
-        """Send the answers that wait; what they say is stored."""
-        waiting, self._waiting = self._waiting, []
-        for connection, answer in waiting:
-            self._listener.answer(connection, answer)
+    def note_stored(self) -> None:
+        """Have what was received not come again, once it is stored with its answers."""
+        if self._taken and self._outlets.store.problem is None:
+            self._incoming.remove(self._taken)
+            self._taken = []
 
-    def _record(self, command: Command, answer: Answer) -> None:
-        self._answers[command.id] = answer
+    def _record(self, identity: str, told: Mapping[str, Any], answer: Answer) -> None:
+        self._answers[identity] = answer
         if len(self._answers) > COMMANDS_KNOWN:
             del self._answers[next(iter(self._answers))]
-        told = asdict(command)
+        command = {"do": "", "slots": (), "by": "", "amount_bytes": None, **told, "id": identity}
         at_unix_s = self._clock.unix_s()
         self._outlets.store.command(
-            CommandRecord(**told, at_unix_s=at_unix_s, answer=asdict(answer))
+            CommandRecord(**command, at_unix_s=at_unix_s, answer=asdict(answer))
         )
-        slot = command.slots[0] if len(command.slots) == 1 else None
+        slot = command["slots"][0] if len(command["slots"]) == 1 else None
         said = {"effect": answer.effect} if answer.ok else {"refused": answer.error}
-        self._outlets.events.write("command", slot=slot, **told, **said)
+        self._outlets.events.write("command", slot=slot, **command, **said)

@@ -13,10 +13,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final, TypeAlias
 
-from orchestrator.jobs.journal import JOURNAL_NAME, QUEUE_NAME, records
-from orchestrator.jobs.model import Assigned, AttemptEnded, Record, Rested
+from orchestrator.jobs.codec import event_name
+from orchestrator.jobs.model import Assigned, AttemptEnded, Rested
 from orchestrator.record import history
-from orchestrator.record.archive import read_events
+from orchestrator.record.archive import StoredEvent, read_events
 from orchestrator.record.history import SAMPLED_NUMBERS, Buckets, Span
 from orchestrator.record.model import FIELDS
 from orchestrator.record.output import last_lines
@@ -51,6 +51,7 @@ _TOTALS: Final = {
     "samples_per_s": "samples a second of all slots",
 }
 _UNITS: Final = {"bytes": ("MiB", 1 / MIB), "ratio": ("%", 100.0)}
+_ASSIGNED, *_ENDED = map(event_name, (Assigned, Rested, AttemptEnded))
 _NAMES: Final = {"tflops": "TFLOP/s", "oom_count": "OOM"}
 
 
@@ -117,7 +118,7 @@ def course_of_jobs(folder: Path) -> Json:
         points = [(step, point["loss"]) for step, point in curve.items() if "loss" in point]
         if points:
             curves[clean(name)] = dict(points[:: 1 + len(points) // _CURVE_POINTS_MOST])
-    bars = _bars(records(folder / QUEUE_NAME / JOURNAL_NAME))
+    bars = _bars(read_events(folder, (_ASSIGNED, *_ENDED)))
     known = [at for bar in bars for at in (bar["from"], bar["to"]) if at is not None]
     steps = sorted({step for curve in curves.values() for step in curve})
     lines = [[name, [curve.get(step) for step in steps]] for name, curve in curves.items()]
@@ -198,15 +199,16 @@ def _span(span: Span, ends_unix_s: float) -> Json:
     }
 
 
-def _bars(entries: Iterable[Record]) -> list[Json]:
+def _bars(events: Iterable[StoredEvent]) -> list[Json]:
     """Return the attempts of jobs on cards; `to` is `None` while one goes on."""
     bars: list[Json] = []
-    on_card: dict[str, Json] = {}
-    for entry in entries:
-        if isinstance(entry, Assigned):
-            card, job = clean(str(entry.card)), clean(entry.job)
-            on_card[entry.job] = {"card": card, "job": job, "from": entry.at_s, "to": None}
-            bars.append(on_card[entry.job])
-        elif isinstance(entry, Rested | AttemptEnded) and entry.job in on_card:
-            on_card.pop(entry.job)["to"] = entry.at_s
+    on_card: dict[str | None, Json] = {}
+    for event in events:
+        job, at_s = event.slot, event.details.get("at_s")
+        if event.event == _ASSIGNED:
+            card = clean(str(event.details.get("card")))
+            on_card[job] = {"card": card, "job": clean(str(job)), "from": at_s, "to": None}
+            bars.append(on_card[job])
+        elif job in on_card:
+            on_card.pop(job)["to"] = at_s
     return bars

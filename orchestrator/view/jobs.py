@@ -1,8 +1,8 @@
 """What people see of a queue: the table of jobs, one job in full, results, one line for other
 screens.
 
-Pure. Values come from the journal, and of jobs with a process from the rows of the run; does not
-read either. Names, reasons and errors may be hostile: they pass through `cells.clean`.
+Pure. Values come from the queue's store, and of jobs with a process from the rows of the run; does
+not read either. Names, reasons and errors may be hostile: they pass through `cells.clean`.
 """
 
 from __future__ import annotations
@@ -10,20 +10,19 @@ from __future__ import annotations
 import csv
 import io
 import math
-import re
 import shlex
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from statistics import median
-from typing import Any, Final
+from typing import Any, Final, get_args
 
+from orchestrator.jobs.codec import event_name
 from orchestrator.jobs.lifecycle import is_better
 from orchestrator.jobs.model import (
     ENDED,
     ON_CARD,
     Assigned,
-    Job,
     JobState,
     Kind,
     Recalled,
@@ -31,6 +30,7 @@ from orchestrator.jobs.model import (
     Rested,
     Standing,
 )
+from orchestrator.record.archive import StoredEvent
 from orchestrator.record.jobs import QueueSnapshot
 from orchestrator.record.model import Row, Snapshot, finite
 from orchestrator.view.cells import clean, clock, moment
@@ -42,6 +42,7 @@ from workers.units import MIB
 STATE_TONES: Final[Mapping[JobState, Tone]] = {
     JobState.RUNNING: Tone.GOOD,
     JobState.MOVING: Tone.NOTE,
+    JobState.PREEMPTED: Tone.NOTE,
     JobState.PARKED: Tone.WARN,
     JobState.HELD: Tone.NOTE,
     JobState.PAUSED: Tone.NOTE,
@@ -67,6 +68,10 @@ _COLUMNS: Final = (
     Column(key="best", title="best", numeric=True, priority=5),
     Column(key="time", title="time", priority=2),
 )
+
+TOLD_OF_JOBS: Final = tuple(map(event_name, get_args(Record)))
+"""The events by which the queue tells what it has decided and seen."""
+_ASSIGNED, _RECALLED, _RESTED = map(event_name, (Assigned, Recalled, Rested))
 
 #: A moment further away than this is shown with its day.
 _SAME_DAY_S: Final = 18 * 3600.0
@@ -318,8 +323,12 @@ _UNTOLD: Final = frozenset(
 )
 
 
-def job_lines(standing: Standing, records: Iterable[Record], snapshot: QueueSnapshot) -> list[str]:
-    """Return one job in full: what it is, how it stands, and what happened to it."""
+def job_lines(
+    standing: Standing, events: Iterable[StoredEvent], snapshot: QueueSnapshot
+) -> list[str]:
+    """Return one job in full: what it is, how it stands, and what happened to it: its events of
+    `TOLD_OF_JOBS`.
+    """
     job, command = standing.job, standing.job.command
     told = {key.removeprefix("job_"): fact for key, fact in job_object(standing, snapshot).items()}
     facts: dict[str, object] = {
@@ -342,10 +351,7 @@ def job_lines(standing: Standing, records: Iterable[Record], snapshot: QueueSnap
     }
     shown = dict(fact_words(key, fact) for key, fact in facts.items() if fact)
     width = max(map(len, shown))
-    happened = [
-        f"  {_moment(record.at_s, snapshot.now_s)}  {words}"
-        for record, words in _happened(records, job.name)
-    ]
+    happened = [f"  {_moment(at_s, snapshot.now_s)}  {words}" for at_s, words in _happened(events)]
     return [
         clean(f"job {job.name}"),
         *(f"  {title:<{width}}  {clean(fact)}" for title, fact in shown.items()),
@@ -354,26 +360,24 @@ def job_lines(standing: Standing, records: Iterable[Record], snapshot: QueueSnap
     ]
 
 
-def _happened(records: Iterable[Record], name: str) -> Iterator[tuple[Record, str]]:
-    """Yield the records of a job, and what they say in words."""
+def _happened(events: Iterable[StoredEvent]) -> Iterator[tuple[float, str]]:
+    """Yield the events of a job: when they happened, and what they say in words."""
     was_recalled = False
-    for record in records:
-        job = getattr(record, "job", None)
-        if (job.name if isinstance(job, Job) else job) != name:
-            continue
-        title = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", type(record).__name__).lower()
-        if isinstance(record, Rested) and not was_recalled:
+    for event in events:
+        kind = event.event
+        title = kind.removeprefix("job_").replace("_", " ")
+        if kind == _RESTED and not was_recalled:
             title = "its node was lost"
-        was_recalled = isinstance(record, Recalled) or (
-            was_recalled and not isinstance(record, Assigned)
-        )
+        was_recalled = kind == _RECALLED or (was_recalled and kind != _ASSIGNED)
         facts = (
-            (field.name, exception_line(fact) if isinstance(fact, str) else fact)
-            for field in fields(record)
-            if field.name not in {"at_s", "job", "id"} and (fact := getattr(record, field.name))
+            (key, exception_line(fact) if isinstance(fact, str) else fact)
+            for key, fact in event.details.items()
+            if key not in {"at_s", "job", "id"} and fact
         )
         said = ", ".join(" ".join(fact_words(*fact)) for fact in facts)
-        yield record, clean(f"{title}: {said}" if said else title)
+        at_s = event.details.get("at_s")
+        known_s = at_s if isinstance(at_s, int | float) else event.at_unix_s or 0.0
+        yield known_s, clean(f"{title}: {said}" if said else title)
 
 
 def _results(snapshot: QueueSnapshot) -> list[dict[str, Any]]:

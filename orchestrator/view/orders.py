@@ -1,4 +1,4 @@
-"""Gives a person's orders: those to slots reach the head, those to jobs wait in an inbox.
+"""Gives a person's orders: those to slots are answered by the head, those to jobs wait for it.
 
 `top` and the page send orders through here. Does not decide who may give one.
 """
@@ -10,12 +10,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from orchestrator.control import client
+from orchestrator.control import queue, slots
 from orchestrator.core.user_commands import Do
 from orchestrator.errors import ArchiveError, UsageError
-from orchestrator.jobs import inbox
-from orchestrator.jobs.journal import QUEUE_NAME
 from orchestrator.jobs.model import Said, Word
+from orchestrator.record.jobs import QUEUE_NAME
 
 
 def give(
@@ -33,11 +32,11 @@ def give(
 
     Raises:
         UsageError: The head refuses it, or there is none.
-        ArchiveError: The inbox of the queue cannot be written, or is not to be trusted.
+        ArchiveError: Nothing can be left for the queue, or its folder is not to be trusted.
     """
     identity = identity or secrets.token_hex(8)
     if isinstance(order, Do):
-        answer = client.send(
+        answer = slots.send(
             folder, order.value, names, by=by, amount_bytes=amount_bytes, identity=identity
         )
         if not answer.ok:
@@ -48,7 +47,7 @@ def give(
         Said(at_s=now_s, id=f"{identity}-{name}", word=order, job=name, by=by) for name in names
     ]
     try:
-        inbox.put(folder / QUEUE_NAME, said)
+        queue.put(folder / QUEUE_NAME, said)
     except OSError as failure:
-        raise ArchiveError(f"the inbox of the queue: {failure.strerror}") from failure
+        raise ArchiveError(f"the queue cannot be told: {failure.strerror}") from failure
     return f"{order}: {', '.join(names)}"

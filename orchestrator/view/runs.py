@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from orchestrator.jobs.journal import QUEUE_NAME
 from orchestrator.record.folders import Listed, run_object
+from orchestrator.record.jobs import QUEUE_NAME
 from orchestrator.view.cells import clock, moment, share_pct
 from orchestrator.view.tables import Column, Table, TableRow, Tone, row_of
 

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from benches import recovery as bench
 from benches.common import ChildDiedError, amiss, percentile, status_bytes
 
 from acceptance.bodies import Turn
 from acceptance.crew import crew_of, in_child
 from acceptance.machine import Check, Machine
 from acceptance.outcome import Outcome, Row
+from acceptance.recovery import survive
 from workers import oom
 from workers.devices import open_device
 from workers.devices.base import Device
@@ -137,9 +137,8 @@ _MOST_MS = 100.0
 def measure_recovery(machine: Machine) -> Row:
     scale = machine.scale
     budget_bytes, _ = machine.fitting(1, scale.large_budget_bytes)
-    arguments = (scale.errors, machine.device, budget_bytes / MIB, scale.size)
-    result = in_child(machine.watch, bench.run, *arguments)
-    found = result.figures
+    arguments = (scale.errors, machine.device, budget_bytes, scale.size)
+    found = in_child(machine.watch, survive, *arguments)
     # Under less memory: the step that fits at last is over sooner.
     specs = machine.specs(
         1, budget_bytes // 4, size=scale.too_large_size, policy="classic", label="descent"
@@ -150,19 +149,15 @@ def measure_recovery(machine: Machine) -> Row:
     # Of each error: release, emergency product, and the climb of progressive allocation.
     descent_ms = [1000.0 * float(detail["recovery_s"] or 0.0) for detail in ooms]
     ended = f"{report.verdict.value} {report.state.value}, {report.counts.steps_ok} steps"
-    times_s = {
-        name: found.get(f"{name}_s") for name in ("recovery_p50", "recovery_p99", "good_step_p50")
-    }
+    times = dict.fromkeys(("recovery_p50_ms", "recovery_p99_ms", "good_step_p50_ms"))
     return {
-        "errors_asked": scale.errors, "errors": found.get("errors", 0),
-        **{f"{name}_ms": None if s is None else 1000.0 * s for name, s in times_s.items()},
-        "budget_bytes": found.get("budget_bytes"), "size": found.get("size"),
+        "errors_asked": scale.errors, **times, **found, "budget_bytes": budget_bytes,
+        "size": scale.size,
         "descent_from_size": scale.too_large_size, "descent_to_size": report.size,
         "descent_ended": ended, "descent_errors": len(ooms),
         "descent_kinds": sorted({str(detail["kind"]) for detail in ooms}),
         "descent_recovery_p50_ms": percentile(descent_ms, 0.5) if ooms else None,
         "descent_recovery_most_ms": max(descent_ms, default=None),
-        "unrecovered": list(result.broken),
     }  # fmt: skip
 
 

@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import signal
-import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -112,31 +111,11 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-def median_of_known(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.median(known) if known else None
-
-
 def in_turn(number: int, sides: Mapping[str, Callable[[], _Found]]) -> dict[str, _Found]:
     """Call each side once, in every other round backwards: a machine is not as fast in one minute
     as in the next.
     """
     return {name: sides[name]() for name in (reversed(list(sides)) if number % 2 else sides)}
-
-
-def judged(
-    text: str, found: float | None, *, at_least: float | None = None, at_most: float | None = None
-) -> dict[str, str]:
-    """Return the row of a target; what is not known does not meet it."""
-    is_met = found is not None and (
-        found >= at_least if at_least is not None else found <= (at_most or 0.0)
-    )
-    return {
-        "target": text,
-        "asked": f">= {at_least:g}" if at_least is not None else f"<= {at_most:g}",
-        "found": "never" if found is None else f"{found:.4g}",
-        "met": "yes" if is_met else "NO",
-    }
 
 
 def amiss(holds: Mapping[str, object], where: str = "") -> list[str]:
@@ -217,12 +196,6 @@ def status_bytes(key: str) -> int:
             if line.startswith(key):
                 return int(line.split()[1]) * 1024
     raise RuntimeError(f"/proc/self/status has no {key}; this benchmark needs Linux")
-
-
-def sized(device: str, budget_mib: float | None, size: int | None) -> tuple[int, int]:
-    """Return the budget in bytes and the edge of the matrices; the guide's where not given."""
-    usual_mib, edge = (3410, 8192) if device == "cuda" else (213, 1024)
-    return int((budget_mib or usual_mib) * MIB), size or edge
 
 
 def lone_worker(

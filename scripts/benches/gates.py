@@ -60,8 +60,9 @@ def _kills(told: Mapping[str, Any]) -> float | None:
     return None if ratio is None else 1 / float(ratio)
 
 
-def _train_kills(told: Mapping[str, Any]) -> float:
-    return statistics.fmean(map(float, told["weights_equal"].values()))
+def _train_kills(told: Mapping[str, Any]) -> float | None:
+    equal = told["share_of_equal_weights"]
+    return None if equal is None else float(equal)
 
 
 def _own(told: Mapping[str, Any]) -> float:
@@ -90,18 +91,12 @@ GATES: Mapping[str, Gate] = {
         files=("orchestrator/core", "orchestrator/run", "orchestrator/cluster", "workers/engine"),
     ),
     "train-kills": Gate(
-        words=(
-            *("train-kills", "--steps", "300", "--kills", "8"),
-            *("--head-kills", "1", "--node-losses", "1"),
-        ),
+        words=("matrix", "--jobs", "--kills", "8", "--steps", "1500", "--out", ""),
         figure=_train_kills,
         files=("orchestrator/run", "orchestrator/cluster", "workers/training", "workers/engine"),
     ),
     "own": Gate(
-        words=(
-            *("own", "--models", "tiny", "--rounds", "6", "--seconds", "3"),
-            *("--caps", "1", "--steps", "5"),
-        ),
+        words=("own", "--models", "tiny", "--rounds", "6", "--seconds", "3"),
         figure=_own,
         files=("workers/training", "workers/hf", "workers/engine", "workers/devices"),
     ),

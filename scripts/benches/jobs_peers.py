@@ -1,4 +1,4 @@
-"""The same night for the queue of jobs and for its peers: an out-of-memory, a SIGKILL, a reboot.
+"""The same night for the queue of jobs and for a loop of the shell: an out-of-memory, a SIGKILL, a reboot.
 
 Small trainings on two rehearsed cards, the larger of which has 1.44 GiB and the other 0.28 GiB. The
 first two take 0.7 GiB more after some steps, so that one of them is out of memory. When a quarter of
@@ -7,13 +7,11 @@ at once, and the same command is typed again. What counts is how many trainings 
 their samples by the time from the first start to the last end; a step done twice counts once.
 
 `ours` runs the training as it is; `ours-keep` the same, which saves every tenth step in the folder
-that the queue gives to it. gpusched runs in an environment of its own, with an nvidia-smi that tells
-what the processes take, times 16. Tune needs packages that Ray alone has not.
+that the queue gives to it; `loop` is a loop of the shell for each card.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import shlex
@@ -22,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,12 +28,12 @@ from typing import Any
 import yaml
 
 from benches.common import ROOT, Result, progress
+from workers.keeper.processes import end_all, marked
 
 _TRAIN = Path(__file__).with_name("jobs_peers_train.py")
 _MARK = "JOBS_PEERS_MARK"
 #: What a rehearsal of cluster.yaml gives to a job on pc1 and on pc2.
 _ROOM_GIB = (1550214757 / 2**30, 301989888 / 2**30)
-_SCALE = 16
 _BATCH, _KILL_AT, _REBOOT_AT, _LIMIT_S = 32, 0.25, 0.55, 420.0
 
 _ON_CARD = """\
@@ -60,61 +58,6 @@ for card in 0 1; do
   ) &
 done
 wait
-"""
-
-_SMI = """\
-#!{python}
-import os, pathlib, sys
-
-taken = []
-for place in pathlib.Path("/proc").glob("[0-9]*"):
-    try:
-        env = (place / "environ").read_bytes().split(b"\\0")
-        words = (place / "cmdline").read_bytes()
-        status = (place / "status").read_text()
-    except OSError:
-        continue
-    card = next((e[-1:].decode() for e in env if e.startswith(b"CUDA_VISIBLE_DEVICES=")), "")
-    if b"{mark}" in b" ".join(env) and b"jobs_peers_train" in words and card in ("0", "1"):
-        size = next((l for l in status.splitlines() if l.startswith("VmData")), "VmData: 0 kB")
-        if b"on_card" not in words:
-            taken.append((int(card), int(place.name), int(size.split()[1]) * {scale} // 1024))
-if "--query-gpu" in " ".join(sys.argv):
-    for card, total in enumerate({totals}):
-        used = sum(size for on, _, size in taken if on == card)
-        print(f"{{card}}, GPU-{{card}}, {{total}}, {{used}}, 50")
-else:
-    for card, pid, size in taken:
-        print(f"GPU-{{card}}, {{pid}}, {{size}}")
-"""
-
-_TUNE = """\
-import subprocess
-import ray
-from ray import tune
-
-JOBS = {jobs!r}
-
-
-def train(config):
-    subprocess.run(JOBS[config["name"]], check=True)
-
-
-ray.init(num_cpus=4, num_gpus=2, include_dashboard=False, logging_level="error")
-trainable = tune.with_resources(train, {{"cpu": 1, "gpu": 1}})
-if tune.Tuner.can_restore("{folder}/tune/night"):
-    tuner = tune.Tuner.restore("{folder}/tune/night", trainable, restart_errored=True)
-else:
-    tuner = tune.Tuner(
-        trainable,
-        param_space={{"name": tune.grid_search(list(JOBS))}},
-        run_config=tune.RunConfig(
-            name="night",
-            storage_path="{folder}/tune",
-            failure_config=tune.FailureConfig(max_failures=3),
-        ),
-    )
-tuner.fit()
 """
 
 
@@ -153,24 +96,6 @@ class _Night:
         return max(found)[1] if found else None
 
 
-def _processes(mark: str) -> Iterator[int]:
-    for place in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if f"{_MARK}={mark}".encode() in (place / "environ").read_bytes():
-                yield int(place.name)
-
-
-def _kill_all(mark: str) -> None:
-    while pids := [pid for pid in _processes(mark) if pid != os.getpid()]:
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.2)
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG) != (0, 0):
-                pass
-
-
 def _ours(night: _Night, more: Sequence[str] = ()) -> list[str]:
     jobs = [
         {"name": name, "command": [sys.executable, str(_TRAIN), *words, *more], "retries": 3}
@@ -187,44 +112,19 @@ def _ours_keep(night: _Night) -> list[str]:
     return _ours(night, ["--keep"])
 
 
-def _script(path: Path, text: str) -> str:
-    path.write_text(text)
-    path.chmod(0o700)
-    return str(path)
-
-
-def _on_card(night: _Night) -> dict[str, list[str]]:
-    text = _ON_CARD.format(*_ROOM_GIB, python=sys.executable, train=_TRAIN)
-    program = _script(night.folder / "on_card", text)
-    return {name: [program, *words] for name, words in night.jobs.items()}
-
-
 def _loop(night: _Night) -> list[str]:
-    lines = [f"{name} {shlex.join(words)}\n" for name, words in _on_card(night).items()]
+    program, script = night.folder / "on_card", night.folder / "loop.sh"
+    program.write_text(_ON_CARD.format(*_ROOM_GIB, python=sys.executable, train=_TRAIN))
+    program.chmod(0o700)
+    script.write_text(_LOOP.format(folder=night.folder))
+    lines = [f"{name} {shlex.join([str(program), *words])}\n" for name, words in night.jobs.items()]
     (night.folder / "list.txt").write_text("".join(lines))
-    return ["sh", _script(night.folder / "loop.sh", _LOOP.format(folder=night.folder))]
+    return ["sh", str(script)]
 
 
-def _gpusched(night: _Night, program: str) -> list[str]:
-    totals = [int(room * _SCALE * 1024) for room in _ROOM_GIB]
-    _script(
-        night.folder / "nvidia-smi",
-        _SMI.format(python=sys.executable, mark=night.mark, scale=_SCALE, totals=totals),
-    )
-    lines = [f"{shlex.join(words)}\n" for words in _on_card(night).values()]
-    (night.folder / "jobs.txt").write_text("".join(lines))
-    return [program, "jobs.txt", "--exclusive", "--oom-retries", "3", "--poll", "1"]
-
-
-def _tune(night: _Night) -> list[str]:
-    text = _TUNE.format(jobs=_on_card(night), folder=night.folder)
-    return [sys.executable, _script(night.folder / "tune.py", text)]
-
-
-def _course(name: str, night: _Night, command: list[str], packages: str) -> dict[str, Any]:
+def _course(name: str, night: _Night, command: list[str]) -> dict[str, Any]:
     env = os.environ | {_MARK: night.mark, "OMP_NUM_THREADS": "1"}
-    env["PATH"] = f"{night.folder}:{env['PATH']}"
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), packages]))
+    env["PYTHONPATH"] = str(ROOT)
 
     def begin() -> subprocess.Popen[bytes]:
         with (night.folder / "said.txt").open("ab") as said:
@@ -245,10 +145,10 @@ def _course(name: str, night: _Night, command: list[str], packages: str) -> dict
             os.kill(pid, signal.SIGKILL)
             was_killed = True
         if not was_rebooted and (has_ended or (was_killed and share >= _REBOOT_AT)):
-            _kill_all(night.mark)
+            end_all(lambda: marked(_MARK, night.mark), 0.0)
             process, was_rebooted = begin(), True
     took_s = time.monotonic() - began_s
-    _kill_all(night.mark)
+    end_all(lambda: marked(_MARK, night.mark), 0.0)
 
     lines = {each: night.lines(each) for each in night.jobs}
     finished = [each for each, of in lines.items() if of and of[-1][1] == "done"]
@@ -272,22 +172,14 @@ def _course(name: str, night: _Night, command: list[str], packages: str) -> dict
     return row
 
 
-def run(
-    contestants: Sequence[str], jobs: int, steps: int, rounds: int, gpusched: str, tune: str
-) -> Result:
+def run(contestants: Sequence[str], jobs: int, steps: int, rounds: int) -> Result:
     """Run the night of each contestant, one after the other."""
     sides: dict[str, Callable[[_Night], list[str]]] = {
-        "ours": _ours,
-        "ours-keep": _ours_keep,
-        "gpusched": lambda night: _gpusched(night, gpusched),
-        "loop": _loop,
-        "tune": _tune,
-    }
+        "ours": _ours, "ours-keep": _ours_keep, "loop": _loop,
+    }  # fmt: skip
     rows = []
     for number in range(rounds):
         for name in reversed(contestants) if number % 2 else contestants:
-            if (name == "gpusched" and not gpusched) or (name == "tune" and not tune):
-                continue
             with tempfile.TemporaryDirectory(prefix="jobs-peers-") as place:
                 names = [f"wide-{n}" if n < 2 else f"narrow-{n}" for n in range(jobs)]
                 (Path(place) / "logs").mkdir()
@@ -298,7 +190,7 @@ def run(
                 }
                 mark = secrets.token_hex(8)
                 night = _Night(folder=Path(place), mark=mark, jobs=words, steps=steps)
-                rows.append(_course(name, night, sides[name](night), tune))
+                rows.append(_course(name, night, sides[name](night)))
                 said = (night.folder / "said.txt").read_text(errors="replace").splitlines()
                 progress("\n".join(f"    {line[:160]}" for line in said[-6:]))
     broken = [

@@ -1,43 +1,33 @@
 """A real run of the real command, looked at from outside: its counts, its processes, and what it
 leaves behind.
 
-The workload is the witness (`witness.py`); the store is compared with what the workers have noted
-themselves. Changes nothing in a run and judges no figure: what does not hold becomes a sentence.
-Linux only.
+Changes nothing in a run and judges no figure: what does not hold becomes a sentence. Linux only.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
-import yaml
 
 from benches.common import ROOT
-from orchestrator.config.load import config_from_data
-from orchestrator.core.placement import Target, plan_slots
-from orchestrator.errors import ArchiveError, NothingStoredError
-from orchestrator.record.archive import StoredRun, read_run
-from orchestrator.record.store import SlotRecord
+from orchestrator.errors import NothingStoredError
+from orchestrator.record.archive import read_run, reading
+from workers.keeper.processes import PR_SET_CHILD_SUBREAPER, marked, prctl
 
 #: Workers find it because runs are started in `ROOT`.
 WITNESS = "scripts.benches.witness:Witness"
 #: As in `witness.py`, which is not imported here: it loads torch.
-WITNESS_FOLDER = "ORCH_WITNESS_DIR"
-#: For a run to start and to end, beyond its planned length.
-PATIENCE_S = 180.0
-_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
-_SHARED = Path("/dev/shm")  # noqa: S108 - looked at, not written
+_WITNESS_FOLDER = "ORCH_WITNESS_DIR"
+_SHARED = "/dev/shm/"  # noqa: S108 - looked at, not written
 #: Sentences about one kind of thing; the rest would say the same.
 _SENTENCES_MOST = 20
 
@@ -47,7 +37,7 @@ class Scene:
 
     def __init__(self) -> None:
         # What a run leaves behind becomes a child of this process, and is found.
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         # Short, because Ray's sockets lie below it and a socket's path ends at 107 bytes.
         self.folder = Path(tempfile.mkdtemp(prefix="b", dir="/tmp"))
         self.runs = self.folder / "runs"
@@ -55,35 +45,42 @@ class Scene:
         self.steps.mkdir()
         self._heads: list[subprocess.Popen[bytes]] = []
         self._before = {child.pid for child in psutil.Process().children(recursive=True)}
-        self._shared_before = set(_SHARED.iterdir())
         self._seen: dict[int, psutil.Process] = {}
+        self._ports: set[int] = set()
+        self._shared: set[Path] = set()
 
-    def run(self, *arguments: str) -> subprocess.Popen[bytes]:
-        """Start `python -m orchestrator run --json` with the shipped cluster.yaml.
+    def start(self, *words: str) -> subprocess.Popen[bytes]:
+        """Start `python -m orchestrator WORDS` with the shipped cluster.yaml.
 
         Its output goes to files.
         """
         number = len(self._heads)
-        command = [sys.executable, "-m", "orchestrator", "run", "--json"]
+        command = [sys.executable, "-m", "orchestrator", *words]
         command += ["--config", str(ROOT / "cluster.yaml"), "--run-dir", str(self.runs)]
-        env = {**os.environ, "TMPDIR": str(self.folder), WITNESS_FOLDER: str(self.steps)}
         with (
             self._output(number, "json").open("wb") as out,
             self._output(number, "err").open("wb") as err,
         ):
             head = subprocess.Popen(
-                [*command, *arguments], cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=out,
+                command, cwd=ROOT, env=self.environment(), stdin=subprocess.DEVNULL, stdout=out,
                 stderr=err,
             )  # fmt: skip
         self._heads.append(head)
         return head
+
+    def environment(self) -> dict[str, str]:
+        own = {
+            "TMPDIR": self.folder, _WITNESS_FOLDER: self.steps,
+            "ORCHESTRATOR_STATE_DIR": self.folder / "state",
+        }  # fmt: skip
+        return {**os.environ, **{name: str(path) for name, path in own.items()}}
 
     def ended(self, head: subprocess.Popen[bytes], within_s: float = 0.0) -> tuple[int | None, str]:
         """Wait for a run's end; return its exit code (`None`: it was killed now) and its words."""
         deadline_s = time.monotonic() + within_s
         while head.poll() is None and time.monotonic() < deadline_s:
             self.look()
-            time.sleep(0.5)
+            time.sleep(0.2)
         code = head.poll()
         if code is None:
             head.kill()
@@ -101,22 +98,30 @@ class Scene:
         """Note which processes of the runs live now; reap those that have ended."""
         heads = {head.pid for head in self._heads}
         for child in psutil.Process().children():
-            if child.pid not in heads | self._before and _is_dead(child):
+            if child.pid not in heads | self._before and is_dead(child):
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(child.pid, os.WNOHANG)
         everything = psutil.Process().children(recursive=True)
         found = [child for child in everything if child.pid not in self._before]
         self._seen.update((child.pid, child) for child in found)
-        return [child for child in found if not _is_dead(child)]
+        return [child for child in found if not is_dead(child)]
+
+    def note_traces(self) -> None:
+        """Remember where processes of the runs listen now, and which files of /dev/shm they have
+        mapped: none of it may be there afterwards.
+        """
+        mine = {process.pid for process in self.look()}
+        self._ports |= {port for port, pid in _listening() if pid in mine}
+        self._shared |= {path for pid in mine for path in shared_files(pid)}
 
     def leftovers(self, within_s: float) -> list[str]:
         """Return a sentence for each thing that ended runs have left for so long, and end it."""
-        deadline_s = time.monotonic() + within_s
-        while (left := self._left()) and time.monotonic() < deadline_s:
-            time.sleep(0.1)
+        left = within(within_s, self._left)
         for process in self._alive():
             with contextlib.suppress(psutil.Error):
                 process.kill()
+        self._ports.clear()
+        self._shared.clear()
         return left[:_SENTENCES_MOST]
 
     def close(self, *, keep: bool) -> str | None:
@@ -134,15 +139,22 @@ class Scene:
 
     def _alive(self) -> list[psutil.Process]:
         self.look()
-        return [each for each in self._seen.values() if each.is_running() and not _is_dead(each)]
+        for pid in marked("TMPDIR", str(self.folder)):  # also what is no descendant
+            with contextlib.suppress(psutil.Error):
+                self._seen.setdefault(pid, psutil.Process(pid))
+        return [each for each in self._seen.values() if each.is_running() and not is_dead(each)]
 
     def _left(self) -> list[str]:
         alive = self._alive()
-        shared = set(_SHARED.iterdir()) - self._shared_before
         return [
-            *(f"process {process.pid} still lives: {_called(process)}" for process in alive),
+            *(f"process {process.pid} still lives: {called(process)[:200]}" for process in alive),
+            *(
+                f"port {port} is still listened at by {pid}"
+                for port, pid in (_listening() if self._ports else ())
+                if port in self._ports
+            ),
             *(f"{path} was left" for path in self.folder.glob("orch-*")),
-            *(f"{path} was left" for path in sorted(shared) if not _in_use(path)),
+            *(f"{path} was left" for path in sorted(self._shared) if path.exists()),
         ]
 
 
@@ -150,105 +162,78 @@ class Ledger:
     """Compares the store of a run with what its workers have noted in the witness's folder, look by
     look.
 
-    The store is committed before anything is sent to a worker, and a report is counted after its
-    steps were done. So of two counts of the witness, one before the store is read and one after,
-    must hold for each slot at any moment::
-
-        counted <= witnessed after        witnessed before <= counted + lost at most + at risk
-
-    Both are strict: no step that is done during a look falls between them. Counters only grow.
+    A status counts steps that were done, so no more are counted than the witness has seen when the
+    store was read. Those of the last second before a kill may be missing. Counters only grow.
     """
 
-    def __init__(self, steps: Path) -> None:
-        self._steps = steps
-        self._seeds: dict[str, int] = {}
-        self._last: dict[str, dict[str, float]] = {}
-        self.broken: list[str] = []
+    def __init__(self, scene: Scene, *, is_witnessed: bool) -> None:
+        self._scene, self._is_witnessed = scene, is_witnessed
+        self.last: dict[str, int] = {}
+        """Slot -> its good steps, as the newest look has found them."""
 
-    def look(self, folder: Path) -> StoredRun | None:
-        """Compare once, and return the run as its store knows it; `None`: it stores nothing yet."""
-        before = self._counts()
+    def look(self) -> list[str]:
+        """Compare once; return what does not hold."""
+        folder = self._scene.newest_run()
+        if folder is None:
+            return []
         try:
-            run = read_run(folder)
+            with reading(folder) as store:
+                sound = [str(line[0]) for line in store.execute("PRAGMA integrity_check")]
+            slots = read_run(folder).slots
         except NothingStoredError:
-            return None
-        except ArchiveError as error:
-            self._demand(False, f"the store cannot be read: {error}")
-            return None
-        after = self._counts()
-        self._seeds = self._seeds or _seeds_of(run)
-        for slot in run.slots:
-            seed = self._seeds[slot.slot]
-            self._compare(slot, after.get(seed, 0))
-        return run
+            return []
+        except Exception as error:  # noqa: BLE001 - damaged, which is a finding
+            return [f"the store cannot be read: {error}"]
+        after = self._witnessed()
+        counted = sum(slot.counters["steps_ok"] for slot in slots)
+        now = {slot.slot: int(slot.counters["steps_ok"]) for slot in slots}
+        wrong = [
+            f"{slot}: good steps went back from {self.last[slot]} to {steps}"
+            for slot, steps in now.items()
+            if steps < self.last.get(slot, 0)
+        ]
+        wrong += [] if sound == ["ok"] else [f"integrity_check: {sound[:3]}"]
+        if self._is_witnessed and counted > after:
+            wrong.append(f"{counted} steps are counted, and {after} were done")
+        self.last = now
+        return wrong
 
-    def rows(self, run: StoredRun) -> list[dict[str, Any]]:
-        """Return a line for each slot of a run whose processes are gone."""
-        counts = self._counts()
-        return [
-            {
-                "slot": slot.slot, "steps_ok": slot.counters["steps_ok"],
-                "witnessed": (witnessed := counts.get(self._seeds[slot.slot], 0)),
-                "really_lost": witnessed - slot.counters["steps_ok"],
-                "restarts": slot.counters["restarts"], "state": slot.state, "reason": slot.reason,
-            }
-            for slot in run.slots
-        ]  # fmt: skip
-
-    def _compare(self, slot: SlotRecord, after: int) -> None:
-        counted = slot.counters["steps_ok"]
-        self._demand(
-            counted <= after,
-            f"{slot.slot}: {counted} steps are counted, and {after} were done: counted too often",
-        )
-        grows = {**slot.counters, "incarnation": slot.incarnation}
-        for name, value in self._last.get(slot.slot, {}).items():
-            self._demand(
-                grows[name] >= value, f"{slot.slot}: {name} went back from {value} to {grows[name]}"
-            )
-        self._last[slot.slot] = grows
-
-    def _counts(self) -> dict[int, int]:
-        return {int(path.stem): path.stat().st_size for path in self._steps.glob("*.steps")}
-
-    def _demand(self, holds: bool, sentence: str) -> None:
-        if not holds and len(self.broken) < _SENTENCES_MOST:
-            self.broken.append(sentence)
+    def _witnessed(self) -> int:
+        return sum(path.stat().st_size for path in self._scene.steps.glob("*.steps"))
 
 
-def sums(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    kinds = ("ok", "really_lost")
-    return {
-        f"steps_{kind}": sum(row["steps_ok" if kind == "ok" else kind] for row in rows)
-        for kind in kinds
-    }
+def within(seconds: float, ask: Callable[[], list[str]]) -> list[str]:
+    """Ask until there is nothing to tell, at most so long; return what was told last."""
+    deadline_s = time.monotonic() + seconds
+    while (told := ask()) and time.monotonic() < deadline_s:
+        time.sleep(0.1)
+    return told
 
 
-def _seeds_of(run: StoredRun) -> dict[str, int]:
-    """Return the seed of each slot's workload: by it the witness names its files."""
-    config = config_from_data(yaml.safe_load(run.facts.config_yaml), "the run's configuration")
-    plans = plan_slots(config, Target(device=run.facts.device, one_machine=run.facts.one_machine))
-    return {plan.spec.slot: plan.spec.workload.seed for plan in plans}
+def _listening() -> list[tuple[int, int | None]]:
+    """Return each port of this machine that is listened at, and by which process."""
+    found = [each for each in psutil.net_connections("inet") if each.status == psutil.CONN_LISTEN]
+    return [(each.laddr.port, each.pid) for each in found if each.laddr]
 
 
-def _in_use(path: Path) -> bool:
-    """Tell whether a living process maps this file: it is another program's, ours are told of."""
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        with contextlib.suppress(OSError):
-            if str(path) in maps.read_text(encoding="utf-8", errors="replace"):
-                return True
-    return False
+def shared_files(pid: int) -> set[Path]:
+    """Return the files in /dev/shm that a process has mapped, and that are still there."""
+    with contextlib.suppress(OSError):
+        maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace")
+        words = (line.split() for line in maps.splitlines() if _SHARED in line)
+        return {Path(each[5]) for each in words if each[-1] != "(deleted)"}
+    return set()
 
 
-def _is_dead(process: psutil.Process) -> bool:
+def is_dead(process: psutil.Process) -> bool:
     try:
         return bool(process.status() == psutil.STATUS_ZOMBIE)
     except psutil.Error:
         return True
 
 
-def _called(process: psutil.Process) -> str:
+def called(process: psutil.Process) -> str:
     try:
-        return " ".join(process.cmdline())[:200] or process.name()
+        return f"{process.name()}: {' '.join(process.cmdline())}"
     except psutil.Error:
         return "gone meanwhile"

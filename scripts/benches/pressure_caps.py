@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import resource
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -230,26 +229,3 @@ def _be_neighbour(connection: Connection, most_bytes: int, left_bytes: int) -> N
         # While the job holds what is wanted here, ask again soon; else wait for a message.
         if connection.poll(_RETRY_S if len(blocks) < wanted else None):
             left_bytes = connection.recv()
-
-
-@contextlib.contextmanager
-def limited(size_bytes: int) -> Iterator[None]:
-    """Let this process have so much `RLIMIT_DATA` within a `with`, and no limit of its own after."""
-    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-    resource.setrlimit(resource.RLIMIT_DATA, (size_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
-
-
-def least_that_fits(fits: Callable[[int], bool], most_bytes: int, resolution_bytes: int) -> int:
-    """Return the least bytes that something fits into, found by trying."""
-    too_little, enough = MIB, most_bytes
-    while enough - too_little > resolution_bytes:
-        middle = (too_little + enough) // 2
-        if fits(middle):
-            enough = middle
-        else:
-            too_little = middle
-    return enough

@@ -178,7 +178,6 @@ class Signal:
 EXACT = Signal(name="exact", every_step=True)
 REAL = Signal(name="real", noise=0.03, blocks=True)
 BLIND = Signal(name="blind", peaks=False)
-PEAK = Signal(name="peak")  # a process that can measure itself, but not its device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

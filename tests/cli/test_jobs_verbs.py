@@ -7,9 +7,12 @@ import os
 import re
 import shlex
 import shutil
+import signal
+import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,11 +22,13 @@ from orchestrator.cli.plan_jobs import plan_jobs, plan_object, plan_parts
 from orchestrator.cli.printing import drawn
 from orchestrator.config.load import load_config
 from orchestrator.config.schema import Config
+from orchestrator.control.queue import waiting
 from orchestrator.core.placement import Target
-from orchestrator.jobs import inbox
-from orchestrator.jobs.journal import JOURNAL_NAME, Journal
+from orchestrator.jobs.codec import event_of
 from orchestrator.jobs.model import (
     Assigned,
+    AttemptEnded,
+    Cause,
     Job,
     QueueHeld,
     Record,
@@ -33,12 +38,21 @@ from orchestrator.jobs.model import (
     Word,
 )
 from orchestrator.jobs.sweep import expand
-from orchestrator.record.jobs import QueueReader, write_outlook
+from orchestrator.record.jobs import QUEUE_STORE, QueueReader, QueueStore
+from orchestrator.record.output import OutputFiles
 from orchestrator.record.store import STORE_NAME, RunStore
 from orchestrator.view.terminal import plain_text
 from tests.cli.conftest import Command
-from tests.factories import FACTS, STARTED_UNIX_S, config_of, make_job, make_standing
-from tests.scene import ROOT, orchestrator
+from tests.factories import (
+    FACTS,
+    STARTED_UNIX_S,
+    config_of,
+    event,
+    make_job,
+    make_standing,
+    store_queue,
+)
+from tests.scene import COMMAND, ROOT, ended, orchestrator, wait_for
 
 RUN_ID = "20261126-010203-0b76"
 NIGHT = ROOT / "docs" / "jobs.md"
@@ -50,11 +64,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     shutil.copy(ROOT / "cluster.yaml", tmp_path)
     queue = tmp_path / "runs" / RUN_ID / "jobs"
-    queue.mkdir(parents=True)
-    journal = Journal(queue / JOURNAL_NAME)
-    journal.append([submitted(make_job("lr-0")), submitted(make_job("lr-1"))])
-    journal.append([begun("lr-0")])
-    journal.close()
+    store_queue(queue, submitted(make_job("lr-0")), submitted(make_job("lr-1")), begun("lr-0"))
     return queue
 
 
@@ -69,10 +79,8 @@ def begun(job: str) -> Assigned:
 
 
 def taken(queue: Path) -> list[Record]:
-    """Return what the head would find in the inbox."""
-    messages = [message for _, message in inbox.waiting(queue)]
-    assert not any(isinstance(message, inbox.InboxError) for message in messages)
-    return [record for message in messages for record in message]  # type: ignore[union-attr]
+    """Return what the head would take."""
+    return [record for message in waiting(queue) for record in message]
 
 
 @pytest.mark.usefixtures("folder")
@@ -84,10 +92,20 @@ def test_the_list_shows_every_job_and_that_the_head_is_dead(command: Command) ->
     assert "its head is not running" in lines[-1]
 
 
+def test_what_happened_to_a_job_is_shown(command: Command, folder: Path) -> None:
+    store = RunStore(folder.parent / STORE_NAME)
+    store.begin(replace(FACTS, run_id=RUN_ID))
+    for name in ("lr-0", "lr-1"):
+        kind, slot, details = event_of(begun(name))
+        store.event({**event(name=kind, **details), "slot": slot})
+    store.end("interrupted", 130, None, ())
+    lines = command("jobs", "show", "lr-0").stdout.splitlines()
+    (happened,) = lines[lines.index("what happened") + 1 :]
+    assert happened.endswith("assigned: attempt 1, card pc1, budget 1024 MiB, alone yes")
+
+
 def test_a_terminal_without_unicode_shows_question_marks(folder: Path) -> None:
-    journal = Journal(folder / JOURNAL_NAME)
-    journal.append([submitted(make_job("lr-2", settings={"lr": 0.1}))])
-    journal.close()
+    store_queue(folder, submitted(make_job("lr-2", settings={"lr": 0.1})))
     done = orchestrator("jobs", "results", PYTHONIOENCODING="latin-1")
     assert (done.returncode, done.stderr) == (0, "")
     assert ["lr-1", "?", "QUEUED"] in [line.split() for line in done.stdout.splitlines()]
@@ -142,7 +160,9 @@ def test_a_sweep_on_the_command_line_makes_a_job_for_each_value(
     assert [name for name, _ in asked] == names
 
 
-def test_a_job_in_the_inbox_is_listed_and_its_name_is_taken(command: Command, folder: Path) -> None:
+def test_a_job_that_was_not_taken_is_listed_and_its_name_is_taken(
+    command: Command, folder: Path
+) -> None:
     command("jobs", "submit", "--name", "ev", "--", "true")
     assert "not taken by the head yet" in command("jobs", "show", "ev").stdout
     again = command("jobs", "submit", "--name", "ev", "--", "false")
@@ -175,7 +195,7 @@ def test_the_commands_of_the_documents_can_be_typed(command: Command, section: i
 @pytest.mark.parametrize(
     ("word", "idle"), [("retry", True), ("release", True), ("hold", False), ("cancel", False)]
 )
-def test_a_word_about_jobs_goes_into_the_inbox_and_says_where_it_changes_nothing(
+def test_a_word_about_jobs_waits_and_says_where_it_changes_nothing(
     command: Command, folder: Path, word: str, idle: bool
 ) -> None:
     said = command("jobs", word, "lr-1", "lr-0").stdout
@@ -220,12 +240,24 @@ def test_what_cannot_be_is_one_sentence(
     assert "\x1b" not in done.stderr
 
 
-def test_a_journal_that_is_a_pipe_is_refused_at_once(command: Command, folder: Path) -> None:
-    (folder / JOURNAL_NAME).unlink()
-    os.mkfifo(folder / JOURNAL_NAME)
+def test_a_store_that_is_a_pipe_is_refused_at_once(command: Command, folder: Path) -> None:
+    (folder / QUEUE_STORE).unlink()
+    os.mkfifo(folder / QUEUE_STORE)
     done = command("jobs", "list")
     assert done.returncode == 2
-    assert "journal.jsonl cannot be read" in done.stderr
+    assert "jobs.sqlite cannot be read" in done.stderr
+
+
+@pytest.mark.parametrize("words", [("list",), ("run",), ("submit", "--", "true")])
+def test_a_queue_of_an_earlier_version_is_refused_with_what_to_do(
+    command: Command, folder: Path, words: tuple[str, ...]
+) -> None:
+    (folder / QUEUE_STORE).rename(folder / "journal.jsonl")
+    done = command("jobs", *words)
+    assert done.returncode == 2
+    assert "is a queue of an earlier version of this program" in done.stderr
+    assert "begin another queue with `jobs run FILE --new`" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_logs_are_those_of_the_slot_of_that_name(command: Command, folder: Path) -> None:
@@ -245,12 +277,10 @@ def test_files_of_a_job_are_fetched_into_a_new_folder(command: Command, folder: 
     assert "has no files yet" in command("jobs", "fetch", "lr-1", "--to", "none").stderr
 
 
-def test_a_reader_takes_in_what_the_journal_has_grown_by(folder: Path) -> None:
-    reader, journal = QueueReader(folder.parent), Journal(folder / JOURNAL_NAME)
+def test_a_reader_takes_in_what_is_new(folder: Path) -> None:
+    reader = QueueReader(folder.parent)
     before = reader.look((), 0.0)
-    journal.append([submitted(make_job("more"))])
-    with (folder / JOURNAL_NAME).open("ab") as file:
-        file.write(b'[{"kind":"Submi')  # a batch that is being written
+    store_queue(folder, submitted(make_job("more")))
     after = reader.look((), 0.0)
     assert before is not None
     assert after is not None
@@ -263,7 +293,7 @@ def test_what_the_head_expects_is_shown_of_jobs_that_wait(folder: Path) -> None:
     told = (make_standing(name, reason="pc1 is taken", expected_start_s=9.0) for name in "ab")
     waits = make_standing("lr-1", reason="pc1 is taken", expected_start_s=9.0)
     runs = make_standing("lr-0", "RUNNING", reason="must not be shown")
-    write_outlook(folder, [*told, waits, runs])
+    QueueStore(folder).write_outlook([*told, waits, runs])
     picture = QueueReader(folder.parent).look((), 0.0)
     assert picture is not None
     shown = {one.job.name: (one.reason, one.expected_start_s) for one in picture.standings}
@@ -315,6 +345,60 @@ def test_a_sweep_of_optuna_is_submitted_as_its_file(command: Command, folder: Pa
     assert isinstance(record, SweepSubmitted)
     assert (record.name, record.count, record.text) == ("hp", 3, text)
     assert record.cwd == str(Path.cwd())
+
+
+@pytest.mark.usefixtures("folder")
+def test_several_jobs_cannot_be_waited_for(command: Command) -> None:
+    Path("two.yaml").write_text("jobs: [{name: a, command: [x]}, {name: b, command: [x]}]")
+    for words in (("two.yaml",), ("--json", "--", "true")):
+        done = command("jobs", "submit", "--wait", *words)
+        assert done.returncode == 2
+        assert "--wait is for one job" in done.stderr + done.stdout
+
+
+def test_an_interrupted_wait_leaves_the_job_as_it_is(folder: Path) -> None:
+    words = [*COMMAND, "jobs", "submit", "--wait", "--name", "ev", "--", "true"]
+    waits = subprocess.Popen(words, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert waits.stderr is not None
+    assert "submitted to run" in waits.stderr.readline()
+    assert "the queue waits for a head: `python -m" in waits.stderr.readline()
+    waits.send_signal(signal.SIGINT)
+    out, said = ended(waits)
+    assert (waits.returncode, out) == (130, "")
+    assert "ev goes on without this; look at it: python -m orchestrator jobs show ev" in said
+    assert [record.job.name for record in taken(folder) if isinstance(record, Submitted)] == ["ev"]
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [
+        ({"cause": Cause.DONE, "exit_code": 0}, 0),
+        ({"cause": Cause.EXCEPTION, "exit_code": 7}, 7),
+        ({"cause": Cause.NAN_LOSS}, 1),
+    ],
+)
+def test_a_wait_prints_what_the_job_prints_and_has_its_exit_code(
+    folder: Path, end: dict[str, Any], code: int
+) -> None:
+    """Of a queue whose head is what the test stores."""
+    words = [*COMMAND, "jobs", "submit", "--wait", "--name", "ev", "--", "true"]
+    waits = subprocess.Popen(words, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    output = OutputFiles(folder.parent)
+    try:
+        (record,) = wait_for(lambda: taken(folder), "message")
+        job = replace(record.job, retries=0)
+        store_queue(folder, replace(record, job=job), replace(begun("ev"), attempt=1))
+        output._add(folder.parent / "output" / "ev.log", b"one\ntw")
+        assert waits.stdout is not None
+        assert waits.stdout.readline() == "one\n"
+        output._add(folder.parent / "output" / "ev.log", b"o\nthree")
+        why = {"at_s": STARTED_UNIX_S + 1, "job": "ev", "attempt": 1, "text": "so it ended"}
+        store_queue(folder, AttemptEnded(**why, **end))
+        out, said = ended(waits)
+    finally:
+        waits.kill()
+    assert (waits.returncode, out) == (code, "two\nthree")
+    assert said.splitlines()[-1].startswith("ev is ")
 
 
 @pytest.mark.usefixtures("folder")

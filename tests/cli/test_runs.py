@@ -14,8 +14,8 @@ import pytest
 
 from orchestrator.cli.printing import drawn
 from orchestrator.cli.runs import report_json, report_text, runs_parts
-from orchestrator.jobs.journal import QUEUE_NAME
 from orchestrator.record.folders import find_run, list_runs
+from orchestrator.record.jobs import QUEUE_NAME
 from orchestrator.record.model import Snapshot
 from orchestrator.record.store import STORE_NAME, RunStore
 from orchestrator.record.summary import summary_dict, write_summary

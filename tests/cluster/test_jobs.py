@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from orchestrator.jobs import inbox
-from orchestrator.jobs.journal import QUEUE_NAME, queue_of
+from orchestrator.control.queue import put
 from orchestrator.jobs.model import ON_CARD, JobState, Said, Standing, Word
+from orchestrator.record.jobs import QUEUE_NAME, QUEUE_STORE, queue_of
 from tests.cluster.conftest import SMALL, Head, Starter
 from tests.scene import ROOT, ended, orchestrator, python
 
@@ -55,6 +55,25 @@ CROWDED = {
     "jobs": [
         {"name": "moved", "train": {**KEYS, "lr": RATES[0], "steps": LONG}},
         {"name": "stays", "command": ["sleep", "100000"], "nodes": ["pc1"], "priority": -1},
+    ]
+}
+
+#: Until the file is there; a shell's `sleep` ends with it.
+_UNTIL = "until [ -e {} ]; do sleep 0.1; done"
+
+#: Once there is a file `begin`, a program takes the training's card until there is a file `end`.
+URGENT = {
+    "jobs": [
+        {"name": "low", "train": {**KEYS, "lr": RATES[0], "steps": LONG}, "nodes": ["pc1"]},
+        {"name": "first", "command": ["sh", "-c", _UNTIL.format("begin")], "nodes": ["pc2"]},
+        {
+            "name": "urgent",
+            "after": ["first"],
+            "command": ["sh", "-c", _UNTIL.format("end")],
+            "nodes": ["pc1"],
+            "priority": 1,
+            "preempt": True,
+        },
     ]
 }
 
@@ -107,7 +126,7 @@ class Night:
         """Have the head hear a word about a job, as `jobs hold` and the like do."""
         now_ns = time.time_ns()
         said = Said(at_s=now_ns / 1e9, id=f"{now_ns}-{job}", word=word, job=job, by="test")
-        inbox.put(self.head.folder() / QUEUE_NAME, [said])
+        put(self.head.folder() / QUEUE_NAME, [said])
 
     def standings(self) -> dict[str, Standing]:
         return dict(queue_of(self.head.folder() / QUEUE_NAME).standings)
@@ -143,7 +162,7 @@ def two_pcs(start: Starter, short_tmp: Path) -> Iterator[Night]:
 def test_a_queue_survives_the_death_of_worker_and_head(start: Starter, short_tmp: Path) -> None:
     night = Night(start, short_tmp, "--rehearse")
     first = night.begin("--stay")
-    first.wait(lambda: list(night.runs.glob(f"*/{QUEUE_NAME}/journal.jsonl")), "a queue")
+    first.wait(lambda: list(night.runs.glob(f"*/{QUEUE_NAME}/{QUEUE_STORE}")), "a queue")
     night.submit(night.file_of(NIGHT))
     first.wait(night.trains, "a checkpoint")
     name = str(night.trains())
@@ -170,6 +189,21 @@ def test_a_queue_survives_the_death_of_worker_and_head(start: Starter, short_tmp
     assert (files / "copied").read_bytes() == (files / "checkpoint.pt").read_bytes()
 
 
+def test_a_job_that_is_waited_for_prints_here_and_ends_with_its_code(
+    start: Starter, short_tmp: Path
+) -> None:
+    night = Night(start, short_tmp, "--rehearse")
+    head = night.begin("--stay")
+    head.wait(lambda: list(night.runs.glob(f"*/{QUEUE_NAME}/{QUEUE_STORE}")), "a queue")
+    words = ("jobs", "submit", "--wait", "--run-dir", str(night.runs), "--", sys.executable, "-c")
+    for program, code, printed in (
+        ("print('good')", 0, "good\n"),
+        ("print('bad'); raise SystemExit(7)", 7, "bad\n" * 2),  # it is retried once
+    ):
+        done = orchestrator(*words, program, cwd=ROOT, **night.environment)
+        assert (done.returncode, done.stdout) == (code, printed), done.stderr
+
+
 def test_a_moved_training_goes_on_from_the_heads_copy(two_pcs: Night) -> None:
     head = two_pcs.begin(two_pcs.file_of(CROWDED))
     head.wait(two_pcs.trains, "a checkpoint")
@@ -189,3 +223,23 @@ def test_a_moved_training_goes_on_from_the_heads_copy(two_pcs: Night) -> None:
     assert 0 < restored[0] < LONG
     undisturbed = python("-c", UNDISTURBED, str(LONG), str(RATES[0]), cwd=ROOT).stdout.split()
     assert [moved.sha256] == undisturbed
+
+
+def test_a_preempted_training_ends_with_the_same_weights(start: Starter, short_tmp: Path) -> None:
+    night = Night(start, short_tmp, "--rehearse")
+    head = night.begin(night.file_of({**URGENT, "defaults": {"cwd": str(short_tmp)}}))
+    head.wait(night.trains, "a checkpoint")
+    (short_tmp / "begin").touch()
+    head.wait(lambda: night.standings()["low"].state is JobState.PREEMPTED, "a card that is left")
+    head.wait(lambda: night.standings()["urgent"].card == "pc1", "a job on that card")
+    (short_tmp / "end").touch()
+
+    code, out, err = head.finish()
+    assert code == 0, out + err
+    low, events = night.standings()["low"], head.events()
+    undisturbed = python("-c", UNDISTURBED, str(LONG), str(RATES[0]), cwd=ROOT).stdout.split()
+    assert [low.sha256] == undisturbed
+    restored = [event["step"] for event in events if event["event"] == "restored"]
+    assert 0 < restored[0] < LONG
+    course = [event for event in events if event.get("job") in {"low", "urgent"}]
+    assert (low.state, low.attempt, low.failures) == (JobState.DONE, 2, 0), course

@@ -11,7 +11,7 @@ from tests.scene import ran
 HEAD = """
 import ctypes, os, subprocess, sys, time
 import psutil
-from orchestrator.cluster.raylets import reap_keepers
+from orchestrator.cluster.raylets import reap_adopted
 from workers.keeper import processes
 from workers.keeper.kept import Kept
 from workers.keeper.task import Task
@@ -29,15 +29,15 @@ server.kill()
 while server.status() != psutil.STATUS_ZOMBIE:
     time.sleep(0.01)
 print(server.name())
-reap_keepers()
+reap_adopted()
 print(len(me.children()))
 
 own = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
 while me.children()[0].status() != psutil.STATUS_ZOMBIE:
     time.sleep(0.01)
-reap_keepers()
+reap_adopted()
 print(own.wait())
-reap_keepers()
+reap_adopted()
 """
 
 

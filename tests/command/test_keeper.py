@@ -115,6 +115,28 @@ def test_worker_ends_what_its_keepers_left(tmp_path: Path, state_dir: Path) -> N
     assert (report.ended.signal, is_gone(child)) == (9, True)
 
 
+#: Holds a semaphore that has a file, as loader processes of torch do, and tells it.
+HOLDS = """
+import json, multiprocessing, os, time
+lock = multiprocessing.get_context("spawn").Lock()
+with open("pids.new", "w") as file:
+    json.dump([os.getpid(), "/dev/shm/sem." + lock._semlock.name.lstrip("/")], file)
+os.rename("pids.new", "pids")
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("role", ["worker", "keeper", "program"])
+def test_no_file_of_its_semaphores_is_left(role: str, tmp_path: Path, state_dir: Path) -> None:
+    worker = start_worker(command_spec("-c", HOLDS, cwd=str(tmp_path), grace_s=0.0), tmp_path)
+    program, semaphore = told(tmp_path / "pids")
+    assert Path(semaphore).exists()
+    kill({"worker": worker.pid, "keeper": parent_of(program), "program": program}[role])
+    wait_for(lambda: not Path(semaphore).exists(), f"end of {semaphore}")
+    worker.kill()
+    worker.wait()
+
+
 def test_worker_that_ignores_its_children_learns_the_end(state_dir: Path) -> None:
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:

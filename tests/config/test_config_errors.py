@@ -96,6 +96,10 @@ def test_the_text_these_tests_break_is_good(tmp_path: Path) -> None:
         # unknown and missing keys
         ("gpus: 1", "worker: 1", 6, "nodes.pc1.worker",
          "unknown key; did you mean workers?; valid: cpus_per_worker, dtype, gpu, gpu_share, gpus"),
+        ("workload:", "train: {min_seq: 4}\nworkload:", 11, "train.min_seq",
+         "has left; valid: documents of unequal lengths are your own text: train.data"),
+        ("workload:", "train: {start_method: fork}\nworkload:", 11, "train.start_method",
+         "has left; valid: no such line; loader processes are always started by a fork server"),
         ("workload:", "heat:", 11, "heat",
          "unknown key; valid: cluster, compute_share_mode, memory, nodes, notify, run"),
         ("    workers: 7\n", "", 4, "nodes.pc1.workers",

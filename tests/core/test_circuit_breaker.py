@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from orchestrator.core.circuit_breaker import cards_to_quarantine
 from orchestrator.core.slot import Phase, Rules, Slot
-from tests.factories import CPU, RULES
+from tests.factories import CPU, RULES, status_of
 
 NOW_S = 10_000.0
 CARD = "pc1's NVIDIA GeForce RTX 3090"
@@ -58,7 +58,11 @@ def test_deaths_count_while_they_are_in_the_window(ago_s: float, counts: bool) -
 def test_a_card_with_a_working_or_absent_worker_is_not_sick(
     deaths: list[int], phases: list[Phase], ready: list[bool], gone: int
 ) -> None:
-    slots = [worker(i, count, phase=phases[i], ready=ready[i]) for i, count in enumerate(deaths)]
+    up = status_of("pc1/0")
+    slots = [
+        worker(i, count, phase=phases[i], runs=ready[i], status=up)
+        for i, count in enumerate(deaths)
+    ]
     spared = any(
         slot.phase in {Phase.ABSENT, Phase.HELD, Phase.STOPPED, Phase.DONE}
         or (slot.phase is Phase.WORKING and slot.ready)

@@ -12,11 +12,12 @@ import pytest
 from typer.testing import CliRunner
 
 from orchestrator.cli.app import app
-from orchestrator.jobs.journal import JOURNAL_NAME, QUEUE_NAME, Journal
-from orchestrator.jobs.model import Assigned, AttemptEnded, Cause, Submitted
+from orchestrator.jobs.codec import event_of
+from orchestrator.jobs.model import Assigned, AttemptEnded, Cause, Record, Submitted
+from orchestrator.record.jobs import QUEUE_NAME
 from orchestrator.record.store import STORE_NAME, RunStore
 from orchestrator.view import html_report
-from tests.factories import FACTS, STARTED_UNIX_S, event, make_job, make_row
+from tests.factories import FACTS, STARTED_UNIX_S, event, make_job, make_row, store_queue
 from tests.web.browser import browser, needs_chromium
 from tests.web.scene import put_turn
 
@@ -71,16 +72,19 @@ def test_the_file_has_the_document_and_the_courses(folder: Path) -> None:
 @pytest.fixture
 def queue(folder: Path) -> Path:
     """Make the run a queue, whose jobs were on one card at once."""
-    (folder / QUEUE_NAME).mkdir()
-    journal = Journal(folder / QUEUE_NAME / JOURNAL_NAME)
+    records: list[Record] = []
     for at, name in enumerate(("lr-0", "<b>lr-1")):
         assigned = Assigned(
             at_s=9.0 + at, job=name, attempt=1, card="pc1", budget_bytes=1, alone=True
         )
-        journal.append([Submitted(at_s=0.0, job=make_job(name)), assigned])
-    ended = AttemptEnded(at_s=20.0, job="lr-0", attempt=1, cause=Cause.DONE, text="")
-    journal.append([ended])
-    journal.close()
+        records += [Submitted(at_s=0.0, job=make_job(name)), assigned]
+    records += [AttemptEnded(at_s=20.0, job="lr-0", attempt=1, cause=Cause.DONE, text="")]
+    store_queue(folder / QUEUE_NAME, *records)
+    store = RunStore(folder / STORE_NAME)
+    for record in records:
+        name, slot, details = event_of(record)
+        store.event({**event(name=name, **details), "slot": slot})
+    store.end("good", 0, None, ())
     return folder
 
 

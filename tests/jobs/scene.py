@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+from orchestrator.jobs.codec import as_json, from_json
 from orchestrator.jobs.model import (
     Assigned,
     Card,
@@ -21,7 +22,7 @@ from orchestrator.jobs.model import (
     Word,
     World,
 )
-from orchestrator.jobs.queue import Queue
+from orchestrator.jobs.queue import JobRow, Queue, QueueFacts
 from workers.settings import CommandSpec
 from workers.units import GIB
 
@@ -88,6 +89,15 @@ class Scene:
 
     def end(self, job: str, cause: Cause = Cause.DONE, text: str = "", **what: Any) -> list[Record]:
         return self.see(job, cause=cause, text=text, **what)
+
+    def next_head(self) -> None:
+        """Go on with the queue as another head reads it."""
+        before = self.queue
+        texts = [as_json(before.row(name)) for name in before.names]
+        rows = [from_json(JobRow, text) for text in texts]
+        facts = from_json(QueueFacts, as_json(before.facts))
+        self.queue = Queue(rows, before.sweeps.values(), facts)
+        assert texts == [as_json(self.queue.row(name)) for name in self.queue.names]
 
     def say(self, word: Word, job: str, message: str = "") -> list[Record]:
         id_ = message or f"message-{len(self.records)}"

@@ -43,6 +43,7 @@ LEGAL = {
     JobState.QUEUED: {"Assigned", "Settled PARKED", "Settled INFEASIBLE"},
     JobState.WAITING: {"Settled QUEUED", "Settled SKIPPED", "Settled INFEASIBLE"},
     JobState.PARKED: {"Settled QUEUED", "Settled INFEASIBLE"},
+    JobState.PREEMPTED: {"Assigned", "Settled INFEASIBLE"},
     JobState.PAUSED: {"Settled QUEUED", "Settled STOPPED"},
     JobState.SKIPPED: {"Settled WAITING"},
 }

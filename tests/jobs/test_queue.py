@@ -20,9 +20,8 @@ from orchestrator.jobs.model import (
     Settled,
     Word,
 )
-from orchestrator.jobs.queue import Queue
 from tests.jobs.scene import ASHA, BIG, Scene, command, starts, training
-from workers.units import GIB
+from workers.units import GIB, MIB
 
 
 def test_what_cannot_fit_is_infeasible_at_submit() -> None:
@@ -369,24 +368,45 @@ def test_a_retry_and_a_dead_head_wake_what_was_skipped() -> None:
     scene.end("a", Cause.EXCEPTION, "ValueError")
     scene.take(Said(at_s=0.0, id="m", word=Word.RETRY, job="a", by="ann"))
 
-    before, scene.queue = scene.queue, Queue()
-    for entry in before.condensed():
-        scene.queue.apply(entry)
+    scene.next_head()
     scene.turn()
 
     assert scene.state("b") == "WAITING"
 
 
-def test_priority_counts_as_much_as_an_hour() -> None:
+def test_the_highest_priority_is_first_however_long_others_wait() -> None:
     scene = Scene(training("old"), cards=())
-    scene.now_s += 3500.0
+    scene.now_s += 24 * 3600.0
     scene.submit(training("young", priority=1))
     scene.cards = (BIG,)
+
     assert list(starts(scene.turn())) == ["young"]
 
-    scene.now_s += 3600.0
-    scene.submit(training("late", priority=1))
-    assert list(starts(scene.end("young"))) == ["old"]
+
+def test_the_longest_is_first_once_a_job_alike_was_measured() -> None:
+    jobs = [training(name, steps=steps) for name, steps in (("a", 10), ("short", 20), ("long", 90))]
+    scene = Scene(*jobs, cards=(BIG,))
+    assert list(starts(scene.turn())) == ["a"], "nothing is known yet"
+
+    scene.see("a", step=5, steps_per_s=2.0)
+
+    assert list(starts(scene.end("a"))) == ["long"]
+
+
+def test_two_that_both_say_so_share_a_card() -> None:
+    small = {"pack": True, "memory_bytes": 2 * GIB}
+    scene = Scene(training("a", **small), training("b", **small), cards=(BIG,))
+
+    assert starts(scene.turn()) == {"a": "pc1", "b": "pc1"}
+    for name in ("a", "b"):
+        standing = scene.standing(name)
+        assert (standing.alone, standing.budget_bytes) == (False, 2 * GIB + 256 * MIB)
+    scene.see("a", step=10, steps_per_s=1.0)
+    assert scene.standing("a").speeds == {}, "a shared card's speed is none of the job's"
+    scene.end("b", peak_bytes=3 * GIB)
+    scene.submit(training("c", **small))
+    assert starts(scene.turn()) == {"c": "pc1"}
+    assert scene.standing("c").budget_bytes == 3 * GIB + 3 * GIB // 10 + 1, "as one alike took"
 
 
 def test_a_speed_is_recorded_when_it_is_new_or_changes() -> None:
@@ -407,7 +427,7 @@ def test_jobs_beyond_the_first_know_their_place() -> None:
 
     scene.turn()
 
-    assert scene.standing("j90").reason == "88 jobs are before it"
+    assert scene.standing("j90").reason == "56 jobs go first on pc1"
 
 
 def test_asking_changes_nothing() -> None:
@@ -435,30 +455,55 @@ def test_a_stopped_member_does_not_skip_what_follows_a_sweep() -> None:
     assert "best" in starts(scene.end("lr-0"))
 
 
-def test_a_job_moves_to_a_free_card_where_that_pays() -> None:
-    scene = Scene(training("a"), training("b"))
+@pytest.mark.parametrize(
+    "lower", [training("low"), command("low", parks=True)], ids=["training", "parks"]
+)
+def test_a_job_that_is_preempted_goes_on_afterwards(lower: Job) -> None:
+    scene = Scene(lower, cards=(BIG,))
     scene.turn()
-    small = "a" if scene.standing("a").card == "pc2" else "b"
-    large = "b" if small == "a" else "a"
-    scene.see(small, step=10, eta_s=3600.0)
+    scene.see("low", step=40)
+    scene.submit(training("urgent", priority=1, preempt=True))
 
-    records = scene.end(large)
+    (recalled,) = scene.turn()
+    assert isinstance(recalled, Recalled)
+    assert (recalled.job, recalled.to) == ("low", JobState.PREEMPTED)
+    assert scene.standing("low").reason == "makes room for urgent"
+    assert scene.turn() == [], "it is told once"
 
-    assert [(each.job, each.to) for each in records if isinstance(each, Recalled)] == [
-        (small, JobState.QUEUED)
-    ]
-    assert scene.state(small) == "MOVING"
-    assert starts(scene.see(small, is_at_rest=True, step=10)) == {small: "pc1"}
-    assert scene.see(small, step=20, eta_s=2000.0) == [], "it stays"
+    if lower.parks:
+        found = scene.end("low", Cause.PARKED, "exit code 75")
+    else:
+        found = scene.see("low", is_at_rest=True, step=50)
+    assert starts(found) == {"urgent": "pc1"}
+    assert (scene.state("low"), scene.standing("low").reason) == ("PREEMPTED", "pc1 runs urgent")
+    assert starts(scene.end("urgent")) == {"low": "pc1"}
+    assert (scene.standing("low").attempt, scene.standing("low").failures) == (2, 0)
 
 
-def test_a_job_that_is_nearly_done_does_not_move() -> None:
-    scene = Scene(training("a"), training("b"))
+def test_a_program_that_does_not_say_that_it_parks_is_not_preempted() -> None:
+    scene = Scene(command("low"), cards=(BIG,))
     scene.turn()
-    small = "a" if scene.standing("a").card == "pc2" else "b"
-    scene.see(small, step=990, eta_s=100.0)
+    scene.see("low")
+    scene.submit(training("urgent", priority=1, preempt=True))
 
-    assert scene.end("b" if small == "a" else "a")[1:] == []
+    assert scene.turn() == []
+    assert scene.standing("urgent").reason == "pc1 runs low"
+
+
+def test_what_is_preempted_may_be_held_and_cancelled() -> None:
+    scene = Scene(training("low"), cards=(BIG,))
+    scene.turn()
+    scene.see("low", step=40)
+    scene.submit(training("urgent", priority=1, preempt=True))
+    scene.turn()
+    scene.see("low", is_at_rest=True)
+
+    scene.say(Word.HOLD, "low")
+    assert scene.state("low") == "HELD"
+    scene.say(Word.RELEASE, "low")
+    assert scene.state("low") == "QUEUED"
+    scene.say(Word.CANCEL, "low")
+    assert scene.state("low") == "CANCELLED"
 
 
 @pytest.mark.parametrize(("cause", "ends"), [(Cause.KILLED, "FAILED"), (Cause.PARKED, "RUNNING")])

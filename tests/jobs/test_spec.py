@@ -85,7 +85,7 @@ def test_a_bad_command_line_names_its_option(typed: dict[str, Any]) -> None:
         ("jobs:\n- {name: a, command: x}\n- {name: b, command: 'y {a.dir}'}\n",
          "night.yaml:3: jobs.b.command: {a.dir}: nothing says that a has ended before; valid: after: [a]"),
         ("jobs:\n- name: a\n  train: {}\n  sweep: {method: random, count: 1000000, over: {lr: {log: [1, 2]}}}\n",
-         "night.yaml:4: jobs.a.sweep.count: makes 1,000,000 jobs; valid: 1 to 10,000 jobs"),
+         "night.yaml:4: jobs.a.sweep.count: makes 1,000,000 jobs; valid: 1 to 2,000 jobs"),
         ("jobs:\n- name: a\n  train: {}\n  sweep:\n    over:\n      lr: [1.0, -1.0]\n",
          "night.yaml:6: jobs.a.train.lr: -1.0 should be greater than 0"),
         ("jobs:\n- name: a\n  train: {}\n  sweep:\n    method: list\n    over:\n    - lr: 1.0\n    - lr: no\n",
@@ -249,7 +249,7 @@ def test_a_made_name_is_one_that_is_free() -> None:
 
 
 GOOD = yaml.safe_load("""
-defaults: {retries: 1, nodes: any, pack: auto, hours: null, save_every_s: 60, card: "3090", time_limit: 1h}
+defaults: {retries: 1, nodes: any, pack: true, hours: null, save_every_s: 60, card: "3090", time_limit: 1h}
 stop: {rule: asha, metric: loss, mode: min, first: 500, factor: 3}
 jobs:
 - {name: base, train: {preset: gpt-mini, steps: 900, workload.seed: 3}}
@@ -302,3 +302,20 @@ def test_a_damaged_file_is_read_or_refused_in_sentences(data: st.DataObject) -> 
 def test_outputs_lie_within_the_folder_of_the_program(pattern: str) -> None:
     text = f"jobs: [{{name: a, command: x, outputs: ['{pattern}']}}]"
     assert f"'{pattern}' is not within the program's folder" in refused(text)
+
+
+@pytest.mark.parametrize("value", ["auto", "sometimes", "2"])
+def test_whether_a_card_is_shared_is_said_by_the_user_alone(value: str) -> None:
+    text = refused(f"jobs: [{{name: a, command: x, pack: {value}}}]")
+    assert "is neither true nor false: two jobs share a card only where both say so" in text
+    assert "valid: true in each of them, or leave it out" in text
+
+
+def test_a_job_may_preempt_and_a_command_may_be_preempted() -> None:
+    urgent = job_of("command: x, priority: 3, preempt: true, parks: true")
+    assert (urgent.preempt, urgent.parks) == (True, True)
+    usual = job_of("command: x", "{preempt: true}")
+    assert (usual.preempt, usual.parks) == (True, False)
+    assert "has parks, which a command may have" in refused(
+        "jobs: [{name: a, train: {preset: gpt-nano}, parks: true}]"
+    )

@@ -12,7 +12,7 @@ import pytest
 from tests.cards import scripted_card
 from tests.nvml.conftest import Script
 from workers.nvml import queries
-from workers.nvml.sensors import RARELY_S, REOPEN_S, CardSensors, open_sampler
+from workers.nvml.sensors import REOPEN_S, CardSensors, open_sampler
 from workers.readings import SensorReading, Throttle
 
 UUID = "GPU-0000a100-0000-4000-8000-000000000001"
@@ -80,31 +80,6 @@ def test_what_is_not_supported_is_missing_and_nothing_else(script: Script) -> No
 def test_a_geforce_card_says_0_degrees_for_memory_that_it_does_not_measure(script: Script) -> None:
     script({**FULL, "memory_temperature_c": 0})
     assert read() == replace(EXPECTED, memory_temperature_c=None)
-
-
-@pytest.mark.parametrize("error", ["not_supported", "function_not_found", "no_permission"])
-def test_only_what_is_not_supported_is_not_asked_again(script: Script, error: str) -> None:
-    sensors = CardSensors(UUID)
-    script({**FULL, "fails": {"fan_pct": error, "memory_temperature_c": error}})
-    first = sensors.read(0.0)
-    script(FULL)
-    second = sensors.read(1.0)
-    later = (40, 71) if error == "no_permission" else (None, None)
-    assert (first.fan_pct, first.memory_temperature_c) == (None, None)
-    assert (second.fan_pct, second.memory_temperature_c) == later
-    assert second.temperature_c == 62
-
-
-def test_limits_are_asked_rarely_and_again_after_a_loss(script: Script) -> None:
-    sensors, seen = CardSensors(UUID), []
-    for now_s, changes in (
-        (0.0, {}), (1.0, {"power_limit_w": 350, "fan_pct": 80}), (RARELY_S, {"power_limit_w": 350}),
-        (31.0, {"lost": True}), (45.0, {}),
-    ):  # fmt: skip
-        script({**FULL, **changes})
-        reading = sensors.read(now_s)
-        seen.append((reading.power_limit_w, reading.fan_pct))
-    assert seen == [(700, 40), (700, 80), (350, 40), (None, None), (700, 40)]
 
 
 @pytest.mark.parametrize(

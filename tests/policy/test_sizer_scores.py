@@ -1,29 +1,61 @@
 """How much of an oracle's work the adaptive size does, in worlds that nobody tuned on, and how it starts.
 
-The targets are those of `scripts/bench.py policy`. Steps come several to a sample (10,000 items a
-second) and with a sample each (1,500). Does not cover what holds in worlds nobody would design;
-that is `test_sizer_machine.py`.
+Steps come several to a sample (10,000 items a second) and with a sample each (1,500). Does not
+cover what holds in worlds nobody would design; that is `test_sizer_machine.py`.
 """
 
 from __future__ import annotations
 
 import statistics
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
-from benches.policy import (
-    COLD_LEVELS_GIB,
-    FAILURES_PER_MINUTE,
-    TARGETS,
-    THERE,
-    Target,
-    constant_world,
+from benches.policy import FAILURES_PER_MINUTE
+from benches.simulator import (
+    BLIND,
+    EXACT,
+    LARGEST,
+    REAL,
+    WOBBLE,
+    Outcome,
+    Signal,
+    World,
+    play,
+    world_of,
+    worlds,
 )
-from benches.simulator import EXACT, LARGEST, Outcome, World, play, worlds
 
 from workers.resilience.adaptive_size import AdaptiveSize, Learned
+from workers.units import GIB
 
 pytestmark = pytest.mark.slow
+
+
+class Target(NamedTuple):
+    """What the adaptive rule reaches in a regime with a signal."""
+
+    regime: str
+    signal: Signal
+    mean: float
+    worst: float = 0.0
+    failures_per_minute: float = float("inf")
+
+
+TARGETS = (
+    Target("precious", EXACT, 0.99, 0.97),
+    Target("precious", REAL, 0.95, 0.90, 0.2),
+    Target("precious", BLIND, 0.86, 0.75, 2.0),
+    Target("saturating", EXACT, 0.995),
+    Target("saturating", REAL, 0.98),
+    Target("saturating", BLIND, 0.95),
+)
+
+COLD_LEVELS_GIB = (1.2, 1.7, 2.4, 3.4, 4.7, 6.3, 8.0)
+
+#: At a constant level: this share of the largest size that fits in every step, whatever its wobble,
+#: counts as there.
+THERE = 0.98
 
 
 #: Numbers that were not tuned on; `scripts/bench.py policy` plays many more.
@@ -60,6 +92,13 @@ def test_the_targets_are_met_in_fresh_worlds(target: Target, rate_per_s: float) 
     assert sum(outcome.failures for outcome in outcomes) / minutes <= target.failures_per_minute
     assert max(outcome.worst_minute for outcome in outcomes) <= FAILURES_PER_MINUTE + 2
     assert max(outcome.rest_share for outcome in outcomes) <= 0.02
+
+
+def constant_world(seed: int, level_gib: float, duration_s: float) -> tuple[World, float]:
+    """Return a world of one level, and the largest size that fits however its steps wobble."""
+    level_bytes = level_gib * GIB
+    world = world_of(f"constant at {level_gib}", [(0.0, level_bytes)], duration_s, seed=seed)
+    return world, (level_bytes / (1 + WOBBLE) - world.job.fixed_bytes) / world.job.item_bytes
 
 
 def run(world: World, learned: Learned | None = None) -> tuple[AdaptiveSize, Outcome]:

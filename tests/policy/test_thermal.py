@@ -16,9 +16,8 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
+from workers.policy.card_alarms import CALM_S, SLOW_MEMORY
 from workers.policy.thermal import (
-    CALM_S,
-    SLOW_MEMORY,
     ThermalBand,
     ThermalDecision,
     ThermalGovernor,
@@ -124,7 +123,7 @@ def test_the_words_have_the_numbers() -> None:
     for _ in range(60):
         decision = played.see(82.0)
     assert decision.reason == f"82 C, REDUCE, duty {decision.duty:.0%} to hold 81.5 C"
-    for _ in range(2000):
+    for _ in range(12_000):
         decision = played.see(82.9)
     assert decision.duty == pytest.approx(SHIPPED.smallest_duty)
     assert "smallest duty of 5%" in decision.reason
@@ -153,21 +152,20 @@ def test_heat_throttles_from_70_and_pauses_at_83() -> None:
         bits = Throttle.POWER_CAP | (Throttle.SOFTWARE_THERMAL if is_slowed else 0)
         decision = played.see(told_c, bits=bits)
         seen.add(decision.paused)
-        assert decision.duty == 1.0 or told_c >= SHIPPED.warm_c, (second, decision)
+        alarmed = bool(played.state.alarms.standing)
+        assert decision.duty == 1.0 or told_c >= SHIPPED.warm_c or alarmed, (second, decision)
         assert decision.duty < 1.0 or told_c < SHIPPED.critical_c, (second, decision)
     assert seen == {True, False}
 
 
-def test_a_pause_that_others_prolong_ends_at_the_smallest_duty() -> None:
+def test_a_pause_that_others_prolong_ends_with_a_fifth_less() -> None:
     played = Played()
     played.see(83)
     held = [played.see(80) for _ in range(119)]
     assert all(decision.paused for decision in held)
     after = played.see(80)
-    assert after.duty == pytest.approx(SHIPPED.smallest_duty, rel=0.05)
+    assert after.duty == pytest.approx(0.8, rel=0.05)
     assert after.band is ThermalBand.HOT
-    back = [played.see(80).duty for _ in range(600)]
-    assert back[-1] > 0.5, "the others give way as it returns"
 
 
 def test_each_threshold_can_be_off() -> None:

@@ -1,4 +1,4 @@
-"""A run of jobs under the real supervisor, store, journal and dispatcher, in virtual time.
+"""A run of jobs under the real supervisor, stores and dispatcher, in virtual time.
 
 Its head may die at any moment; another one then begins in the same folder.
 """
@@ -9,14 +9,14 @@ import hashlib
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 from orchestrator.config.load import config_from_data
+from orchestrator.control.queue import put
 from orchestrator.core.placement import Target
 from orchestrator.core.user_commands import Command, Do, events_of
-from orchestrator.jobs import inbox
-from orchestrator.jobs.journal import JOURNAL_NAME, QUEUE_NAME, Journal, queue_of, records
 from orchestrator.jobs.model import (
     Assigned,
     AttemptEnded,
@@ -32,6 +32,7 @@ from orchestrator.jobs.model import (
 )
 from orchestrator.jobs.queue import Queue
 from orchestrator.record.archive import read_run
+from orchestrator.record.jobs import QUEUE_NAME, QueueStore, queue_of
 from orchestrator.record.store import STORE_NAME
 from orchestrator.run.dispatcher import Dispatcher
 from orchestrator.run.resume import Past, past_of
@@ -216,6 +217,38 @@ class JobsFleet(ScriptedFleet):
         return status
 
 
+class NotedStore(QueueStore):
+    """Notes the records that have led to what is stored, also of heads before."""
+
+    def __init__(self, folder: Path, history: list[Record]) -> None:
+        super().__init__(folder)
+        self.history, self._new = history, list[Record]()
+        apply = self.queue.apply
+
+        def noted(record: Record) -> None:
+            apply(record)
+            self._new.append(record)
+
+        self.queue.apply = noted  # type: ignore[method-assign]
+
+    def commit(self) -> None:
+        super().commit()
+        self.history += self._new
+        self._new.clear()
+
+
+class _AtOnce:
+    """What else is done by threads, whose time is not the virtual one."""
+
+    def submit(self, work: Callable[..., Any], *given: object, **named: object) -> Future[Any]:
+        done: Future[Any] = Future()
+        try:
+            done.set_result(work(*given, **named))
+        except Exception as error:  # noqa: BLE001 - as an executor does
+            done.set_exception(error)
+        return done
+
+
 class JobsRun(HeadScene):
     """One head of a run of jobs."""
 
@@ -223,6 +256,7 @@ class JobsRun(HeadScene):
         self,
         folder: Path,
         *jobs: Job,
+        history: list[Record] | None = None,
         clock: VirtualClock | None = None,
         absent: Sequence[str] = (),
         stays: bool = False,
@@ -237,12 +271,11 @@ class JobsRun(HeadScene):
         )
         past = past_of(read_run(folder)) if (folder / STORE_NAME).exists() else Past()
         super().__init__(folder, config, clock or VirtualClock(), past)
-        self.journal = Journal(self.queue_folder / JOURNAL_NAME)
-        known = queue_of(self.queue_folder).standings
-        new = [Submitted(at_s=self.began_unix_s, job=job) for job in jobs if job.name not in known]
-        if new:
-            self.journal.append(new)
-        queue = queue_of(self.queue_folder)
+        self.queue_store = NotedStore(self.queue_folder, [] if history is None else history)
+        queue = self.queue_store.queue
+        for job in jobs:
+            queue.apply(Submitted(at_s=self.began_unix_s, job=job))
+        self.queue_store.commit()
         self.fleet = JobsFleet(self.clock, queue)
         for name in NODES:
             if name not in absent:
@@ -252,8 +285,7 @@ class JobsRun(HeadScene):
             config=config,
             target=Target(device=device, one_machine=True),
             events=self.log,
-            queue=queue,
-            journal=self.journal,
+            store=self.queue_store,
             stays=stays,
             before_unix_s=past.updated_at_unix_s,
         )
@@ -292,8 +324,10 @@ class JobsRun(HeadScene):
     def die(self) -> None:
         """End the head as SIGKILL does: its files are closed by the system, and no more is done."""
         self.commands.close()
+        self.dispatcher._incoming.close()
         self.log.close()
         self.store._disconnect()
+        self.queue_store._connection.close()
 
     def may_die(self, chance: float, seed: int) -> None:
         """Let the head die, at random, before or after anything that outlives it."""
@@ -311,7 +345,7 @@ class JobsRun(HeadScene):
             return done
 
         for owner, names in (
-            (self.journal, ("append",)),
+            (self.queue_store, ("commit",)),
             (self.store, ("commit",)),
             (self.fleet, ("place", "order", "abandon")),
         ):
@@ -333,10 +367,10 @@ class JobsRun(HeadScene):
             self.supervisor._feed(name, event)
 
     def say(self, word: Word, job: str) -> None:
-        """Leave a word about a job in the inbox."""
+        """Leave a word about a job for the head."""
         at_s = self.clock.unix_s()
         said = Said(at_s=at_s, id=f"{word}-{job}-{at_s}", word=word, job=job, by="ann")
-        inbox.put(self.queue_folder, [said])
+        put(self.queue_folder, [said])
 
     # What is seen
 
@@ -344,13 +378,12 @@ class JobsRun(HeadScene):
         return self.dispatcher.queue.standings[name]
 
     def standings(self) -> dict[str, Standing]:
-        """Return how the jobs stand, by the journal alone."""
+        """Return how the jobs stand, by what is stored alone."""
         return dict(queue_of(self.queue_folder).standings)
 
     def records(self, kind: type[Record]) -> list[Any]:
-        """Return the records of a kind in the journal."""
-        every = records(self.queue_folder / JOURNAL_NAME)
-        return [record for record in every if isinstance(record, kind)]
+        """Return the records of a kind, of all heads, whose effects are stored."""
+        return [record for record in self.queue_store.history if isinstance(record, kind)]
 
 
 class JobsMaker:
@@ -359,9 +392,10 @@ class JobsMaker:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.runs: list[JobsRun] = []
+        self.history: list[Record] = []
 
     def __call__(self, *jobs: Job, **settings: Any) -> JobsRun:
-        self.runs.append(JobsRun(self.folder, *jobs, **settings))
+        self.runs.append(JobsRun(self.folder, *jobs, history=self.history, **settings))
         return self.runs[-1]
 
     def next_head(self, before: JobsRun, *jobs: Job, **settings: Any) -> JobsRun:

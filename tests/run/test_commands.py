@@ -1,23 +1,24 @@
-"""Commands to a running run: sent over its real socket to the real supervisor, with the real store, in virtual time."""
+"""Commands to a running run: put as rows for the real supervisor, with the real store, in virtual time."""
 
 from __future__ import annotations
 
 import json
+import os
 import signal
-import socket
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+import subprocess
+import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
 
-from orchestrator.control.client import send
-from orchestrator.control.listener import short_name
+from orchestrator.control.slots import send
 from orchestrator.core.run_outcome import outcome_of
 from orchestrator.core.slot import HeadState
-from orchestrator.record.archive import read_run
+from orchestrator.record.archive import read_answer, read_run
+from orchestrator.record.command_file import COMMANDS_NAME, any_waits, put
 from orchestrator.run.resume import past_of
 from orchestrator.run.supervisor import answers_before
 from tests.run.conftest import RunMaker
@@ -28,42 +29,25 @@ from workers.messages import Orders, WorkerState
 
 
 class Asked:
-    """A command that is sent while a run goes on; the answer is read after the run."""
+    """A command that is put while a run goes on; the answer is read after the run."""
 
     def __init__(self, run: Run, after_s: float, do: str, *slots: str, **more: Any) -> None:
-        told = {
-            "v": 1,
-            "id": f"{do} at {after_s}",
-            "do": do,
-            "slots": list(slots),
-            "by": "test",
-            **more,
-        }
-        self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.settimeout(10)
-        self._line = json.dumps(told).encode() + b"\n"
-        run.fleet.at(after_s, lambda: self._send(run.folder / "control.sock"))
-
-    def _send(self, path: Path) -> None:
-        with short_name(path) as name:
-            self._socket.connect(name)
-        self._socket.sendall(self._line)
+        self._folder, self._id = run.folder, more.pop("id", f"{do} at {after_s}")
+        told = {"id": self._id, "do": do, "slots": list(slots), "by": "test", **more}
+        content = json.dumps(told).encode()
+        run.fleet.at(after_s, lambda: put(run.folder, content, identity=self._id))
 
     def answer(self) -> dict[str, Any]:
-        return dict(json.loads(self._socket.recv(2**16)))
-
-    def close(self) -> None:
-        self._socket.close()
+        return dict(read_answer(self._folder, self._id) or {})
 
 
 Ask: TypeAlias = Callable[..., Asked]
 
 
 @pytest.fixture
-def ask() -> Iterator[Ask]:
-    """Send commands; see `Asked`."""
-    with ExitStack() as stack:
-        yield lambda *arguments, **more: stack.enter_context(closing(Asked(*arguments, **more)))
+def ask() -> Ask:
+    """Put commands; see `Asked`."""
+    return Asked
 
 
 def ordered_at(run: Run, slot: str) -> Callable[[float], Orders]:
@@ -96,7 +80,7 @@ def test_a_paused_slot_keeps_its_process_until_resumed(ask: Ask, new_run: RunMak
     rows = run.finish()
     held = "held when its step ends; its process and its memory stay"
     assert pause.answer()["effect"] == held
-    assert resume.answer() == {"ok": True, "id": "unpause at 30", "effect": "gets work again"}
+    assert resume.answer()["effect"] == "gets work again"
     assert [wanted(after_s).holds for after_s in (4, 6, 29, 31)] == [False, True, True, False]
     assert run.states("pc1/0") == ["RUNNING", "HELD", "RUNNING"]
     row = shown_at(run, "pc1/0", 20)
@@ -157,7 +141,7 @@ def test_a_cap_is_ordered_until_it_is_lifted(ask: Ask, new_run: RunMaker) -> Non
     assert [orders.lease_bytes for orders in run.fleet.begun["pc2/0"]] == [None]
 
 
-def test_a_command_is_obeyed_once_and_no_line_is_one(ask: Ask, new_run: RunMaker) -> None:
+def test_a_command_is_obeyed_once_and_no_row_is_one(ask: Ask, new_run: RunMaker) -> None:
     run = new_run(duration="30s")
     ask(run, 5, "pause", "pc1/0", id="one")
     ask(run, 10, "unpause", "pc1/0")
@@ -165,9 +149,10 @@ def test_a_command_is_obeyed_once_and_no_line_is_one(ask: Ask, new_run: RunMaker
     noise = ask(run, 16, "explode", "pc1/0")
     run.finish()
     assert again.answer()["effect"].startswith("held when its step ends")
-    assert noise.answer()["error"].startswith("`do` must be one of")
+    assert noise.answer()["error"].startswith("do: Input should be 'pause', 'unpause'")
     assert run.states("pc1/0") == ["RUNNING", "HELD", "RUNNING"]
-    assert len(run.events("command")) == 2
+    assert [event["do"] for event in run.events("command")] == ["pause", "unpause", ""]
+    assert not any_waits(run.folder)
     over = send(run.folder, "pause", ["pc1/0"], by="test")
     assert str(over.error).endswith("has no head any more (good); it is over")
     other = send(run.folder, "stop", ["pc1/0"], by="test")
@@ -211,3 +196,46 @@ def test_a_stored_hold_is_obeyed_by_the_next_head_once(
     assert rows["pc1/0"].state is WorkerState.RUNNING, "the same id again changes nothing"
     assert [event["do"] for event in events_in(run.folder, "command")] == ["drain", "unpause"]
     assert run.fleet.placed == ["pc2/0", "pc1/0"], "it is placed when it is resumed"
+
+
+def test_a_command_whose_sender_has_given_up_is_not_obeyed(new_run: RunMaker) -> None:
+    run = new_run(duration="20s")
+    told = {"id": "late", "do": "pause", "slots": ["pc1/0"], "by": "test"}
+    until_unix_s = run.began_unix_s + 5
+    late = json.dumps(told).encode()
+    run.fleet.at(10, lambda: put(run.folder, late, identity="late", until_unix_s=until_unix_s))
+    run.finish()
+    assert run.events("command") == []
+    assert not any_waits(run.folder)
+
+
+#: A verb that is stopped inside its transaction, where it holds the lock of the file.
+STOPPED = """
+import os, signal, sqlite3, sys, time
+file = sqlite3.connect(sys.argv[1], isolation_level=None)
+file.execute("BEGIN IMMEDIATE")
+file.execute("INSERT INTO commands VALUES (NULL, 'stopped', 0.0, NULL, x'')")
+os.kill(os.getpid(), signal.SIGSTOP)
+time.sleep(600)
+"""
+
+
+def test_a_stopped_verb_holds_neither_the_head_nor_others(ask: Ask, new_run: RunMaker) -> None:
+    run = new_run(duration="40s")
+    first = {"id": "first", "do": "pause", "slots": ["pc1/0"], "by": "test"}
+    put(run.folder, json.dumps(first).encode(), identity="first")
+    verb = subprocess.Popen([sys.executable, "-c", STOPPED, run.folder / COMMANDS_NAME])
+    try:
+        assert os.waitid(os.P_PID, verb.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT).si_status == (
+            signal.SIGSTOP
+        )
+        pause, unpause = ask(run, 5, "pause", "pc2/0"), ask(run, 10, "unpause", "pc2/0")
+        run.finish()
+    finally:
+        verb.kill()
+        verb.wait()
+    assert run.states("pc2/0") == ["RUNNING", "HELD", "RUNNING"]
+    assert (pause.answer()["ok"], unpause.answer()["ok"]) == (True, True)
+    assert len(run.events("command", do="pause", slot="pc1/0")) == 1, (
+        "what was put before is obeyed"
+    )

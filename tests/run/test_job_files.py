@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from time import sleep
 
+import psutil
 import pytest
 
 from orchestrator.jobs.model import Cause, JobState, Word
 from orchestrator.record.events import EventLog
+from orchestrator.run import job_files
 from orchestrator.run.job_files import JobFiles
 from tests.jobs.scene import command
 from tests.run.jobs_scene import JobsMaker, JobsRun, check_ends, hash_after, short
-from tests.scene import spec_of
+from tests.scene import PATIENCE_S, ROOT, python, spec_of
 
 
 def blocked(run: JobsRun, name: str) -> Path:
@@ -64,21 +69,62 @@ def test_a_job_whose_files_cannot_be_written_is_cancelled(new_jobs: JobsMaker) -
 
 @pytest.mark.torch
 def test_a_model_that_cannot_be_exported_fails_with_weights(tmp_path: Path) -> None:
-    log = EventLog(tmp_path / "events.jsonl", unix_s=lambda: 0.0)
-    files = JobFiles(tmp_path / "jobs", one_machine=True, events=log)
+    files, end_of = exporting(tmp_path)
     state = tmp_path / "states" / "one.pt"
-    state.parent.mkdir()
     state.write_text("no checkpoint")
-    spec = spec_of()
-    spec = replace(spec, workload=replace(spec.workload, settings={"model": str(tmp_path)}))
-    end = None, ""
-    while end[0] is None:
+    while (end := end_of())[0] is None:
         sleep(0.05)
-        end = files.end_of(short("one"), 1, spec, 0.0)
     assert end[0] is Cause.EXCEPTION
     assert str(files.of("one")) in end[1]
     assert (files.of("one") / "checkpoint.pt").read_text() == state.read_text()
-    log.close()
+    files._events.close()
+
+
+#: A head whose job has an export that hangs: opening its checkpoint waits for another process.
+HANGS = """
+import os, sys, time
+from pathlib import Path
+import psutil
+from tests.run.test_job_files import exporting
+files, end_of = exporting(Path(sys.argv[1]))
+os.mkfifo(files.of("one").parents[2] / "states" / "one.pt")
+assert end_of()[0] is None
+while not (children := psutil.Process().children()):
+    time.sleep(0.05)
+print(children[0].pid)
+"""
+
+
+def exporting(folder: Path) -> tuple[JobFiles, Callable[[], tuple[Cause | None, str]]]:
+    """Return the files of a queue, and what asks how the attempt of its job ends."""
+    log = EventLog(folder / "events.jsonl", unix_s=lambda: 0.0)
+    files = JobFiles(folder / "jobs", one_machine=True, events=log)
+    (folder / "states").mkdir()
+    spec = spec_of()
+    spec = replace(spec, workload=replace(spec.workload, settings={"model": str(folder)}))
+    return files, lambda: files.end_of(short("one"), 1, spec, 0.0)
+
+
+@pytest.mark.torch
+def test_an_export_that_hangs_keeps_no_card(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_files, "_EXPORT_MOST_S", 1.0)
+    files, end_of = exporting(tmp_path)
+    os.mkfifo(tmp_path / "states" / "one.pt")
+    while (end := end_of())[0] is None:
+        sleep(0.05)
+    files._events.close()
+    assert end[0] is Cause.EXCEPTION
+    assert "it took longer than 1 s; its weights are in checkpoint.pt" in end[1]
+
+
+@pytest.mark.torch
+def test_a_head_ends_while_an_export_hangs_and_so_does_the_export(tmp_path: Path) -> None:
+    done = python("-c", HANGS, str(tmp_path), cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    with suppress(psutil.NoSuchProcess):
+        psutil.Process(int(done.stdout)).wait(PATIENCE_S)
 
 
 def test_what_a_remote_program_left_is_fetched_again(tmp_path: Path) -> None:

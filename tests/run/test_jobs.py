@@ -1,4 +1,4 @@
-"""A queue of jobs on the real supervisor, store and journal: places, failures, words, and heads that die."""
+"""A queue of jobs on the real supervisor and stores: places, failures, words, and heads that die."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from orchestrator.control.queue import put
 from orchestrator.core.placement import Target
 from orchestrator.core.user_commands import CommandRefusedError, Do
-from orchestrator.jobs import inbox
+from orchestrator.jobs.lifecycle import IllegalRecordError
 from orchestrator.jobs.model import (
     Assigned,
     AttemptEnded,
@@ -20,12 +21,16 @@ from orchestrator.jobs.model import (
     QueueHeld,
     Reached,
     Recalled,
+    Rested,
+    Said,
     Submitted,
     Word,
 )
 from orchestrator.jobs.queue import COMMAND_LEASE_S
 from orchestrator.jobs.spec import parse
+from orchestrator.record import command_file
 from orchestrator.record.archive import read_run
+from orchestrator.record.command_file import any_waits
 from orchestrator.run.sampled_sweeps import sampled_sweeps
 from tests.factories import CPU, MEMORY, REFERENCE
 from tests.jobs.scene import command
@@ -224,6 +229,22 @@ def test_without_room_a_training_goes_to_the_larger_card(new_jobs: JobsMaker) ->
     assert run.fleet.homes[-1] == ("big", "pc1")
 
 
+def test_what_is_preempted_goes_on_where_it_was(new_jobs: JobsMaker) -> None:
+    run = new_jobs(short("low", 900, nodes=("pc1",)), command("tool", nodes=("pc2",), parks=True))
+    run.fleet.program_steps["tool"] = 900
+    run.until(10.0)
+    for node in ("pc1", "pc2"):
+        urgent = short(f"urgent.{node}", 200, nodes=(node,), priority=1, preempt=True)
+        put(run.queue_folder, [Submitted(at_s=run.clock.unix_s(), job=urgent)])
+    run.until_state("low", JobState.PREEMPTED)
+    run.until_state("tool", JobState.PREEMPTED)
+    run.until_state("urgent.pc1", JobState.RUNNING)
+    run.finish()
+    check_ends(run)
+    assert run.fleet.began_at["low"][0] == 0 < run.fleet.began_at["low"][1]
+    assert run.fleet.starts["tool"] == 2
+
+
 def of_card(node: str, used_gib: float, held_gib: float = 0.0) -> dict[str, Any]:
     """Return what a report says of the card of a node: 24 GiB on pc1, 8 GiB on pc2."""
     total = 24 if node == "pc1" else 8
@@ -302,11 +323,45 @@ def test_of_a_member_that_is_asked_for_memory_is_predicted(new_jobs: JobsMaker) 
     pytest.importorskip("optuna", reason="optuna is not installed (extra sweep)")
     run = new_jobs(stays=True)
     (sweep,) = sampled_sweeps(parse(OPTUNA, "hp.yaml", REFERENCE), run.dispatcher.queue)
-    inbox.put(run.queue_folder, [sweep])
+    put(run.queue_folder, [sweep])
     run.until(2.0)
     found = [record.least_bytes for record in run.records(Submitted)]
     assert len(found) == 2
     assert all(least_bytes is not None and least_bytes > 10 * MIB for least_bytes in found)
+
+
+def test_what_cannot_be_is_refused_before_it_is_written(new_jobs: JobsMaker) -> None:
+    run = new_jobs(short("a"), stays=True)
+    said = [Said(at_s=1.0, id=word, word=word, job="a", by="ann") for word in (Word.HOLD,) * 2]
+    put(run.queue_folder, [Said(at_s=1.0, id="1", word=Word.HOLD, job="none", by="ann")])
+    put(run.queue_folder, [Submitted(at_s=1.0, job=replace(short("a"), id="another"))])
+    command_file.put(run.queue_folder, b'[{"at_s": 1.0, "job": {"name": "b"}}]', identity="junk")
+    put(run.queue_folder, [*said, Submitted(at_s=1.0, job=short("b"))])
+    put(run.queue_folder, [Said(at_s=1.0, id="2", word=Word.HOLD, job="b", by="ann")])
+    run.until(1.0)
+    reasons = [event["reason"] for event in run.events("job_message_refused")]
+    assert len(reasons) == 4, reasons
+    run.die()
+    again = new_jobs.next_head(run, stays=True)
+    again.until(5.0)
+    assert {one.state for one in again.standings().values()} == {JobState.HELD}
+    assert len(again.records(Said)) == 2
+
+
+def test_a_message_seen_twice_is_obeyed_once(new_jobs: JobsMaker) -> None:
+    run = new_jobs(short("a"), stays=True)
+    run.dispatcher._incoming.remove = lambda _: None  # type: ignore[method-assign]
+    put(run.queue_folder, [QueueHeld(at_s=1.0, reason="ann holds it", id="once")])
+    run.until(1.0)
+    assert run.dispatcher.queue.held == "ann holds it"
+    put(run.queue_folder, [QueueHeld(at_s=1.0, reason=None, id="then")])
+    run.until(2.0)
+    assert run.dispatcher.queue.held is None
+    run.die()
+    again = new_jobs.next_head(run, stays=True)
+    again.until(5.0)
+    assert again.dispatcher.queue.held is None
+    assert not any_waits(run.queue_folder)
 
 
 def test_dying_programs_give_up_no_card(new_jobs: JobsMaker) -> None:
@@ -355,27 +410,93 @@ def test_after_ctrl_c_everything_is_saved_and_goes_on(new_jobs: JobsMaker) -> No
     assert begin.checkpoint is not None
 
 
-def test_while_the_journal_cannot_be_written_all_stands(
+def test_while_the_queue_cannot_be_stored_all_stands(
     new_jobs: JobsMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = new_jobs(short("one", 900, nodes=("pc1",)), short("two", 900), short("three", 100))
     run.until_state("two", JobState.RUNNING)
     done = run.supervisor._slots["one"].counts.steps_ok
 
-    def full(_: object) -> None:
+    def full() -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(run.journal, "append", full)
+    monkeypatch.setattr(run.queue_store, "commit", full)
     run.say(Word.CANCEL, "two")
     run.until(30.0)
-    assert any("journal of jobs" in notice for notice in run.supervisor.snapshot().notices)
+    assert any("queue of jobs" in notice for notice in run.supervisor.snapshot().notices)
     assert run.supervisor._slots["one"].counts.steps_ok > done, "what runs goes on"
     assert run.standings()["two"].state is JobState.RUNNING
+    assert run.fleet.live_on("pc2") == ["two"], "what is not stored is not done"
     monkeypatch.undo()
     run.until_state("two", JobState.CANCELLED)
     assert run.dispatcher.problem is None
     standings = run.finish()
     assert standings["three"].state is JobState.DONE
+
+
+def test_an_end_that_cannot_be_stored_ends_no_run(
+    new_jobs: JobsMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = new_jobs(short("one", 100))
+    run.until_state("one", JobState.RUNNING)
+
+    commit = run.queue_store.commit
+
+    def full() -> None:
+        if run.standing("one").state is JobState.DONE:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        commit()
+
+    monkeypatch.setattr(run.queue_store, "commit", full)
+    run.until(120.0)
+    assert run.standing("one").state is JobState.DONE
+    assert run.standings()["one"].state is JobState.RUNNING
+    assert (run.folder / "states" / "one.pt").exists(), "its state is removed after that"
+    monkeypatch.undo()
+    run.finish()
+    check_ends(run)
+
+
+def test_a_record_that_cannot_be_stops_no_later_head(
+    new_jobs: JobsMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A defect of the queue is planted: it ends an attempt that never began."""
+    run = new_jobs(short("one"), short("two"))
+    wrong = Rested(at_s=0.0, job="two", attempt=1)
+    monkeypatch.setattr(run.dispatcher.queue, "next_records", lambda _: (wrong,))
+    with pytest.raises(IllegalRecordError, match="two: Rested cannot be"):
+        run.until(5.0)
+    run.die()
+    assert run.standings()["two"].state is JobState.QUEUED, "what was not checked is not stored"
+    run = new_jobs.next_head(run)
+    run.finish()
+    check_ends(run)
+
+
+def test_a_word_that_cannot_be_is_refused_and_gone(
+    new_jobs: JobsMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first check is planted away; the second is that of the queue."""
+    run = new_jobs(short("one"))
+    run.say(Word.CANCEL, "ghost")
+    monkeypatch.setattr(run.dispatcher.queue, "why_refused", lambda _: None)
+    run.finish()
+    check_ends(run)
+    (refused,) = run.events("job_message_refused")
+    assert "there is no job called ghost" in str(refused)
+    assert not any_waits(run.queue_folder)
+
+
+def test_what_waits_is_stored_at_once(new_jobs: JobsMaker) -> None:
+    run = new_jobs(stays=True)
+    for number in range(300):
+        put(run.queue_folder, [Submitted(at_s=0.0, job=short(f"job-{number}"))])
+    statements: list[str] = []
+    run.queue_store._connection.set_trace_callback(statements.append)
+    run.until(1.0)
+    assert len(run.standings()) == 300
+    assert statements.count("COMMIT") <= 3
+    assert not any_waits(run.queue_folder)
 
 
 def test_at_a_milestone_others_get_the_card(new_jobs: JobsMaker) -> None:

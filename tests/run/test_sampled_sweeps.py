@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.jobs.journal import Journal, queue_of
 from orchestrator.jobs.model import Job, JobState, Record, Submitted
 from orchestrator.jobs.queue import Queue
 from orchestrator.jobs.spec import parse
+from orchestrator.record.jobs import QueueStore
 from orchestrator.run.sampled_sweeps import SampledSweeps, sampled_sweeps
 from tests.factories import REFERENCE
 from tests.jobs.scene import Scene
@@ -35,9 +35,8 @@ jobs:
 class SweepScene(Scene):
     """A head whose queue asks for members as the dispatcher does."""
 
-    def __init__(self, text: str = FILE, folder: Path | None = None) -> None:
+    def __init__(self, text: str = FILE) -> None:
         super().__init__()
-        self.journal = None if folder is None else Journal(folder / "journal.jsonl")
         self.begin()
         file = parse(text, "night.yaml", REFERENCE)
         self.take(*sampled_sweeps(file, self.queue))
@@ -45,11 +44,6 @@ class SweepScene(Scene):
     def begin(self, queue: Queue | None = None) -> None:
         self.queue = queue or self.queue
         self.sweeps = SampledSweeps(queue=self.queue, config=REFERENCE, head_node=None, cards=2)
-
-    def take(self, *records: Record) -> None:
-        if getattr(self, "journal", None) is not None:
-            self.journal.append(records)
-        super().take(*records)
 
     def turn(self, seconds: float = 0.0) -> list[Record]:
         found: list[Record] = []
@@ -108,13 +102,18 @@ def test_the_metric_of_the_sweep_decides_what_is_tried_next() -> None:
 
 
 def test_a_killed_head_goes_on_with_the_same_members(tmp_path: Path) -> None:
-    plain, killed = SweepScene(), SweepScene(folder=tmp_path)
+    plain, killed, store = SweepScene(), SweepScene(), QueueStore(tmp_path)
+    for sweep in killed.queue.sweeps.values():
+        store.queue.apply(sweep)
+    killed.begin(store.queue)
     for scene in (plain, killed):
         scene.turn()
     while len(plain.members()) < 8:
         for scene in (plain, killed):
             scene.finish_one()
-        killed.begin(queue_of(tmp_path))
+        store.commit()
+        store = QueueStore(tmp_path)
+        killed.begin(store.queue)
     assert [job.settings for job in killed.members()] == [job.settings for job in plain.members()]
     assert [job.id for job in killed.members()] == [job.id for job in plain.members()]
 

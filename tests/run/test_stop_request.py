@@ -44,6 +44,7 @@ class IsTold(Leaves):
 
 
 def in_a_slot(spec: WorkerSpec) -> list[Status]:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in the process of an engine: it is the head's
     return turns(spec, [{}] * 4)
 
 

@@ -20,13 +20,13 @@ from textual.pilot import Pilot
 from typer.testing import CliRunner
 
 from orchestrator.cli.app import app
+from orchestrator.control.queue import waiting
 from orchestrator.core.slot import HeadState
 from orchestrator.core.user_commands import Do
 from orchestrator.errors import UsageError
-from orchestrator.jobs import inbox
-from orchestrator.jobs.journal import QUEUE_NAME
 from orchestrator.jobs.model import Said, Word
 from orchestrator.record.archive import Follower
+from orchestrator.record.jobs import QUEUE_NAME
 from orchestrator.record.model import STATES_WORST_FIRST, Row
 from orchestrator.record.store import STORE_NAME, RunStore
 from orchestrator.view.orders import give
@@ -290,7 +290,7 @@ def test_orders_name_each_slot_and_wait_for_yes(tmp_path: Path) -> None:
 def test_orders_to_jobs_reach_their_queue(tmp_path: Path) -> None:
     folder = with_queue(made(tmp_path, [make_row()]), "lr-0", "lr-1")
     driven(folder, (120, 20), pressed("J", "j", *"PyUyRyXy"), partial(give, by="top"))
-    said = [one for _, message in inbox.waiting(folder / QUEUE_NAME) for one in message]  # type: ignore[union-attr]
+    said = [one for message in waiting(folder / QUEUE_NAME) for one in message]
     assert all(isinstance(one, Said) and one.job == "lr-1" for one in said)
     words = [one.word for one in said if isinstance(one, Said)]
     assert sorted(words) == sorted([Word.HOLD, Word.RELEASE, Word.RETRY, Word.CANCEL])

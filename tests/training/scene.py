@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -11,9 +11,12 @@ import torch
 from torch import Tensor
 
 from workers.training import tasks
+from workers.training.batches import Samples
 from workers.training.host_states import states_of
-from workers.training.made_data import DrawnFaces, MadeText
+from workers.training.keyed_random import row_keys, uniform
+from workers.training.made_data import MadeText
 from workers.training.models import Cnn, CnnShape, Gpt, GptShape
+from workers.training.order import Sample
 from workers.training.settings import TrainSettings
 from workers.training.tasks import TrainTask
 from workers.training.trainer import Trainer
@@ -37,14 +40,41 @@ def settings(**keys: object) -> TrainSettings:
     return TrainSettings(**(small | keys))
 
 
+class Dots(Samples):
+    """A hundred grey pictures with some bright dots, and their places; the noise has an epoch."""
+
+    points = 4
+    _items = 100
+
+    def __init__(self, edge: int) -> None:
+        self._edge = edge
+
+    def __getitems__(self, samples: Sequence[Sample]) -> list[tuple[Tensor, Tensor]]:
+        """Return pictures (1, edge, edge) and points from -1 to 1."""
+        index = torch.tensor([sample.index for sample in samples])
+        epoch = torch.tensor([sample.epoch for sample in samples])
+        points = 1.6 * uniform(row_keys(0, [0], index)[0], 2 * self.points) - 0.8
+        points = points.view(-1, self.points, 2)
+        pixels = torch.linspace(-1, 1, self._edge)
+        across, down = (
+            torch.exp(-((points[..., axis, None] - pixels) ** 2) * self._edge**2 / 4)
+            for axis in (0, 1)
+        )
+        noise = uniform(row_keys(0, [1], index + self._items * epoch)[0], self._edge**2)
+        pictures = torch.einsum("bph,bpw->bhw", down, across) + 0.2 * noise.view(
+            -1, self._edge, self._edge
+        )
+        return list(zip(pictures[:, None], points, strict=True))
+
+
 def task(kind: str, dropout: float = 0.1, **shape: Any) -> TrainTask:
     """Return the task of a preset with a smaller model, of 71,000 or 58,000 parameters."""
     if kind == CNN:
         edges = CnnShape(edge=16, widths=(16, 24))
         return TrainTask(
             name="small-cnn",
-            model=partial(Cnn, edges, dropout),
-            dataset=DrawnFaces(edges.edge, 0, items=100),
+            model=partial(Cnn, edges, dropout, Dots.points),
+            dataset=Dots(edges.edge),
             loss=tasks.landmark_loss,
             blocks=tasks.blocks_of,
             by_sample=True,

@@ -81,8 +81,8 @@ def test_smoothed_labels_are_those_of_the_definition() -> None:
     model, tokens = task.model(), torch.stack([task.dataset[0], task.dataset[1]])
     expected = 0.9 * plain(model, tokens) + 0.1 * uniform(model, tokens)
     torch.testing.assert_close(smoothed(model, tokens), expected)
-    with pytest.raises(TaskError, match="label_smoothing is for labels"):
-        find_task(TrainSettings(preset="cnn-small", label_smoothing=0.1), 0)
+    with pytest.raises(TaskError, match=r"label_smoothing is 0\.1, and cnn-landmarks finds points"):
+        find_task(TrainSettings(preset="cnn-landmarks", data="here", label_smoothing=0.1), 0)
 
 
 def test_r_drop_adds_the_divergence_of_two_passes() -> None:

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
-from torch import Tensor
+from pydantic import ValidationError
+from torch import Tensor, nn
 
 from tests.scene import ROOT
+from tests.training.picture_folder import LEFT, RIGHT, drawn_folder
 from tests.training.scene import CPU, replay
 from workers.training.errors import TaskError
 from workers.training.order import Sample
@@ -20,26 +22,7 @@ from workers.training.settings import TrainSettings
 from workers.training.tasks import find_task
 from workers.training.trainer import Trainer
 
-HEADER = "file,left_eye_outer_x,left_eye_outer_y,right_eye_outer_x,right_eye_outer_y"
 EDGE = 32
-#: Of the two dots in each picture.
-LEFT, RIGHT = 250, 120
-
-
-def drawn_folder(folder: Path, rows: int = 4, header: str = HEADER) -> Path:
-    """Write four pictures of 64 x 32 with a bright left and a darker right dot; rows name them in turn."""
-    places = [((8 + 4 * number, 8), (40 + 4 * number, 20)) for number in range(4)]
-    for number, (left, right) in enumerate(places):
-        picture = Image.new("L", (64, 32))
-        for place, grey in ((left, LEFT), (right, RIGHT)):
-            picture.paste(grey, (place[0] - 2, place[1] - 1, place[0] + 3, place[1] + 2))
-        picture.save(folder / f"{number}.png")
-    lines = [
-        ",".join(map(str, (f"{row % 4}.png", *places[row % 4][0], *places[row % 4][1])))
-        for row in range(rows)
-    ]
-    (folder / "points.csv").write_text("\n".join([header, *lines]) + "\n")
-    return folder
 
 
 def brightness_at(picture: Tensor, point: Tensor) -> float:
@@ -52,7 +35,7 @@ def looks(pictures: Pictures, index: int, epochs: int = 16) -> list[tuple[Tensor
 
 
 def settings(folder: Path, **keys: object) -> TrainSettings:
-    usual = {"preset": "cnn-small", "data": str(folder), "batch": 8, "precision": "fp32"}
+    usual = {"preset": "cnn-landmarks", "data": str(folder), "batch": 8, "precision": "fp32"}
     return TrainSettings(**(usual | {"steps": 30} | keys))  # type: ignore[arg-type]
 
 
@@ -155,6 +138,18 @@ def test_without_a_library_it_says_what_to_install(
     monkeypatch.setitem(sys.modules, "PIL.Image", None)
     with pytest.raises(TaskError, match=r"pip install 'oom-orchestrator\[hf\]'"):
         find_task(settings(tmp_path), 0)
+
+
+def test_without_a_folder_it_says_what_to_set() -> None:
+    with pytest.raises(ValidationError, match=r"also set train.data \(a folder with pictures"):
+        TrainSettings(preset="cnn-landmarks")
+
+
+def test_the_model_has_its_size_and_no_batch_norm(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = find_task(settings(drawn_folder(tmp_path)), 0).model()
+    assert sum(each.numel() for each in model.parameters()) / 1e6 == pytest.approx(1.2, abs=0.06)
+    assert not [each for each in model.modules() if isinstance(each, nn.BatchNorm2d)]
 
 
 def test_other_rows_or_other_pictures_are_other_data(tmp_path: Path) -> None:

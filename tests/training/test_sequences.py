@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,8 +25,23 @@ from workers.training.trainer import Trainer
 SEQ, LEAST, ITEMS = 16, 3, 100
 
 
-def documents() -> MadeText:
-    return MadeText(SEQ, 256, 0, items=ITEMS, least_seq=LEAST)
+class Documents(MadeText):
+    """Made text of unequal lengths, of which short ones are more frequent."""
+
+    def __init__(self, seq: int, least_seq: int, items: int) -> None:
+        super().__init__(seq, 256, 0, items)
+        chances = torch.rand(items, generator=torch.Generator().manual_seed(0)).square()
+        self._lengths = (chances * (seq - least_seq + 1)).to(torch.int64) + least_seq + 1
+
+    def lengths(self, indices: Sequence[int]) -> list[int]:
+        """Return how many tokens these have."""
+        lengths: list[int] = self._lengths[torch.tensor(indices)].tolist()
+        return lengths
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Tensor]:
+        """Return the beginnings of the texts."""
+        whole = zip(super().__getitems__(indices), self.lengths(indices), strict=True)
+        return [text[:length] for text, length in whole]
 
 
 def test_batches_of_similar_length_use_each_sample_once() -> None:
@@ -34,7 +51,7 @@ def test_batches_of_similar_length_use_each_sample_once() -> None:
         "of a small data set at most a quarter, or an item came twice in a batch"
     )
     pool = samples(1, 10_000, size, size)
-    lengths = MadeText(256, 256, 0, least_seq=8).lengths([each.index for each in pool])
+    lengths = Documents(256, 8, 10_000).lengths([each.index for each in pool])
     found = by_length(pool, lengths, 8, seed=1)
     assert sorted(each.number for each in found) == [each.number for each in pool]
     length_of = dict(zip((each.number for each in pool), lengths, strict=True))
@@ -48,8 +65,8 @@ def test_batches_of_similar_length_use_each_sample_once() -> None:
 
 
 def test_each_document_is_in_one_row_and_rows_are_full() -> None:
-    made = MadeText(256, 256, 0, items=5000, least_seq=8)
-    lengths = [each - 1 for each in made.lengths(range(5000))]
+    made = Documents(256, 8, 5000)
+    lengths = [each - 1 for each in made.lengths(list(range(5000)))]
     found = PackedRows(made, 256)
     rows = [found.documents_of(row) for row in range(len(found))]
     assert sorted(document for row in rows for document in row) == list(range(5000))
@@ -79,7 +96,7 @@ def losses_and_gradient(
 
 
 def test_the_loss_of_each_token_is_that_of_its_document_alone() -> None:
-    made = documents()
+    made = Documents(SEQ, LEAST, ITEMS)
     rows = PackedRows(made, SEQ)
     mine = [document for row in range(len(rows)) for document in rows.documents_of(row)]
     assert len(mine) > 1.5 * len(rows)
@@ -95,9 +112,11 @@ def test_the_loss_of_each_token_is_that_of_its_document_alone() -> None:
     assert float(((seeing_all - alone).abs() / alone).max()) > 1e-3, "a difference would show"
 
 
-def test_a_preset_plans_for_its_longest_document() -> None:
+def test_a_preset_plans_for_its_longest_document(tmp_path: Path) -> None:
     plans, kinds = list[int](), list[dict[str, Any]]()
-    kinds += {}, {"min_seq": 4}, {"min_seq": 4, "packing": True}
+    (tmp_path / "text.txt").write_text("\n".join("a" * (number % 90) for number in range(3000)))
+    lines = {"data": str(tmp_path), "documents": "lines"}
+    kinds += {}, lines, lines | {"packing": True}
     for keys in kinds:
         chosen = TrainSettings(preset="gpt-nano", batch=4, **keys)
         planner = MemoryPlanner(find_task(chosen, 0), chosen, on_card=False)
@@ -110,18 +129,13 @@ def test_a_preset_plans_for_its_longest_document() -> None:
     ("keys", "sentence"),
     [
         (
-            {"packing": True},
-            r"set train.documents \(your own text\) or train.min_seq \(made text\)",
-        ),
-        (
-            {"packing": True, "preset": "cnn-small"},
-            "train.packing is for the GPT presets, and cnn-small is none",
+            {"packing": True, "preset": "cnn-landmarks", "data": "here"},
+            "train.packing is True, and cnn-landmarks finds points in pictures; leave",
         ),
         (
             {"bucketing": True},
             "those of gpt-nano have one length, or do not tell it; set train.documents ",
         ),
-        ({"min_seq": 64}, "train.min_seq is 64, and a text has at most 64 tokens"),
     ],
 )
 def test_what_has_no_unequal_lengths_is_refused_in_one_sentence(
@@ -136,14 +150,17 @@ def test_what_has_no_unequal_lengths_is_refused_in_one_sentence(
     "keys",
     [
         {"packing": True, "bucketing": True},
-        {"min_seq": 4, "data": "here"},
-        {"min_seq": 4, "r_drop": 1.0, "dropout": 0.1},
         {"documents": "lines", "data": "here", "r_drop": 1.0, "dropout": 0.1},
     ],
 )
 def test_keys_that_exclude_each_other_are_refused(keys: dict[str, Any]) -> None:
     with pytest.raises(ValidationError, match="valid: one of them"):
         TrainSettings(**keys)
+
+
+def test_packing_without_documents_is_refused() -> None:
+    with pytest.raises(ValidationError, match=r"also set train.data and train.documents"):
+        TrainSettings(packing=True)
 
 
 def test_documents_without_a_text_of_ones_own_are_refused() -> None:

@@ -8,9 +8,15 @@ import pytest
 import torch
 
 from tests.flips import bit_class, flip_bit
-from workers.verification import repeat
 from workers.verification.check import Check
-from workers.verification.freivalds import LIMIT, VECTORS, freivalds, least_scratch, tolerance
+from workers.verification.products import (
+    LIMIT,
+    VECTORS,
+    freivalds,
+    least_scratch,
+    same_bits,
+    tolerance,
+)
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 DRAWS = ["normal", "positive", "scaled", "zero rows", "zero", "whole numbers", "identity"]
@@ -46,7 +52,7 @@ class Product:
 
     def repeat(self) -> Check:
         torch.mm(self.left, self.right, out=self.again)
-        check = repeat.same_bits(self.result, self.again, self.scratch)
+        check = same_bits(self.result, self.again, self.scratch)
         assert check is not None
         return check
 
@@ -144,7 +150,7 @@ def test_the_repeat_finds_every_flip(dtype: torch.dtype) -> None:
 def test_a_repeated_error_passes_the_repeat_and_not_freivalds() -> None:
     product = Product(torch.float32, 64)
     product.result[9] *= 1.001
-    check = repeat.same_bits(product.result, product.result.clone(), product.scratch)
+    check = same_bits(product.result, product.result.clone(), product.scratch)
     assert check is not None
     assert check.ok
     assert not product.freivalds().ok
@@ -162,7 +168,7 @@ def test_products_summed_in_different_orders_are_not_compared(
         product.left[rows, :64] @ product.right[:64] + product.left[rows, 64:] @ product.right[64:]
     )
     assert not torch.equal(other, product.result)
-    assert repeat.same_bits(product.result, other, product.scratch) is None
+    assert same_bits(product.result, other, product.scratch) is None
     assert product.freivalds().ok
 
 

@@ -320,11 +320,9 @@ def test_a_store_that_is_none_or_says_nonsense_is_a_sentence(
     assert (listed.outcome, listed.run) == ("unreadable", None)
 
 
-def test_a_look_that_takes_too_long_is_a_sentence(
-    folder: Path, store: RunStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(archive, "_READING_MOST_S", 0.3)
-    with pytest.raises(ArchiveError, match="longer than"), archive.reading(folder) as connection:
+def test_a_look_that_takes_too_long_is_a_sentence(folder: Path, store: RunStore) -> None:
+    look = archive.reading(folder, 0.3)
+    with pytest.raises(ArchiveError, match="longer than"), look as connection:
         connection.execute(ENDLESS).fetchone()
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from orchestrator.jobs.codec import event_of
 from orchestrator.jobs.model import (
     Assigned,
     AttemptEnded,
@@ -16,10 +17,12 @@ from orchestrator.jobs.model import (
     JobState,
     Milestones,
     Recalled,
+    Record,
     Rested,
     Said,
     Word,
 )
+from orchestrator.record.archive import StoredEvent
 from orchestrator.record.jobs import QueueSnapshot
 from orchestrator.view import jobs as view
 from orchestrator.view.terminal import table_lines
@@ -130,15 +133,23 @@ def test_the_line_of_a_held_queue_says_why() -> None:
     assert line == "1 running; the queue is held: the disk is full"
 
 
+def events_of(*records: Record) -> list[StoredEvent]:
+    """Return the events by which the head tells of records."""
+    told = enumerate(map(event_of, records))
+    return [
+        StoredEvent(number=number, at="", event=event, slot=slot, details=details)
+        for number, (event, slot, details) in told
+    ]
+
+
 def test_a_job_in_full_tells_its_attempts() -> None:
     records = [
         Assigned(at_s=NOW_S, job="lr-0", attempt=1, card="pc1", budget_bytes=9 * 2**30, alone=True),
-        Assigned(at_s=NOW_S, job="other", attempt=1, card="pc2", budget_bytes=1, alone=True),
         AttemptEnded(
             at_s=NOW_S, job="lr-0", attempt=1, cause=Cause.OUT_OF_MEMORY, text="no room", step=12
         ),
     ]
-    lines = view.job_lines(TRAINED, records, queue_of(TRAINED))
+    lines = view.job_lines(TRAINED, events_of(*records), queue_of(TRAINED))
     happened = lines[lines.index("what happened") + 1 :]
     assert [line.split(maxsplit=1)[1] for line in happened] == [
         "assigned: attempt 1, card pc1, budget 9216 MiB, alone yes",
@@ -151,8 +162,8 @@ def test_a_lost_node_is_told_apart_from_an_asked_end() -> None:
     asked = Recalled(at_s=NOW_S, job="lr-0", attempt=1, to=JobState.HELD, reason="held by me")
     word = Said(at_s=NOW_S, id="1", word=Word.RELEASE, job="lr-0", by="me")
     rested = Rested(at_s=NOW_S, job="lr-0", attempt=1, step=7)
-    records = [place, asked, word, rested, place, rested]
-    lines = view.job_lines(TRAINED, records, queue_of(TRAINED))
+    events = events_of(place, asked, word, rested, place, rested)
+    lines = view.job_lines(TRAINED, events, queue_of(TRAINED))
     said = [line.split(maxsplit=1)[1] for line in lines if "step 7" in line]
     assert said == ["rested: attempt 1, step 7", "its node was lost: attempt 1, step 7"]
 

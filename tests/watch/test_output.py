@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.record.output import OutputFiles, cleaned, last_lines
+from orchestrator.record.output import Follower, OutputFiles, cleaned, last_lines
 from tests.factories import status_of
 from workers.messages import PrintedOutput, Status
 
@@ -73,3 +73,18 @@ def test_a_folder_that_cannot_be_written_costs_only_the_output(tmp_path: Path) -
     files.take(told("lost"))
     assert files.problem is not None
     assert "File exists" in files.problem or "Not a directory" in files.problem
+
+
+def test_a_follower_has_every_line_once_also_where_files_change(tmp_path: Path) -> None:
+    files, follower = OutputFiles(tmp_path), Follower(tmp_path, "pc1/3")
+    assert follower.more() == ""
+    lines = [f"line {number} " + "x" * 99 + "\n" for number in range(20_000)]
+    followed = ""
+    for begin in range(0, len(lines), 1_000):
+        files.take(told("".join(lines[begin : begin + 1_000])))
+        if begin % 2_000 == 0:
+            followed += follower.more()
+    files.take(told("the end"))
+    followed += follower.more()
+    assert followed == "".join(lines)
+    assert follower.more(is_last=True) == "the end"

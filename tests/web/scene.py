@@ -18,14 +18,23 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from orchestrator.jobs.journal import JOURNAL_NAME, QUEUE_NAME, Journal
 from orchestrator.jobs.model import Submitted
+from orchestrator.record.jobs import QUEUE_NAME
 from orchestrator.record.model import STATES_WORST_FIRST, Row
 from orchestrator.record.store import STORE_NAME, RunFacts, RunStore
 from orchestrator.view.web.guard import Access
 from orchestrator.view.web.server import Site
 from orchestrator.view.web.serving import SERVED
-from tests.factories import FACTS, GIB, event, make_job, make_row, make_snapshot, record
+from tests.factories import (
+    FACTS,
+    GIB,
+    event,
+    make_job,
+    make_row,
+    make_snapshot,
+    record,
+    store_queue,
+)
 from tests.scene import PATIENCE_S
 from workers.host.processes import start_time
 from workers.messages import WorkerState
@@ -114,10 +123,7 @@ def make_run(folder: Path, slots: int = 10, seconds: int = SECONDS) -> RunStore:
 
 def with_queue(folder: Path, *names: str) -> Path:
     """Give the folder of a run a queue of jobs."""
-    (folder / QUEUE_NAME).mkdir()
-    journal = Journal(folder / QUEUE_NAME / JOURNAL_NAME)
-    journal.append([Submitted(at_s=0.0, job=make_job(name)) for name in names])
-    journal.close()
+    store_queue(folder / QUEUE_NAME, *(Submitted(at_s=0.0, job=make_job(name)) for name in names))
     return folder
 
 

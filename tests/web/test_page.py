@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from orchestrator.jobs import inbox
-from orchestrator.jobs.journal import QUEUE_NAME
+from orchestrator.control.queue import waiting
+from orchestrator.record.jobs import QUEUE_NAME
 from orchestrator.view.web.looks import LOOK_EVERY_S
 from tests.factories import GIB, make_row
 from tests.scene import ROOT
@@ -221,7 +221,7 @@ def test_jobs_are_shown_marked_and_held(folder: Path) -> None:
         page.until("document.getElementById('said').textContent === 'hold: lr-0'")
         assert page.js("document.title") != "hit"
 
-    assert len([*inbox.waiting(folder / QUEUE_NAME)]) == 1
+    assert len(waiting(folder / QUEUE_NAME)) == 1
 
 
 def test_a_hidden_page_is_sent_nothing(folder: Path) -> None:

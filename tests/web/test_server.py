@@ -18,10 +18,10 @@ import pytest
 from typer.testing import CliRunner
 
 from orchestrator.cli.app import app
+from orchestrator.control.queue import waiting
 from orchestrator.core.user_commands import Do
 from orchestrator.errors import UsageError
-from orchestrator.jobs import inbox
-from orchestrator.jobs.journal import QUEUE_NAME
+from orchestrator.record.jobs import QUEUE_NAME
 from orchestrator.record.store import STORE_NAME, RunStore
 from orchestrator.view.charts import courses_of
 from orchestrator.view.web.looks import LOOK_EVERY_S
@@ -231,14 +231,14 @@ def test_a_command_that_makes_no_sense_is_refused(folder: Path) -> None:
             assert (answer.status, list(answer.told)) == (status, ["error"])
 
 
-def test_words_about_jobs_go_into_the_inbox(folder: Path) -> None:
+def test_words_about_jobs_wait_for_the_head(folder: Path) -> None:
     with serving(with_queue(folder, "lr-0"), control=True) as server:
         told = server.ask("/api/v1/document").told
         assert "jobs: 1 queued" in [text for text, *_ in told["head"]["headline"]]
         assert [row["key"] for row in told["tables"]["jobs"]["rows"]] == ["lr-0"]
         word = {"id": "1", "do": "hold", "jobs": ["lr-0"]}
         assert server.ask("/api/v1/commands", json=word).status == 200
-    ((_, message),) = inbox.waiting(folder / QUEUE_NAME)
+    (message,) = waiting(folder / QUEUE_NAME)
     assert [(one.word.value, one.job, one.by) for one in message] == [("hold", "lr-0", "web")]
 
 

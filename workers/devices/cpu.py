@@ -173,8 +173,8 @@ _NOT_RESET = (
 )
 
 #: Kernels that oneDNN keeps ready, unless the user has said it. Its own 1,024 take 15 MiB for each
-#: new shape of a small GPT's steps, without a limit; a step of cnn-small needs between 48 and 64
-#: (measured, torch 2.13).
+#: new shape of a small GPT's steps, without a limit; a step of a small CNN needs between 48 and
+#: 64 (measured, torch 2.13).
 _ONEDNN_CACHE = "64"
 
 #: The newest instructions that oneDNN uses, unless the user has said it: not AMX, whose kernels for

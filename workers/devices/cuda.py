@@ -26,8 +26,7 @@ from workers.nvml import queries
 from workers.settings import ASSUMED_CONTEXT_BYTES, WorkerSpec
 from workers.training.precision import allow_tf32
 from workers.units import MIB
-from workers.verification import repeat
-from workers.verification.freivalds import freivalds, least_scratch
+from workers.verification.products import freivalds, least_scratch, same_bits
 
 T = TypeVar("T")
 
@@ -313,10 +312,10 @@ class CudaDevice:
             generator=generator
         )
         product, again = torch.mm(left, left), torch.mm(left, left)
-        doubles = max(least_scratch(n), repeat.least_scratch(n)) + _WARM_UP_ROWS * n
+        doubles = least_scratch(n) + _WARM_UP_ROWS * n
         scratch = torch.empty(doubles, dtype=torch.float64, device=self.torch_device)
         freivalds(left, left, product, scratch, 0)  # their kernels, too
-        repeat.same_bits(product, again, scratch)
+        same_bits(product, again, scratch)
         torch.cuda.synchronize(self.torch_device)
         del left, product, again, scratch
         gc.collect()

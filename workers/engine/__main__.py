@@ -64,7 +64,7 @@ class Channel:
         return True
 
     def tell(self, status: Status) -> None:
-        """Send it, unless the other end is busy: the next status makes up for it, and events wait."""
+        """Send it, unless the other end is busy: the next makes up for it, and events wait."""
         with contextlib.suppress(MemoryError):
             self._events += map(_cut, status.events)
             del self._events[:-_MOST_EVENTS]

@@ -123,7 +123,7 @@ class DutyCycle:
             self._owed_s += busy_s * (1.0 / duty - 1.0)
 
     def rest(self, account: Account) -> bool:
-        """Sleep for what is owed, at most until the turn ends; say whether some of it stays owed."""
+        """Sleep for what is owed, at most until the turn ends; say whether some stays owed."""
         pause_s = min(self._owed_s, account.remaining_s) if self._owed_s else 0.0
         if pause_s > 0:
             self.rested(account.sleep(pause_s))

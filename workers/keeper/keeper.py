@@ -135,7 +135,9 @@ class _Watch:
                 self._is_ending = True
                 self._ask_to_end(grace_s)
             if time.monotonic() >= self._kill_at_s:
-                processes.send(processes.below(os.getpid()), signal.SIGKILL)
+                all_below = processes.below(os.getpid())
+                left = [pid for pid in all_below if not processes.tidies(pid)]
+                processes.send(left, signal.SIGKILL)
             if (status := processes.reap().get(self._program)) is not None:
                 return status, self._is_alone
 

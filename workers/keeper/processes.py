@@ -26,6 +26,11 @@ _STARTTIME_FIELD: Final = 19
 #: Between two looks at what was told to end.
 _LOOK_S: Final = 0.01
 
+#: Python's process that removes the semaphores and shared memory of others when they have ended,
+#: and how long it may take. Killed with them, it would leave their files in /dev/shm.
+_TIDIER: Final = b"multiprocessing.resource_tracker"
+_TIDYING_S: Final = 1.0
+
 
 def stat_fields(pid: int) -> list[str] | None:
     """Return the fields of a process from its state on; `None` if it is gone."""
@@ -80,18 +85,27 @@ def send(pids: Iterable[int], number: int) -> None:
                 os.kill(pid, signal.SIGCONT)
 
 
+def tidies(pid: int) -> bool:
+    """Say whether a process only removes what others leave, and ends by itself after them."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:  # noqa: PTH123
+        return _TIDIER in file.read()
+    return False
+
+
 def end_all(find: Callable[[], Iterable[int]], grace_s: float) -> int:
     """End what `find` returns until it returns nothing, by SIGTERM and after `grace_s` by SIGKILL.
 
-    Return how many there were at first. Reaps this process's own children.
+    What tidies up has a second more. Return how many there were at first. Reaps this process's own
+    children.
     """
     left, deadline_s = list(find()), time.monotonic() + grace_s
     count = len(left)
     if grace_s > 0:
         send(left, signal.SIGTERM)
     while left:
-        if time.monotonic() >= deadline_s:
-            send(left, signal.SIGKILL)
+        late_s = time.monotonic() - deadline_s
+        if late_s >= 0:
+            send([pid for pid in left if late_s > _TIDYING_S or not tidies(pid)], signal.SIGKILL)
         time.sleep(_LOOK_S)
         reap()
         left = list(find())

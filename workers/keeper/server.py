@@ -70,7 +70,7 @@ def serve(name: str, modules: Sequence[str], watched: tuple[int, str]) -> None:
         task, news, channel = request
         if task.module is not None and not is_loaded:
             is_loaded = True
-            _load(modules)
+            _load(modules, watched, keepers)
         child = os.fork()
         if child == 0:
             listener.close()
@@ -132,9 +132,19 @@ def _adopted(keepers: set[int]) -> list[int]:
     return [*orphans, *(below for pid in orphans for below in processes.below(pid))]
 
 
-def _load(modules: Sequence[str]) -> None:
+def _load(modules: Sequence[str], watched: tuple[int, str], keepers: set[int]) -> None:
+    """Import modules, which may take a minute on a busy PC; end meanwhile as `serve` would."""
+
+    def look(*_: object) -> None:
+        if not keepers and processes.start_time(watched[0]) != watched[1]:
+            os._exit(0)
+
+    signal.signal(signal.SIGALRM, look)
+    signal.setitimer(signal.ITIMER_REAL, _LOOK_S, _LOOK_S)
     for module in modules:
         with contextlib.suppress(Exception):  # the program says what is wrong with it
             importlib.import_module(module)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
     gc.collect()
     gc.freeze()  # a collection in a fork would copy these pages

@@ -20,7 +20,8 @@ T = TypeVar("T")
 #: The driver says that the card does not answer any more.
 GONE: Final = frozenset({pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_RESET_REQUIRED})
 
-_NEVER: Final = frozenset({pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_FUNCTION_NOT_FOUND})
+#: Members of NVML's union of values, by nvmlValueType_t.
+_VALUE_MEMBERS: Final = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
 
 
 class Card:
@@ -28,8 +29,6 @@ class Card:
 
     def __init__(self, handle: Any) -> None:  # noqa: ANN401 - nvidia-ml-py has no types
         self.handle = handle
-        self.never: set[tuple[object, ...]] = set()
-        """Questions that are not supported; they are not asked again."""
 
     def ask(self, functions: str, *arguments: object) -> Any:  # noqa: ANN401 - as above
         """Return what the card answers; `None` if it does not.
@@ -43,21 +42,28 @@ class Card:
             pynvml.NVMLError: The card is lost.
         """
         for function in functions.split():
-            known, question = getattr(pynvml, function, None), (function, *arguments)
-            if known is None or question in self.never:
+            known = getattr(pynvml, function, None)
+            if known is None:
                 continue
             try:
                 return known(self.handle, *arguments)
             except pynvml.NVMLError as error:
-                self.note(question, error)
+                if error.value in GONE:
+                    raise
         return None
 
-    def note(self, question: tuple[object, ...], error: pynvml.NVMLError) -> None:
-        """Take in why a question has no answer; raises the error if the card is lost."""
-        if error.value in GONE:
-            raise error
-        if error.value in _NEVER:
-            self.never.add(question)
+    def field(self, field: int) -> float | None:
+        """Return one of NVML's field values; `None` if the card does not tell it.
+
+        Raises:
+            pynvml.NVMLError: The card is lost.
+        """
+        for value in self.ask("nvmlDeviceGetFieldValues", (field,)) or ():
+            if value.nvmlReturn in GONE:
+                raise pynvml.NVMLError(value.nvmlReturn)
+            if value.nvmlReturn == pynvml.NVML_SUCCESS:
+                return float(getattr(value.value, _VALUE_MEMBERS[value.valueType]))
+        return None
 
     def processes(self, *, drawing: bool = False) -> dict[int, int | None]:
         """Return the ids of the processes that compute on the card, with the bytes they hold.

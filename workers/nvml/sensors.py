@@ -9,6 +9,7 @@ the engine asks between two steps whether a sample is due. Does not judge what i
 
 from __future__ import annotations
 
+import math
 import os
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -22,52 +23,43 @@ import pynvml
 from workers.nvml.queries import GONE, Card, card_total_bytes, find_card, visible_card
 from workers.readings import THROTTLE_ALARMS, SensorReading
 
-#: How often what hardly changes is asked: the power limit, and where the hardware slows down.
-RARELY_S: Final = 30.0
 #: How often NVML is opened again after it failed, or after the card was lost.
 REOPEN_S: Final = 5.0
 SAMPLE_EVERY_S: Final = 1.0
 THROTTLE_WINDOW_S: Final = 60.0
-
-#: Members of NVML's union of values, by nvmlValueType_t.
-_VALUE_MEMBERS: Final = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
 
 #: Drivers by which Linux reports the temperature of a processor.
 _PROCESSOR_SENSORS: Final = ("coretemp", "k10temp", "zenpower", "cpu_thermal")
 
 
 class CardSensors:
-    """One card, named by UUID or by index in the order of the PCI bus.
-
-    Looked at as often as `read` is called.
-    """
+    """One card, named by UUID or by index in the order of the PCI bus."""
 
     def __init__(self, card: str) -> None:
         self._name = card
-        self._is_open = False
         self._card: Card | None = None
-        self._due_s: float | None = None
-        self._limit_w: float | None = None
-        self._slowdown_c: float | None = None
-        self._slowdown_tlimit_c = 0.0
-        self._closed_until_s: float | None = None
+        self._is_open = False
+        self._closed_until_s = -math.inf
         self._lost = False
 
     def read(self, now_s: float) -> SensorReading:
         """Read once; never raises for an error of NVML.
 
-        `now_s`, by any monotonic clock, decides what is due again.
+        `now_s`, by any monotonic clock, decides whether NVML is opened again.
         """
-        if self._closed_until_s is not None and now_s < self._closed_until_s:
+        if now_s < self._closed_until_s:
             return SensorReading(lost=self._lost)
         try:
-            reading = self._look(self._card or self._open(), now_s)
+            if self._card is None:
+                pynvml.nvmlInit()
+                self._is_open = True
+                self._card = find_card(self._name)
+            reading = _reading(self._card)
         except pynvml.NVMLError as error:  # no single question failed: nothing can be asked
             self.close()
             self._closed_until_s = now_s + REOPEN_S
             self._lost = self._lost or error.value in GONE
             return SensorReading(lost=self._lost)
-        self._closed_until_s = None
         self._lost = False
         return reading
 
@@ -77,77 +69,56 @@ class CardSensors:
             if self._is_open:
                 pynvml.nvmlShutdown()
         self._is_open = False
-        self._card = self._due_s = None
+        self._card = None
 
-    def _open(self) -> Card:
-        """Open NVML and find the card; card, library and driver may be missing."""
-        pynvml.nvmlInit()
-        self._is_open = True
-        self._card = find_card(self._name)
-        return self._card
 
-    def _look(self, card: Card, now_s: float) -> SensorReading:
-        """Ask everything that is due; raises if the card is lost."""
-        ask = card.ask
-        if self._due_s is None or now_s >= self._due_s:
-            self._limit_w = _watts(ask("nvmlDeviceGetEnforcedPowerLimit"))
-            slowdown = pynvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN
-            self._slowdown_c = ask("nvmlDeviceGetTemperatureThreshold", slowdown)
-            tlimit_c = _field(card, pynvml.NVML_FI_DEV_TEMPERATURE_SLOWDOWN_TLIMIT)
-            self._slowdown_tlimit_c = tlimit_c or 0.0
-            self._due_s = now_s + RARELY_S
-        temperature_c = ask(
-            "nvmlDeviceGetTemperatureV nvmlDeviceGetTemperature", pynvml.NVML_TEMPERATURE_GPU
-        )
-        power_mw = _field(card, pynvml.NVML_FI_DEV_POWER_INSTANT)
-        if power_mw is None:  # on consumer cards since Ampere an average over a second
-            power_mw = ask("nvmlDeviceGetPowerUsage")
-        rates = ask("nvmlDeviceGetUtilizationRates")
-        return SensorReading(
-            temperature_c=temperature_c,
-            margin_c=self._margin_c(card, temperature_c),
-            # GeForce says 0 for "not reported".
-            memory_temperature_c=_field(card, pynvml.NVML_FI_DEV_MEMORY_TEMP) or None,
-            power_w=_watts(power_mw),
-            power_limit_w=self._limit_w,
-            sm_clock_mhz=ask("nvmlDeviceGetClockInfo", pynvml.NVML_CLOCK_SM),
-            memory_clock_mhz=ask("nvmlDeviceGetClockInfo", pynvml.NVML_CLOCK_MEM),
-            utilisation_pct=None if rates is None else rates.gpu,
-            throttle_bits=ask(
-                "nvmlDeviceGetCurrentClocksEventReasons nvmlDeviceGetCurrentClocksThrottleReasons"
-            ),
-            fan_pct=ask("nvmlDeviceGetFanSpeed"),
-        )
+def _reading(card: Card) -> SensorReading:
+    """Ask a card everything; raises if it is lost."""
+    ask = card.ask
+    temperature_c = ask(
+        "nvmlDeviceGetTemperatureV nvmlDeviceGetTemperature", pynvml.NVML_TEMPERATURE_GPU
+    )
+    power_mw = card.field(pynvml.NVML_FI_DEV_POWER_INSTANT)
+    if power_mw is None:  # on consumer cards since Ampere an average over a second
+        power_mw = ask("nvmlDeviceGetPowerUsage")
+    rates = ask("nvmlDeviceGetUtilizationRates")
+    return SensorReading(
+        temperature_c=temperature_c,
+        margin_c=_margin_c(card, temperature_c),
+        # GeForce says 0 for "not reported".
+        memory_temperature_c=card.field(pynvml.NVML_FI_DEV_MEMORY_TEMP) or None,
+        power_w=_watts(power_mw),
+        power_limit_w=_watts(ask("nvmlDeviceGetEnforcedPowerLimit")),
+        sm_clock_mhz=ask("nvmlDeviceGetClockInfo", pynvml.NVML_CLOCK_SM),
+        memory_clock_mhz=ask("nvmlDeviceGetClockInfo", pynvml.NVML_CLOCK_MEM),
+        utilisation_pct=None if rates is None else rates.gpu,
+        throttle_bits=ask(
+            "nvmlDeviceGetCurrentClocksEventReasons nvmlDeviceGetCurrentClocksThrottleReasons"
+        ),
+        fan_pct=ask("nvmlDeviceGetFanSpeed"),
+    )
 
-    def _margin_c(self, card: Card, temperature_c: float | None) -> float | None:
-        """Say how much warmer the die may get before the hardware slows down.
 
-        Since Ada, NVML's margin counts to the highest temperature the card is meant to work at, and
-        the slowdown is given as a (negative) margin; the two are on one scale (nvidia-smi(1),
-        "T.Limit"). Older cards give absolute thresholds instead, which NVML's manual declares
-        unreliable from Ada on.
-        """
-        margin_c = card.ask("nvmlDeviceGetMarginTemperature")
-        if margin_c is not None:
-            return float(margin_c - self._slowdown_tlimit_c)
-        if temperature_c is None or self._slowdown_c is None:
-            return None
-        return self._slowdown_c - temperature_c
+def _margin_c(card: Card, temperature_c: float | None) -> float | None:
+    """Say how much warmer the die may get before the hardware slows down.
+
+    Since Ada, NVML's margin counts to the highest temperature the card is meant to work at, and the
+    slowdown is given as a (negative) margin; the two are on one scale (nvidia-smi(1), "T.Limit").
+    Older cards give absolute thresholds instead, which NVML's manual declares unreliable from Ada
+    on.
+    """
+    margin_c = card.ask("nvmlDeviceGetMarginTemperature")
+    if margin_c is not None:
+        tlimit_c = card.field(pynvml.NVML_FI_DEV_TEMPERATURE_SLOWDOWN_TLIMIT)
+        return float(margin_c - (tlimit_c or 0.0))
+    slowdown_c = card.ask(
+        "nvmlDeviceGetTemperatureThreshold", pynvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN
+    )
+    return None if temperature_c is None or slowdown_c is None else slowdown_c - temperature_c
 
 
 def _watts(milliwatts: float | None) -> float | None:
     return None if milliwatts is None else milliwatts / 1e3
-
-
-def _field(card: Card, field: int) -> float | None:
-    """Return one of NVML's field values; `None` if it is not reported."""
-    question = ("field", field)
-    fields = () if question in card.never else card.ask("nvmlDeviceGetFieldValues", (field,)) or ()
-    for value in fields:
-        if value.nvmlReturn == pynvml.NVML_SUCCESS:
-            return float(getattr(value.value, _VALUE_MEMBERS[value.valueType]))
-        card.note(question, pynvml.NVMLError(value.nvmlReturn))
-    return None
 
 
 class ProcessorSensors:

@@ -85,9 +85,8 @@ class Feed:
         if self._bucketing and (task.collate is None or not hasattr(task.dataset, "lengths")):
             raise TaskError(
                 f"train.bucketing sorts samples by their lengths, and those of {task.name} have "
-                "one length, or do not tell it; set train.documents (your own text) or "
-                "train.min_seq (made text), or give your data set a method `lengths`, and the task "
-                "a `collate`"
+                "one length, or do not tell it; set train.documents (your own text), "
+                "or give your data set a method `lengths`, and the task a `collate`"
             )
         self._pool: tuple[int, list[order.Sample]] | None = None
         """Its number, and its samples as they are used."""
@@ -404,12 +403,12 @@ class Loader:
             collate_fn=self._collate,
             pin_memory=self._pin,
             prefetch_factor=self._numbers.prefetch if parallel else None,
-            multiprocessing_context=self._settings.start_method if parallel else None,
+            multiprocessing_context="forkserver" if parallel else None,
             worker_init_fn=_in_loader_process if parallel else None,
             # Else it would draw from torch's global generator.
             generator=torch.Generator().manual_seed(0),
         )
-        if parallel and self._settings.start_method == "forkserver":
+        if parallel:
             # Else each process imports torch anew.
             multiprocessing.set_forkserver_preload(["torch.utils.data"])
         try:

@@ -352,10 +352,8 @@ def answer(question: Mapping[str, Any]) -> dict[str, Any]:
             return {"not_planned": f"train.{key}: {path} is not on this machine"}
     if settings.preset in GPTS:
         # What the text says changes no size, and it may lie on the other PCs alone.
-        least = settings.min_seq if settings.documents == "windows" else 1
-        settings = settings.model_copy(
-            update={"data": None, "documents": "windows", "min_seq": least}
-        )
+        # Its longest document is as long as a window.
+        settings = settings.model_copy(update={"data": None, "documents": "windows"})
     try:
         task = find_task(settings, question["seed"])
         planners = {

@@ -19,12 +19,6 @@ from torch.nn import functional
 from workers.training.keyed_random import KeyedDropout
 from workers.training.sequences import own_document
 
-#: Landmarks of a face, as in the iBUG 300-W annotation.
-POINTS = 68
-
-EYE_CORNERS = (36, 45)
-"""The outer ones, among the landmarks."""
-
 _CELLS = 4
 """Edge of the grid to which the CNN pools before its head."""
 
@@ -42,7 +36,7 @@ class GptShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CnnShape:
-    """The numbers that make up a CNN for landmarks."""
+    """The numbers that make up a CNN that finds points."""
 
     edge: int
     """Pixels."""
@@ -60,10 +54,8 @@ GPTS = {
     # parameters.
     "gpt-1b": GptShape(layers=24, heads=16, width=2048, seq=1024, vocabulary=50_304),
 }
-CNNS = {
-    "cnn-small": CnnShape(edge=32, widths=(16, 32, 64)),
-    "cnn-landmarks": CnnShape(edge=64, widths=(32, 64, 128, 256)),
-}
+LANDMARKS = CnnShape(edge=64, widths=(32, 64, 128, 256))
+"""Of the preset `cnn-landmarks`."""
 
 
 class Gpt(nn.Module):
@@ -125,9 +117,9 @@ class Block(nn.Module):
 
 
 class Cnn(nn.Module):
-    """Finds the landmarks of a face in a grey picture."""
+    """Finds points in a grey picture."""
 
-    def __init__(self, shape: CnnShape, dropout: float, points: int = POINTS) -> None:
+    def __init__(self, shape: CnnShape, dropout: float, points: int) -> None:
         super().__init__()
         inputs = (1, *shape.widths[:-1])
         self.blocks = nn.ModuleList(

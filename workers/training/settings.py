@@ -16,8 +16,11 @@ CompileMode: TypeAlias = Literal["default", "reduce-overhead", "max-autotune"]
 
 #: `preset` names one of these, or the user's own `package.module:name`.
 PRESETS: Final = (
-    "gpt-nano", "gpt-mini", "gpt2-small", "gpt2-medium", "gpt-1b", "cnn-small", "cnn-landmarks",
+    "gpt-nano", "gpt-mini", "gpt2-small", "gpt2-medium", "gpt-1b", "cnn-landmarks",
 )  # fmt: skip
+
+#: Presets that need a folder of pictures.
+PICTURE_PRESETS: Final = ("cnn-landmarks",)
 
 #: Presets that train the model of a local folder, and the function that makes each one's task.
 FOLDER_PRESETS: Final = {
@@ -48,7 +51,7 @@ _FREE: Final = {
     "slots", "documents", "steps", "epochs", "validate_every", "micro", "recompute",
     "states_on_host", "compile", "compile_mode", "loader_workers", "prefetch", "persistent",
     "ram_cache", "pin", "non_blocking", "set_to_none", "activations_on_host", "ema_on",
-    "start_method", "save_every_s", "checkpoints",
+    "save_every_s", "checkpoints",
 }  # fmt: skip
 
 
@@ -97,7 +100,7 @@ class TrainSettings(BaseModel):
     labels: Literal["auto", "classes", "numbers"] = "auto"
     """`hf-pairs`: what a label is; `auto`: numbers if one of them has a fraction."""
     data: Annotated[str, Field(min_length=1)] | None = None
-    """A file or folder of text to train on; `None`: made data."""
+    """A file or folder of text to train on, or a folder of pictures; `None`: made text."""
     validation: Annotated[str, Field(min_length=1)] | None = None
     """Folder presets: what is never trained on, as `data` is; `None`: the last 1 % of `data`."""
     validate_every: Annotated[int, Field(ge=1)] | None = None
@@ -115,8 +118,6 @@ class TrainSettings(BaseModel):
     """Move only what changes no bit: the number of recomputed blocks, not the micro-batch."""
     seq: Annotated[int, Field(ge=2, le=1_048_576)] | None = None
     """Tokens of a sample."""
-    min_seq: Annotated[int, Field(ge=1, le=1_048_576)] | None = None
-    """Made text alone: documents of between so many tokens and `seq`; `None`: all have `seq`."""
     bucketing: bool = False
     """Batches of documents of similar length."""
     packing: bool = False
@@ -169,7 +170,6 @@ class TrainSettings(BaseModel):
     """Keep the data set in RAM, as it was in its batches, if it fits into half of what is free."""
     pin: Literal["auto"] | bool = "auto"
     non_blocking: bool = True
-    start_method: Literal["forkserver", "fork", "spawn"] = "forkserver"
     save_every_s: Annotated[float, Field(gt=0)] = 60.0
     checkpoints: Literal["node", "head"] = "node"
     deterministic: bool = False
@@ -177,7 +177,6 @@ class TrainSettings(BaseModel):
     @model_validator(mode="after")
     def _together(self) -> Self:
         """Refuse keys that exclude each other."""
-        unequal_key = "documents" if self.min_seq is None else "min_seq"
         _refuse_if(
             self.exact and self.micro == "auto",
             "exact: true keeps the part of a batch that is computed at once, and micro: auto "
@@ -210,8 +209,17 @@ class TrainSettings(BaseModel):
             "that all have one length; valid: one of them",
         )
         _refuse_if(
-            self.min_seq is not None and self.data is not None,
-            "min_seq is for made text, and data names your own; valid: one of them",
+            self.preset in PICTURE_PRESETS and self.data is None,
+            f"preset: {self.preset} finds points in pictures of your own; valid: also set "
+            "train.data (a folder with pictures and a CSV of their points)",
+        )
+        _refuse_if(
+            self.preset in PRESETS
+            and self.preset not in PICTURE_PRESETS
+            and self.packing
+            and not self.unequal,
+            "packing: true fills rows with documents, and samples of one length leave no room; "
+            "valid: also set train.data and train.documents (files or lines)",
         )
         _refuse_if(
             self.preset in FOLDER_PRESETS and (self.model is None or self.data is None),
@@ -235,8 +243,8 @@ class TrainSettings(BaseModel):
         )
         _refuse_if(
             self.unequal and self.r_drop,
-            f"r_drop compares documents of one length, and {unequal_key} makes others; valid: one "
-            "of them",
+            "r_drop compares documents of one length, and documents makes others; valid: one of "
+            "them",
         )
         return self
 
@@ -248,7 +256,7 @@ class TrainSettings(BaseModel):
     @property
     def unequal(self) -> bool:
         """Whether the samples are documents of unequal lengths."""
-        return self.min_seq is not None or self.documents != "windows"
+        return self.documents != "windows"
 
     @property
     def first_share_pct(self) -> int:

@@ -17,14 +17,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import default_collate
 
-from workers.training import order
 from workers.training.batches import Batch, on_device, rows_of
 from workers.training.errors import NotLoadedError, TaskError, TrainingError
 from workers.training.host_memory import wait_asleep
-from workers.training.made_data import ITEMS, DrawnFaces, MadeText
-from workers.training.models import CNNS, EYE_CORNERS, GPTS, Cnn, CnnShape, Gpt, GptShape
+from workers.training.made_data import ITEMS, MadeText
+from workers.training.models import GPTS, LANDMARKS, Cnn, Gpt, GptShape
 from workers.training.optimizers import adamw
 from workers.training.pictures import Pictures
 from workers.training.sequences import (
@@ -37,12 +35,12 @@ from workers.training.sequences import (
     packed_tokens,
     shortened,
 )
-from workers.training.settings import FOLDER_PRESETS, TrainSettings
+from workers.training.settings import FOLDER_PRESETS, PICTURE_PRESETS, TrainSettings
 from workers.training.text import SAMPLES, TextData, TextDocuments
 
 #: Keys of `train:` that only a task can obey: what is trained on, and its loss.
 OWN_KEYS: Final = (
-    "data", "documents", "seq", "min_seq", "packing", "dropout", "label_smoothing", "r_drop",
+    "data", "documents", "seq", "packing", "dropout", "label_smoothing", "r_drop",
 )  # fmt: skip
 
 
@@ -155,14 +153,10 @@ def find_task(settings: TrainSettings, seed: int) -> TrainTask:
     Raises:
         TaskError: There is no such task, it fails, or it is none.
     """
-    if settings.packing and settings.preset in CNNS:
-        raise TaskError(
-            f"train.packing is for the GPT presets, and {settings.preset} is none; leave it out"
-        )
     if settings.preset in GPTS:
         return _gpt_task(settings, GPTS[settings.preset], seed)
-    if settings.preset in CNNS:
-        return _cnn_task(settings, CNNS[settings.preset], seed)
+    if settings.preset in PICTURE_PRESETS:
+        return _pictures_task(settings, seed)
     module_name, _, name = FOLDER_PRESETS.get(settings.preset, settings.preset).partition(":")
     try:
         own = getattr(importlib.import_module(module_name), name)
@@ -208,20 +202,11 @@ def _refuse_unused(task: TrainTask, settings: TrainSettings) -> None:
             )
 
 
-def _lever_of_loss(settings: TrainSettings) -> str:
-    """Return the name of a key that only the loss can obey; empty: none is set."""
-    return "label_smoothing" if settings.label_smoothing else "r_drop" if settings.r_drop else ""
-
-
 def _gpt_task(settings: TrainSettings, shape: GptShape, seed: int) -> TrainTask:
     seq = settings.seq or shape.seq
     if seq > shape.seq:
         raise TaskError(
             f"train.seq is {seq}, and {settings.preset} reads at most {shape.seq} tokens"
-        )
-    if settings.min_seq is not None and settings.min_seq >= seq:
-        raise TaskError(
-            f"train.min_seq is {settings.min_seq}, and a text has at most {seq} tokens; lower it"
         )
     text, unseen = _text_of(settings, seq, shape.vocabulary, seed)
     task = TrainTask(
@@ -239,14 +224,9 @@ def _gpt_task(settings: TrainSettings, shape: GptShape, seed: int) -> TrainTask:
         items="tokens",
     )
     if settings.packing:
-        if isinstance(text, TextData) or not settings.unequal:
-            raise TaskError(
-                "train.packing puts several documents into a row, and all have its length; set "
-                "train.documents (your own text) or train.min_seq (made text)"
-            )
         return replace(
             task,
-            dataset=PackedRows(text, seq),
+            dataset=PackedRows(cast("MadeText | TextDocuments", text), seq),
             loss=partial(packed_loss, label_smoothing=settings.label_smoothing),
             count=packed_tokens,
         )
@@ -260,42 +240,21 @@ def _gpt_task(settings: TrainSettings, shape: GptShape, seed: int) -> TrainTask:
     )
 
 
-def _cnn_task(settings: TrainSettings, shape: CnnShape, seed: int) -> TrainTask:
-    if lever := _lever_of_loss(settings):
-        raise TaskError(
-            f"train.{lever} is for labels, and {settings.preset} finds points; leave train.{lever} "
-            "out"
-        )
-    if settings.data is not None:
-        return _pictures_task(settings, shape, settings.data, seed)
-    faces = DrawnFaces(shape.edge, seed)
-    keys = [order.Sample(number=0, epoch=0, index=ITEMS + place) for place in range(SAMPLES)]
-    unseen = partial(map, lambda key: default_collate([faces[key]]), keys)
-    return TrainTask(
-        name=settings.preset,
-        model=partial(Cnn, shape, settings.dropout),
-        dataset=faces,
-        loss=landmark_loss,
-        evaluate=validation(unseen, landmark_loss, rows_of, landmark_error_pct=landmark_error_pct),
-        blocks=blocks_of,
-        by_sample=True,
-    )
-
-
-def _pictures_task(settings: TrainSettings, shape: CnnShape, folder: str, seed: int) -> TrainTask:
-    if settings.documents != "windows":
-        raise TaskError(
-            f"train.documents is for text, and {settings.preset} trains on pictures; leave "
-            "train.documents out"
-        )
-    pictures = Pictures(folder, shape.edge, seed)
+def _pictures_task(settings: TrainSettings, seed: int) -> TrainTask:
+    for key in ("packing", "label_smoothing", "r_drop", "documents"):
+        if (value := getattr(settings, key)) != TrainSettings.model_fields[key].default:
+            raise TaskError(
+                f"train.{key} is {value}, and {settings.preset} finds points in pictures; leave "
+                f"train.{key} out"
+            )
+    pictures = Pictures(str(settings.data), LANDMARKS.edge, seed)
     figures = {}
     if corners := pictures.eye_corners:
         figures["landmark_error_pct"] = partial(landmark_error_pct, corners=corners)
     merits = validation(pictures.held_out, landmark_loss, rows_of, **figures)
     return TrainTask(
         name=f"{settings.preset} of {len(pictures.points)} points",
-        model=partial(Cnn, shape, settings.dropout, len(pictures.points)),
+        model=partial(Cnn, LANDMARKS, settings.dropout, len(pictures.points)),
         dataset=pictures,
         fingerprint=pictures.fingerprint,
         loss=landmark_loss,
@@ -310,7 +269,7 @@ def _text_of(
 ) -> tuple[MadeText | TextData | TextDocuments, Callable[[], Iterable[Tensor]] | None]:
     """Return what is trained on, and samples of it that are not; `None`: there are none."""
     if settings.data is None:
-        made = MadeText(seq, vocabulary, seed, least_seq=settings.min_seq)
+        made = MadeText(seq, vocabulary, seed)
         unseen = [made[ITEMS + place] for place in range(SAMPLES)]
         return made, partial(_batches_of_one, unseen)
     if settings.documents == "windows":
@@ -393,9 +352,7 @@ def landmark_loss(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
     return (predicted.float() - points).square().mean(dim=(1, 2)).sum()
 
 
-def landmark_error_pct(
-    model: nn.Module, batch: Sequence[Tensor], corners: Sequence[int] = EYE_CORNERS
-) -> Tensor:
+def landmark_error_pct(model: nn.Module, batch: Sequence[Tensor], corners: Sequence[int]) -> Tensor:
     """Sum over samples the mean distance of points, in per cent of that between the outer corners
     of the eyes.
 

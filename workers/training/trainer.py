@@ -44,7 +44,6 @@ from workers.training.model_levers import (
     Recomputation,
     level_of,
 )
-from workers.training.models import CNNS, GPTS
 from workers.training.optimizers import (
     Average,
     Rates,
@@ -55,7 +54,7 @@ from workers.training.optimizers import (
 )
 from workers.training.parts import ROWS, PartsCheck, PartsError, check_parts, one_number, unchanged
 from workers.training.schedule import Course
-from workers.training.settings import Precision, TrainSettings
+from workers.training.settings import PRESETS, Precision, TrainSettings
 from workers.training.tasks import TrainTask, trained_parameters
 from workers.training.time_shares import Part, TimeShares
 
@@ -147,7 +146,7 @@ class Trainer:
         self._accumulation = 0
         self.course = Course()
         # The presets here are known to add up.
-        own = settings.preset not in GPTS and settings.preset not in CNNS
+        own = settings.preset not in PRESETS
         self._parts_check = PartsCheck() if own else None
         self.hazards: list[str] = []
         """What makes the result depend on the micro-batch, as far as that was found."""

@@ -26,7 +26,7 @@ else:
 
 
 class Chaotic(_Base):
-    """What a subclass of a workload adds to it; the errors of a process depend on which one it is."""
+    """What a subclass of a workload adds to it; a process's errors depend on which one it is."""
 
     def __init__(self, context: WorkloadContext) -> None:
         settings = dict(context.settings)

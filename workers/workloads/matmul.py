@@ -12,9 +12,8 @@ import time
 
 import torch
 
-from workers.verification import repeat
 from workers.verification.check import Check
-from workers.verification.freivalds import freivalds, least_scratch
+from workers.verification.products import freivalds, least_scratch, same_bits
 from workers.workloads.base import StepResult, Workload, WorkloadContext
 
 #: Rows and columns are a multiple of this: whole tiles of every tensor core so far; odd widths cost
@@ -145,10 +144,10 @@ class _Tensors:
         if seed % 2 and len(self._ring) > 1:
             again = self._ring[self._next]
             scratch = self._scratch(self._next)
-            if len(scratch) >= repeat.least_scratch(n):
+            if len(scratch) >= least_scratch(n):
                 torch.mm(self._left, self._right, out=again)
                 self._multiplied = False  # the comparison may use up both of them
-                return repeat.same_bits(latest, again, scratch)
+                return same_bits(latest, again, scratch)
         scratch = self._scratch((self._next - 1) % len(self._ring))
         return (
             freivalds(self._left, self._right, latest, scratch, seed)

@@ -1,14 +1,21 @@
-"""Freivalds' test of a product: C x is compared with A (B x), in double precision, for vectors of
-random signs.
+"""Two checks of a product C of A and B. Neither decides when it is made (`check` does).
 
-It finds every error that exceeds the tolerance, repeated errors as well as transient ones, for the
-price of reading A, B and C once. It cannot distinguish smaller errors from rounding: `repeat` finds
-those, if they are transient.
+Freivalds' test compares C x with A (B x) for vectors of random signs, in double precision. It finds
+every error that exceeds the tolerance, repeated errors as well as transient ones, for the price of
+reading A, B and C once. It cannot distinguish smaller errors from rounding.
 
-It works in the scratch memory it is given and allocates nothing on the device, because the workload
-that is checked holds all the memory there is. So sums are products with a vector of ones: torch's
-reductions take memory on a card. Waits for the device once, at the end. In double precision
-throughout: its own errors do not matter, and no TF32.
+The repeat compares C bit by bit with the same product computed once more. It finds every transient
+error, down to one flipped bit, and no error that the device repeats. The same product gives the
+same bits: cuBLAS promises it for a given version on cards of one architecture and number of
+multiprocessors, as long as one stream is active (cuBLAS manual, "Results reproducibility"); the
+workload has one. Intel MKL promises it for a fixed number of threads and operands aligned alike
+(oneMKL, "Reproducibility Conditions"); places of one ring of whole tiles are. MKL has an exception:
+a thread that gets no memory for its buffers sums in another order (seen with 2024.2 under a cap).
+Then nearly all elements of that thread's part differ, in their last bits.
+
+Both work in the scratch memory they are given and allocate nothing on the device, because the
+workload that is checked holds all the memory there is. So sums are products with a vector of ones:
+torch's reductions take memory on a card. Each waits for the device once, at the end.
 
 **How far a row may be from the true one by rounding alone.** For a product C of A and B, both n x
 n, let e_ij be the error of c_ij. Freivalds' test draws x of random signs and looks at r_i = (Cx -
@@ -48,7 +55,6 @@ it (CPU, all types, operands of several distributions); at 1.5 a false alarm sti
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
 from typing import Final
@@ -60,16 +66,13 @@ from workers.verification.check import Check
 #: Vectors of signs for one check: more make it sharper, each costs as much as the first.
 VECTORS: Final = 8
 
-#: Chance of a false alarm in one row of one check.
-_FALSE_ALARM: Final = 1e-14
-
-
 #: How many times S_i^2 the mean square of a row's residuals may be: the t at which (t
-#: e^(1-t))^(VECTORS/2) is that chance, by iteration of t = 1 - 2/VECTORS ln(chance) + ln(t), a
-#: contraction by 1/t.
-LIMIT: Final = functools.reduce(
-    lambda t, _: 1.0 - 2.0 / VECTORS * math.log(_FALSE_ALARM) + math.log(t), range(50), 1.0
-)
+#: e^(1-t))^(VECTORS/2) is 1e-14, the chance of a false alarm in one row of one check.
+LIMIT: Final = 11.5
+
+#: On a CPU, results that differ in more than this share of one thread's rows were summed in
+#: different orders.
+_OTHER_ORDER: Final = 0.5
 
 _U32: Final = 2.0**-24
 
@@ -138,8 +141,8 @@ _BY_ROWS: Final = VECTORS + 2
 
 
 def least_scratch(n: int) -> int:
-    """Return how many doubles of scratch a check of n x n matrices needs at the least: it works row
-    by row then.
+    """Return how many doubles of scratch either check of n x n matrices needs at the least: it
+    works row by row then.
     """
     return _BY_N * n + n + _BY_ROWS
 
@@ -158,7 +161,7 @@ def freivalds(
         seed: Of the random signs.
     """
     n = result.shape[0]
-    rows = chunk_rows(n, len(scratch) - _BY_N * n, _BY_ROWS, result.device.type)
+    rows = _chunk_rows(n, len(scratch) - _BY_N * n, _BY_ROWS, result.device.type)
     parts = [VECTORS * n, VECTORS * n, n, n, n, VECTORS * rows, rows, rows, rows * n]
     flat = scratch[: sum(parts)].split_with_sizes(parts)
     signs, images, norms, ones, ratios, residuals, spreads, sizes, chunks = flat
@@ -172,7 +175,7 @@ def freivalds(
         chunk = chunks[: (end - begin) * n].view(-1, n)
         chunk.copy_(right[begin:end])
         _images(chunk, signs, images[:, begin:end])
-        product_into(norms[begin:end], chunk.square_(), ones)
+        _product_into(norms[begin:end], chunk.square_(), ones)
     for begin in range(0, n, rows):
         count = min(rows, n - begin)
         chunk = chunks[: count * n].view(-1, n)
@@ -180,17 +183,17 @@ def freivalds(
         spread, size, ratio = spreads[:count], sizes[:count], ratios[begin : begin + count]
         chunk.copy_(left[begin : begin + count])
         _images(chunk, images, residual)
-        product_into(spread, chunk.square_(), norms)
+        _product_into(spread, chunk.square_(), norms)
         chunk.copy_(result[begin : begin + count])
         _images(chunk, signs, residual, less=True)
-        product_into(size, chunk.square_(), ones)
-        product_into(ratio, residual.square_().t(), ones[:VECTORS])
+        _product_into(size, chunk.square_(), ones)
+        _product_into(ratio, residual.square_().t(), ones[:VECTORS])
         torch.maximum(spread, size, out=spread)
         spread.mul_(allowed.summed).add_(size, alpha=allowed.stored).add_(allowed.least)
         ratio.div_(VECTORS).div_(spread)
     worst, row = ratios.cpu().max(dim=0)  # the one wait; NaN is the largest of all
     ratio_of_roots = math.sqrt(worst.item())
-    return verdict(
+    return _verdict(
         "freivalds",
         math.inf if math.isnan(ratio_of_roots) else ratio_of_roots,
         int(row.item()),
@@ -198,7 +201,46 @@ def freivalds(
     )
 
 
-def product_into(out: torch.Tensor, matrix: torch.Tensor, vector: torch.Tensor) -> None:
+def same_bits(result: torch.Tensor, again: torch.Tensor, scratch: torch.Tensor) -> Check | None:
+    """Compare two results of one product; afterwards `again` holds what differs, and no product.
+
+    Args:
+        result: n x n.
+        again: The repeat; same shape, type and device.
+        scratch: As for `freivalds`, but it may overlap `result`, which is not read again once the
+            bits are compared.
+
+    Returns:
+        What was found; `None` if the two cannot be compared, because a CPU summed them in different
+        orders.
+    """
+    n = result.shape[0]
+    rows = _chunk_rows(n, len(scratch) - 2 * n, 0, result.device.type)
+    flipped = bits_of(again)
+    torch.bitwise_xor(bits_of(result), flipped, out=flipped)
+    ones, sums, chunks = scratch[: (2 + rows) * n].split_with_sizes([n, n, rows * n])
+    ones.fill_(1.0)
+    for begin in range(0, n, rows):
+        end = min(begin + rows, n)
+        chunk = chunks[: (end - begin) * n].view(-1, n)
+        chunk.copy_(flipped[begin:end])
+        # A sum of squares is 0 where nothing differs, and there alone.
+        _product_into(sums[begin:end], chunk.square_(), ones)
+    differs = sums.cpu() > 0.0  # the one wait
+    differing_rows = int(differs.sum().item())
+    if result.device.type == "cpu" and differing_rows > _OTHER_ORDER * n / torch.get_num_threads():
+        return None
+    return _verdict(
+        "repeat", math.inf if differing_rows else 0.0, int(differs.int().argmax().item()), result
+    )
+
+
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """View a tensor of a floating-point type of 16 or 32 bits as integers of the same width."""
+    return tensor.view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
+
+
+def _product_into(out: torch.Tensor, matrix: torch.Tensor, vector: torch.Tensor) -> None:
     """Put matrix x vector into `out`.
 
     By `addmv`, because some versions of `mv` make a vector beside `out`.
@@ -206,7 +248,7 @@ def product_into(out: torch.Tensor, matrix: torch.Tensor, vector: torch.Tensor) 
     torch.addmv(out, matrix, vector, beta=0.0, out=out)
 
 
-def verdict(kind: str, worst: float, row: int, result: torch.Tensor) -> Check:
+def _verdict(kind: str, worst: float, row: int, result: torch.Tensor) -> Check:
     """Put into words what was found of `result`, whose worst row is `row`."""
     detail = f"{result.shape[0]} x {result.shape[1]} {str(result.dtype).removeprefix('torch.')}"
     ok = worst <= 1.0
@@ -220,7 +262,7 @@ def verdict(kind: str, worst: float, row: int, result: torch.Tensor) -> Check:
     return Check(kind=kind, ok=ok, worst=worst, detail=detail)
 
 
-def chunk_rows(n: int, doubles: int, by_rows: int, device_type: str) -> int:
+def _chunk_rows(n: int, doubles: int, by_rows: int, device_type: str) -> int:
     """Return how many of n rows of n columns to look at together, if each takes `n + by_rows`
     doubles of scratch, which hold one at the least.
     """

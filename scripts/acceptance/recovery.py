@@ -13,8 +13,8 @@ import time
 from typing import Any, ClassVar
 
 import torch
+from benches.common import lone_worker, percentile, run_turn
 
-from benches.common import Result, lone_worker, percentile, progress, run_turn, sized
 from workers.engine.engine import Engine
 from workers.messages import Begin, Verdict
 from workers.workloads.base import StepResult
@@ -25,8 +25,9 @@ class EverySecondStepFails(Matmul):
     """Asks for more than the whole budget at every second step, with all tensors of the ring alive."""
 
     excess_bytes: ClassVar[int] = 0
-    #: Of each recovery: when the step failed, and when the next good one began and ended.
-    recoveries_s: ClassVar[list[tuple[float, float, float]]] = []
+    #: Of each recovery: from the failure to the begin of the next good step; and each good step.
+    recoveries_s: ClassVar[list[float]] = []
+    good_steps_s: ClassVar[list[float]] = []
     _failed_at_s: ClassVar[float | None] = None
     _fails: ClassVar[bool] = True
 
@@ -43,14 +44,13 @@ class EverySecondStepFails(Matmul):
         began_s = time.perf_counter()
         result = super().step(size, min(batch, 1))
         if mine._failed_at_s is not None:
-            mine.recoveries_s.append((mine._failed_at_s, began_s, time.perf_counter()))
+            mine.recoveries_s.append(began_s - mine._failed_at_s)
+            mine.good_steps_s.append(time.perf_counter() - began_s)
         return result
 
 
-def run(
-    errors: int, device: str, budget_mib: float | None = None, size: int | None = None
-) -> Result:
-    budget_bytes, size = sized(device, budget_mib, size)
+def survive(errors: int, device: str, budget_bytes: int, size: int) -> dict[str, Any]:
+    """Provoke so many errors; return what they cost, and in words what was not survived."""
     spec = lone_worker(
         budget_bytes=budget_bytes, device=device, size=size, batch=errors + 10,
         name=f"{__name__}:{EverySecondStepFails.__name__}",
@@ -71,38 +71,14 @@ def run(
                 f"{report.error or ''}"
             )
             break
-        if sequence and sequence % max(1, errors // 5) == 0:
-            progress(f"{sequence}/{errors}")
     if ooms != errors and not broken:
         broken.append(f"{ooms} out-of-memory errors, {errors} were to be provoked")
-    name = report.device.name if report.device else None
-    figures = {"device": device, "name": name, **_figures(spec.budget_bytes, size)}
-    return Result(bench="recovery", figures=figures, broken=broken)
-
-
-def _figures(budget_bytes: int, size: int) -> dict[str, Any]:
-    recoveries_s = EverySecondStepFails.recoveries_s
-    if not recoveries_s:
-        return {"errors": 0}
-    to_next_s = [began_s - failed_s for failed_s, began_s, _ in recoveries_s]
-    to_done_s = [ended_s - failed_s for failed_s, _, ended_s in recoveries_s]
-    step_s = statistics.median(ended_s - began_s for _, began_s, ended_s in recoveries_s)
-    rows = [
-        {
-            "from the exception to": words,
-            "p50_s": (p50_s := percentile(values, 0.50)),
-            "p99_s": (p99_s := percentile(values, 0.99)),
-            "most_s": max(values),
-            "p50_in_steps": p50_s / step_s,
-            "p99_in_steps": p99_s / step_s,
+    found = EverySecondStepFails.recoveries_s
+    figures: dict[str, Any] = {"errors": len(found), "unrecovered": broken}
+    if found:
+        figures |= {
+            "recovery_p50_ms": 1e3 * percentile(found, 0.50),
+            "recovery_p99_ms": 1e3 * percentile(found, 0.99),
+            "good_step_p50_ms": 1e3 * statistics.median(EverySecondStepFails.good_steps_s),
         }
-        for words, values in (
-            ("next good step begins", to_next_s), ("next good step is done", to_done_s),
-        )
-    ]  # fmt: skip
-    first = ("p50_s", "p99_s", "p50_in_steps", "p99_in_steps")
-    return {
-        "errors": len(to_next_s), "budget_bytes": budget_bytes, "size": size,
-        "good_step_p50_s": step_s, **{f"recovery_{key}": rows[0][key] for key in first},
-        "rows": rows,
-    }  # fmt: skip
+    return figures

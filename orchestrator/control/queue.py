@@ -1,0 +1,68 @@
+"""Commands to a queue of jobs: what is submitted to it, and what is said of its jobs.
+
+A message is a batch of `Submitted`, `SweepSubmitted`, `Said` and `QueueHeld`, and is one row beside
+the queue (`record/command_file.py`). Its sender waits for no answer: the head may be dead. Does not
+know what the queue does about it (`jobs/queue.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, TypeAlias
+
+from pydantic import TypeAdapter, ValidationError
+
+from orchestrator.errors import one_line
+from orchestrator.jobs.model import QueueHeld, Said, Submitted, SweepSubmitted
+from orchestrator.record import command_file
+
+Sent: TypeAlias = Submitted | SweepSubmitted | Said | QueueHeld
+Message: TypeAlias = Sequence[Sent]
+
+_MESSAGE: Final = TypeAdapter(tuple[Sent, ...])
+
+
+class NoMessageError(ValueError):
+    """What is no message to a queue."""
+
+
+def put(folder: Path, message: Message) -> None:
+    """Leave a message for the queue of a folder, durably.
+
+    Raises:
+        OSError: Nothing can be written there.
+        CommandFileError: The same, or others could have written there.
+    """
+    values = _MESSAGE.dump_python(tuple(message), mode="json", exclude_defaults=True)
+    # In ASCII: a name of a file that is no UTF-8 comes back, which pydantic's own JSON refuses.
+    command_file.put(folder, json.dumps(values).encode("ascii"), identity=secrets.token_hex(8))
+
+
+def waiting(folder: Path) -> list[Message]:
+    """Return the messages that the head of a folder has not taken yet, in their order.
+
+    `CommandFileError` where they cannot be read, or are not to be trusted.
+    """
+    messages: list[Message] = []
+    for row in command_file.waiting(folder):
+        with suppress(NoMessageError):
+            messages.append(message_of(row.content))
+    return messages
+
+
+def message_of(content: bytes | None) -> Message:
+    """Return the message that a row holds; `NoMessageError` if it holds none."""
+    if content is None:
+        raise NoMessageError("it is larger than a message may be")
+    try:
+        return _MESSAGE.validate_python(json.loads(content), extra="forbid")
+    except ValidationError as failure:
+        first = failure.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise NoMessageError(one_line(f"{where[:80]}: {first['msg']}")) from failure
+    except (ValueError, RecursionError) as failure:
+        raise NoMessageError(one_line(f"it is no JSON: {failure}")) from failure

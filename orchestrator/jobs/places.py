@@ -1,0 +1,328 @@
+"""Which job starts on which card, and why the others wait: places by earliest end.
+
+The highest priority is first. Within a priority the longest is first, and jobs of unknown length
+count as of the median length, in order of submission. Each goes to the card on which it is expected
+to end first; so a job may wait for a faster card while a slower one is idle. Two jobs share a card
+only where both say so, and jobs of lower priority make room only for one that says so. Pure. Does
+not measure how long a job takes (`queue.py`), start or end one, or estimate a whole queue
+(`cli/plan_jobs.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from orchestrator.config.duration import format_duration
+from orchestrator.jobs.model import Card, Job, Kind
+from workers.units import GIB, MIB
+
+#: Work of a job, in seconds at speed 1, where no length is known: only ratios of cards matter then.
+_UNKNOWN_S: Final = 3600.0
+
+#: A job that shares a card gets what was measured of it and this share more, or `_RESERVE_BYTES` if
+#: that is more: an allocator fragments, and the next long sequence takes more than the last.
+_RESERVE: Final = 0.10
+_RESERVE_BYTES: Final = 256 * MIB
+#: What it takes until a job has saved and left its card, where it is asked to.
+_SAVE_S: Final = 15.0
+#: More than two on a card are each slowed by all the others.
+_MOST_ON_CARD: Final = 2
+
+#: Settings of a training that change neither its memory nor the time of a step.
+SAME_STEP: Final = frozenset(
+    {"steps", "epochs", "lr", "warmup_steps", "weight_decay", "dropout", "label_smoothing"}
+)
+_SAME_STEP_KEYS: Final = {f"train.{key}" for key in SAME_STEP} | {"train.from", "workload.seed"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A job that may start now, as far as places go."""
+
+    job: Job
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """What remains of it, by the name of a card; on other cards it follows from their speeds.
+    Empty: unknown.
+    """
+    measured_bytes: int | None = None
+    """The most that it, or a job alike, took so far."""
+    least_room_bytes: int | None = None
+    """A card with less room is not tried."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A job that has a place on a card, or gets it now."""
+
+    job: str
+    card: str
+    budget_bytes: int
+    """All of the card's room for a job that is alone there."""
+    alone: bool = True
+    """Whether no other job may join it."""
+    ends_at_s: float | None = None
+    """As expected. `None`: unknown; then as much is to come as of a job of unknown length, or as
+    much as there was if that is more. Without that, a job would wait for it beside a free card.
+    """
+    ran_s: float = 0.0
+    priority: int = 0
+    yields: bool = False
+    """Whether it can save, and give the card to a job of higher priority."""
+    leaves: bool = False
+    """Whether it does so already."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What starts now, and when and why the rest starts later."""
+
+    starts: tuple[Place, ...]
+    """Their ends are guesses where the length is unknown."""
+    recalls: Mapping[str, str]
+    """Jobs that are to make room now, each with the one that gets it."""
+    reasons: Mapping[str, str]
+    """Why it waits, of each candidate that does not start now."""
+    expected_start_s: Mapping[str, float]
+    """When it is to start, of each of these that an open card can hold."""
+
+
+@dataclass(slots=True)
+class _Line:
+    """An open card, the jobs that have it, and those that wait for it."""
+
+    card: Card
+    there: list[Place]
+    free_s: float
+    """When all that have it or wait for it have ended, as expected."""
+    waiting: int = 0
+
+
+def plan(
+    candidates: Sequence[Candidate],
+    cards: Sequence[Card],
+    taken: Sequence[Place],
+    now_s: float,
+    typical_s: float | None = None,
+) -> Plan:
+    """Return which candidates start now, and why and until when the others wait.
+
+    Candidates are in the order of submission, which decides ties. `taken` are the places of jobs on
+    cards. `typical_s` is the work of a job of unknown length, in seconds at speed 1; `None`: the
+    median of the known ones.
+    """
+    works_s = [_work_s(each, cards) for each in candidates]
+    typical_s = typical_s or _median(works_s)
+    lines = [
+        _line(card, [place for place in taken if place.card == card.name], now_s, typical_s)
+        for card in cards
+        if card.closed is None
+    ]
+    holding: dict[tuple[object, ...], list[_Line]] = {}
+    able: list[tuple[Candidate, list[tuple[float, _Line]]]] = []
+    reasons: dict[str, str] = {}
+    for candidate, work_s in zip(candidates, works_s, strict=True):
+        needs = (candidate.job.nodes, candidate.job.card, _needed(candidate))
+        if needs not in holding:
+            holding[needs] = [line for line in lines if _fits(candidate, line.card)]
+        if holding[needs]:
+            length_s = typical_s if work_s is None else work_s
+            able.append((candidate, _lengths(candidate, holding[needs], length_s)))
+        else:
+            reasons[candidate.job.name] = _why_no_card(candidate, cards)
+    able.sort(key=lambda it: (-it[0].job.priority, -min(took_s for took_s, _ in it[1])))
+
+    starts: list[Place] = []
+    recalls: dict[str, str] = {}
+    waits: list[tuple[Candidate, _Line, int, float]] = []
+    for candidate, lengths in able:
+        # Of two cards on which it ends at the same time, the one that is free.
+        took_s, line = min(lengths, key=lambda it: (it[1].free_s + it[0], len(it[1].there)))
+        if candidate.job.preempt and (cleared := _cleared(candidate, lengths, now_s)):
+            end_s, took, at = cleared
+            if end_s < line.free_s + took_s:
+                took_s, line = took, at
+                line.free_s = end_s - took_s
+                recalls.update((it.job, candidate.job.name) for it in line.there if not it.leaves)
+        start_s, line.free_s = line.free_s, line.free_s + took_s
+        place = None if line.waiting else _place(candidate, line)
+        if place is None:
+            waits.append((candidate, line, line.waiting, start_s))
+            line.waiting += 1
+        else:
+            starts.append(place)
+            line.there.append(place)
+
+    free = [line.card for line in lines if not line.there]
+    for candidate, line, ahead, start_s in waits:
+        others = (f"; {_why_not(candidate, card)}" for card in free)
+        reasons[candidate.job.name] = _why_taken(line, ahead, start_s - now_s) + "".join(others)
+    expected = {candidate.job.name: start_s for candidate, _, _, start_s in waits}
+    return Plan(starts=tuple(starts), recalls=recalls, reasons=reasons, expected_start_s=expected)
+
+
+def typical_work_s(candidates: Sequence[Candidate], cards: Sequence[Card]) -> float:
+    """Return the median work of the candidates whose length is known, in seconds at speed 1."""
+    return _median([_work_s(each, cards) for each in candidates])
+
+
+def never_fits(job: Job, least_bytes: int | None, cards: Sequence[Card]) -> str | None:
+    """Return why no card here can ever hold a job, with the sum, or `None`.
+
+    `least_bytes` is what its smallest step takes, as predicted. Closed cards count: they open
+    again.
+    """
+    allowed = [card for card in cards if suits(job, card)]
+    if not allowed:
+        title = f"a card called {job.card!r}" if job.card is not None else "a card"
+        where = f" on {' or '.join(job.nodes)}" if job.nodes else ""
+        here = ", ".join(f"{card.title} ({card.name})" for card in cards) or "none"
+        return f"asks for {title}{where}; the cards here: {here}"
+
+    need_bytes = max(least_bytes or 0, job.memory_bytes or 0)
+    largest = max(allowed, key=lambda card: card.room_bytes)
+    if need_bytes <= largest.room_bytes:
+        return None
+    which = "card here" if len(allowed) == len(cards) else "card that it may use"
+    return (
+        f"needs at least {_gib(need_bytes, math.ceil)}; the largest {which} gives "
+        f"{_gib(largest.room_bytes, math.floor)} ({largest.name})"
+    )
+
+
+def suits(job: Job, card: Card) -> bool:
+    """Return whether a job may run on a card, whatever memory it takes."""
+    if job.nodes and card.node not in job.nodes and card.name not in job.nodes:
+        return False
+    return job.card is None or plain(job.card) in plain(card.title)
+
+
+def plain(card: str) -> str:
+    """Return the name of a card without what people leave out or add."""
+    return re.sub(r"[^a-z0-9]", "", card.lower())
+
+
+def likeness(job: Job) -> str | None:
+    """Return what jobs have in common whose steps cost the same; `None`: nothing says that."""
+    if job.kind is not Kind.TRAIN or job.steps is None:
+        return None
+    cost = {key: value for key, value in job.overrides.items() if key not in _SAME_STEP_KEYS}
+    return json.dumps(cost, sort_keys=True, default=str)
+
+
+def _work_s(candidate: Candidate, cards: Sequence[Card]) -> float | None:
+    """Return the work of a candidate in seconds at speed 1: the mean of what its cards say."""
+    seconds = candidate.seconds
+    works = [seconds[card.name] * card.speed for card in cards if card.name in seconds]
+    return sum(works) / len(works) if works else None
+
+
+def _median(works_s: Sequence[float | None]) -> float:
+    known_s = [work_s for work_s in works_s if work_s is not None]
+    return statistics.median(known_s) if known_s else _UNKNOWN_S
+
+
+def _line(card: Card, there: list[Place], now_s: float, typical_s: float) -> _Line:
+    ends_s = (
+        now_s + max(typical_s / card.speed, place.ran_s)
+        if place.ends_at_s is None
+        else place.ends_at_s
+        for place in there
+    )
+    return _Line(card, there, max([now_s, *ends_s]))
+
+
+def _lengths(
+    candidate: Candidate, lines: Sequence[_Line], work_s: float
+) -> list[tuple[float, _Line]]:
+    """Return the seconds that a candidate takes on each of these cards."""
+    seconds = candidate.seconds
+    return [(seconds.get(line.card.name, work_s / line.card.speed), line) for line in lines]
+
+
+def _cleared(
+    candidate: Candidate, lengths: Sequence[tuple[float, _Line]], now_s: float
+) -> tuple[float, float, _Line] | None:
+    """Return when a candidate would end, its seconds, and the card, if jobs of lower priority leave
+    that card now; `None`: it can begin without that, or no card can be cleared.
+    """
+    found = []
+    for took_s, line in lengths:
+        if line.waiting:
+            continue
+        if _place(candidate, line) is not None:
+            return None
+        if all(
+            it.priority < candidate.job.priority and (it.yields or it.leaves) for it in line.there
+        ):
+            wait_s = 0.0 if all(it.leaves for it in line.there) else _SAVE_S
+            found.append((now_s + wait_s + took_s, took_s, line))
+    return min(found, key=lambda it: it[0], default=None)
+
+
+def _place(candidate: Candidate, line: _Line) -> Place | None:
+    """Return the place of a candidate that begins on a card now; `None`: it cannot yet."""
+    card, there = line.card, line.there
+    taken_bytes = candidate.measured_bytes or candidate.job.memory_bytes
+    budget_bytes, alone = card.room_bytes, True
+    if candidate.job.pack and taken_bytes is not None:
+        share = taken_bytes + max(_RESERVE_BYTES, math.ceil(taken_bytes * _RESERVE))
+        if (candidate.least_room_bytes or 0) <= share <= card.room_bytes:
+            budget_bytes, alone = share, False
+    free_bytes = card.room_bytes - sum(place.budget_bytes for place in there)
+    may_join = not alone and not any(place.alone for place in there)
+    if there and not (may_join and len(there) < _MOST_ON_CARD and budget_bytes <= free_bytes):
+        return None
+    return Place(
+        job=candidate.job.name,
+        card=card.name,
+        budget_bytes=budget_bytes,
+        alone=alone,
+        ends_at_s=line.free_s,
+        priority=candidate.job.priority,
+    )
+
+
+def _needed(candidate: Candidate) -> int:
+    return max(candidate.job.memory_bytes or 0, candidate.least_room_bytes or 0)
+
+
+def _fits(candidate: Candidate, card: Card) -> bool:
+    return _needed(candidate) <= card.room_bytes and suits(candidate.job, card)
+
+
+def _why_taken(line: _Line, ahead: int, left_s: float) -> str:
+    """Return who has a card or goes first on it, and for how long where that is known."""
+    if ahead:
+        return f"{ahead} {'job goes' if ahead == 1 else 'jobs go'} first on {line.card.name}"
+    reason = f"{line.card.name} runs {' and '.join(place.job for place in line.there)}"
+    if left_s > 0 and all(place.ends_at_s is not None for place in line.there):
+        rounded_s = round(left_s) if left_s < 60 else round(left_s / 60) * 60
+        reason += f" for about {format_duration(rounded_s)} more"
+    return reason
+
+
+def _why_not(candidate: Candidate, card: Card) -> str:
+    """Return why a candidate does not start on a card that is free."""
+    if not suits(candidate.job, card):
+        return f"{card.name} is free, but it may not run there"
+    if not _fits(candidate, card):
+        gives, need = _gib(card.room_bytes, math.floor), _gib(_needed(candidate), math.ceil)
+        return f"{card.name} is free, but gives {gives} of the {need} that it needs"
+    return f"{card.name} is free, but it would end later there"
+
+
+def _why_no_card(candidate: Candidate, cards: Sequence[Card]) -> str:
+    closed = [card for card in cards if _fits(candidate, card)]
+    return never_fits(candidate.job, _needed(candidate), cards) or "; ".join(
+        f"{card.name} is closed: {card.closed}" for card in closed
+    )
+
+
+def _gib(count_bytes: int, rounded: Callable[[float], int]) -> str:
+    return f"{rounded(count_bytes / GIB * 10) / 10:.1f} GiB"

@@ -1,0 +1,225 @@
+"""What users ask of a run, or of its queue: rows of `commands.sqlite` in its folder.
+
+A verb puts a row, also while no head runs. The head reads the rows, and removes each once it has
+stored what follows from it; a row may be seen twice if a head is killed in between.
+
+A verb that is stopped (SIGSTOP, a debugger) inside its transaction keeps the file's write lock as
+long as it is stopped. The head is not held: in WAL mode a reader waits for no writer, and the head
+removes rows only where it gets the lock at once. Other verbs are not held either: one that does not
+get the lock within `_PATIENCE_S` uses the next of a few files, all of which the head reads. A file
+for each row would do as well, but then 300 rows are 300 files to sync, read and remove.
+
+A program that can write here has commands run: a folder that others may write to, and files of
+others, are refused. Does not know what a row asks for (`control/`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import stat
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from orchestrator.errors import ArchiveError
+from workers.files import flush
+
+COMMANDS_NAME: Final = "commands.sqlite"
+"""The first file of commands in a folder."""
+_NAMES: Final = (COMMANDS_NAME, *(f"commands-{number}.sqlite" for number in range(1, 5)))
+#: How long a verb waits for the lock of each of them.
+_PATIENCE_S: Final = 1.0
+
+_LOOK_MOST_S: Final = 1.0
+
+#: More of them wait for the next look.
+_ROWS_MOST: Final = 10_000
+_ROW_MOST_BYTES: Final = 64 * 2**20
+_ID_MOST: Final = 200
+
+_CREATE: Final = """CREATE TABLE IF NOT EXISTS commands (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL, put_at_unix_s REAL NOT NULL,
+    until_unix_s REAL, content BLOB NOT NULL
+)"""
+_INSERT: Final = "INSERT INTO commands (id, put_at_unix_s, until_unix_s, content) VALUES (?,?,?,?)"
+#: The length of a blob is known without reading it. What is no row of a verb's is left alone.
+_SELECT: Final = f"""SELECT number, id, put_at_unix_s, until_unix_s,
+    CASE WHEN length(content) <= {_ROW_MOST_BYTES} THEN content END
+FROM commands WHERE typeof(id) = 'text' AND length(id) <= {_ID_MOST}
+    AND typeof(put_at_unix_s) = 'real' AND typeof(until_unix_s) IN ('real', 'null')
+    AND typeof(content) = 'blob'
+ORDER BY number LIMIT {_ROWS_MOST}"""  # noqa: S608 - numbers of this module
+_DELETE: Final = "DELETE FROM commands WHERE number IN (SELECT value FROM json_each(?))"
+_HELD: Final = frozenset({sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED})
+
+
+class CommandFileError(ArchiveError):
+    """Commands that cannot be put or read, or are not to be trusted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A command as it waits."""
+
+    file: str
+    number: int
+    id: str
+    put_at_unix_s: float
+    until_unix_s: float | None
+    """Until when its sender waits for an answer; `None`: it waits for none."""
+    content: bytes | None
+    """`None`: more than a command may have."""
+
+
+def put(folder: Path, content: bytes, *, identity: str, until_unix_s: float | None = None) -> None:
+    """Leave a command for the head of a folder, durably.
+
+    Raises:
+        OSError: Nothing can be written there.
+        CommandFileError: The same, or others could have written there.
+    """
+    _check(folder, stat.S_ISDIR, 0o022)
+    failure: sqlite3.Error | None = None
+    for name in _NAMES:
+        path = folder / name
+        with suppress(FileExistsError):
+            # SQLite would make it readable for all, and gives its log the mode of the file.
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+            flush(folder)
+        _check(path, stat.S_ISREG, 0o077)
+        try:
+            with closing(_connected(path, _PATIENCE_S)) as file:
+                file.execute("PRAGMA journal_mode = WAL")
+                file.execute(_CREATE)
+                file.execute(_INSERT, (identity, time.time(), until_unix_s, content))
+        except sqlite3.Error as error:
+            failure = error
+        else:
+            return
+    raise CommandFileError(f"{folder / COMMANDS_NAME} cannot be written: {failure}")
+
+
+def waiting(folder: Path) -> list[Row]:
+    """Return the rows of a folder for one that only looks.
+
+    Raises:
+        CommandFileError: They cannot be read, or are not to be trusted.
+    """
+    with closing(Incoming(folder)) as incoming:
+        rows = incoming.rows()
+        if incoming.problem is not None:
+            raise CommandFileError(incoming.problem)
+        return rows
+
+
+def any_waits(folder: Path) -> bool:
+    """Say whether there is anything for the next head to read."""
+    with closing(Incoming(folder)) as incoming:
+        return bool(incoming.rows())
+
+
+@dataclass(eq=False)
+class _File:
+    """A file that the head has open."""
+
+    identity: tuple[int, int]
+    connection: sqlite3.Connection
+    removed: set[int] = field(default_factory=set)
+    """Rows that are to be removed, and could not be."""
+
+
+class Incoming:
+    """The rows of a folder, for its head. Nothing in it raises, and nothing waits."""
+
+    def __init__(self, folder: Path) -> None:
+        """Touch nothing yet."""
+        self._folder = folder
+        self._files: dict[str, _File] = {}
+        self.problem: str | None = None
+        """A sentence while something cannot be read; `None`: all can."""
+
+    def rows(self) -> list[Row]:
+        """Return what waits, in the order in which it was put."""
+        self.problem = None
+        rows = [row for name in _NAMES for row in self._rows_of(name)]
+        return sorted(rows, key=lambda row: row.put_at_unix_s)
+
+    def remove(self, rows: Iterable[Row]) -> None:
+        """Have rows not come again; what follows from them is stored."""
+        for row in rows:
+            if (file := self._files.get(row.file)) is not None:
+                file.removed.add(row.number)
+        for file in self._files.values():
+            if file.removed:
+                with suppress(sqlite3.Error):  # a verb has the lock; it is tried again
+                    file.connection.execute(_DELETE, [json.dumps(sorted(file.removed))])
+                    file.removed.clear()
+
+    def close(self) -> None:
+        """Close the files."""
+        while self._files:
+            with suppress(sqlite3.Error):
+                self._files.popitem()[1].connection.close()
+
+    def _rows_of(self, name: str) -> Iterator[Row]:
+        path = self._folder / name
+        try:
+            file = self._opened(name, path)
+            if file is None:
+                return
+            # A view in the place of the table may be endless.
+            until_s = time.monotonic() + _LOOK_MOST_S
+            file.connection.set_progress_handler(lambda: time.monotonic() > until_s, 10_000)
+            lines = file.connection.execute(_SELECT).fetchall()
+        except CommandFileError as failure:
+            self.problem = str(failure)
+        except OSError as failure:
+            self.problem = f"{path} cannot be read: {failure.strerror}"
+        except sqlite3.Error as failure:
+            code = getattr(failure, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
+            if code not in _HELD and code != sqlite3.SQLITE_ERROR:  # as yet it has no table
+                self.problem = f"{path} cannot be read: {failure}; move it away"
+        else:
+            yield from (Row(name, *line) for line in lines if line[0] not in file.removed)
+
+    def _opened(self, name: str, path: Path) -> _File | None:
+        """Return the file that is there now; `None` if there is none."""
+        if not os.path.lexists(path):
+            return None
+        _check(self._folder, stat.S_ISDIR, 0o022)
+        _check(path, stat.S_ISREG, 0o077)
+        status = path.lstat()
+        identity, file = (status.st_dev, status.st_ino), self._files.get(name)
+        if file is None or file.identity != identity:
+            if file is not None:
+                file.connection.close()
+            file = self._files[name] = _File(identity, _connected(path, 0.0))
+            # A checkpoint syncs: that is left to verbs.
+            file.connection.execute("PRAGMA wal_autocheckpoint = 0")
+            file.connection.execute("PRAGMA synchronous = NORMAL")
+        return file
+
+
+def _connected(path: Path, patience_s: float) -> sqlite3.Connection:
+    uri = f"{path.absolute().as_uri()}?mode=rw"
+    file = sqlite3.connect(uri, uri=True, timeout=patience_s, isolation_level=None)
+    file.text_factory = lambda content: content.decode("utf-8", "replace")
+    return file
+
+
+def _check(path: Path, is_kind: Callable[[int], bool], to_others: int) -> None:
+    found = path.lstat()
+    if not is_kind(found.st_mode):
+        raise CommandFileError(
+            f"{path} is no {'folder' if is_kind is stat.S_ISDIR else 'regular file'}"
+        )
+    if found.st_uid != os.geteuid():
+        raise CommandFileError(f"{path} belongs to another user; no commands are put or read there")
+    if found.st_mode & to_others:
+        mode = "go-w" if to_others == 0o022 else "600"
+        raise CommandFileError(f"{path} is open to other users; type `chmod {mode} {path}`")

@@ -1,0 +1,375 @@
+"""SIGKILL at random moments for everything that has a process: what is left, what is lost, and
+whether the same command goes on.
+
+Real Ray with two raylets: a run of three workers, or with `--jobs` the queue with trainings under
+`train.exact`, which must end with the weights of a queue that was left alone. After each kill
+nothing of the victim's is there ten seconds later, the store is sound, no counter goes back, and the
+counters grow again. A GCS, a head, and one of each kind at once end the run: then nothing of it is
+left, and the command is typed again.
+
+Every kill becomes a line of `--out`, so that a second call goes on with what is missing. A kill that
+breaks something ends its run, and the next one meets a fresh run. Does not measure how long
+anything takes (`kills.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benches.common import ROOT, Result, amiss, progress
+from benches.outside import WITNESS, Ledger, Scene, called, is_dead, shared_files, within
+from workers.keeper.keeper import NAME as KEEPER
+from workers.keeper.processes import below, children
+from workers.keeper.server import SERVER_NAME
+
+#: Each with what its process is called, but for the head.
+NAMES: Mapping[str, str] = {
+    "child": "orch-engine", "keeper": KEEPER, "server": SERVER_NAME, "actor": "ray::WorkerActor",
+    "raylet": "raylet", "gcs": "gcs_server",
+}  # fmt: skip
+VICTIMS = (*NAMES, "head", "all at once")
+#: Victims with which the run ends.
+_ENDING = ("gcs", "head", "all at once")
+#: Of those that may follow another victim within a second.
+_SECOND = ("child", "keeper", "server", "actor")
+
+_GRACE_S = 10.0
+#: Ray itself ends so late after its GCS.
+_GRACE_OF_RAY_S = 75.0
+#: For a run to start, to get on after a kill, and to end when asked.
+_PATIENCE_S = 240.0
+#: For a night to end.
+_NIGHT_S = 3600.0
+_LOOK_S = 0.5
+
+_SMALL = {
+    "nodes.pc1.workers": 2, "nodes.pc2.workers": 1, "compute_share_mode": "none",
+    "run.death_window_s": 1, "run.min_success_rate": 0,
+}  # fmt: skip
+_TRAIN = {
+    "preset": "gpt-nano", "seq": 32, "batch": 4, "micro": 2, "exact": True, "precision": "fp32",
+    "dropout": 0.1, "save_every_s": 2, "loader_workers": 1,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kill:
+    """One kill, as it is drawn."""
+
+    number: int
+    victim: str
+    wait_s: float
+    """From the moment when the run gets on."""
+    second: str | None = None
+    """What is killed as well, `second_s` later; where the run has ended, in its next start."""
+    second_s: float = 0.0
+
+
+def planned(kills: int, seed: int) -> list[Kill]:
+    """Draw the kills of a seed: every victim once in each eight, every third one with a second."""
+    chance = random.Random(seed)  # noqa: S311 - repeatable is what is wanted
+    found: list[Kill] = []
+    while len(found) < kills:
+        for victim in chance.sample(VICTIMS, len(VICTIMS)):
+            second = chance.choice(_SECOND) if chance.random() < 1 / 3 else None
+            found.append(
+                Kill(
+                    number=len(found) + 1, victim=victim, wait_s=round(chance.uniform(0, 4), 2),
+                    second=victim if second and victim in _ENDING else second,
+                    second_s=round(chance.uniform(0.0, 1.0), 2),
+                )
+            )  # fmt: skip
+    return found[:kills]
+
+
+def run(kills: int, seed: int, jobs: bool, steps: int, out: str) -> Result:
+    book = ROOT / out if out else None
+    mine = {"seed": seed, "jobs": steps if jobs else 0}
+    rows: list[Mapping[str, Any]] = []
+    if book is not None:
+        book.parent.mkdir(exist_ok=True)
+        book.touch()
+        known = map(json.loads, book.read_text(encoding="utf-8").splitlines())
+        rows += [row for row in known if {key: row[key] for key in mine} == mine]
+
+    def note(row: Mapping[str, Any]) -> None:
+        rows.append({**mine, **row})
+        if book is not None:
+            with book.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(rows[-1]) + "\n")
+        progress(str(row))
+
+    if jobs and not any("undisturbed" in row for row in rows):
+        with contextlib.closing(Course(seed, steps)) as night:
+            note({"undisturbed": night.weights(), "broken": night.end()})
+    expected = next((row["undisturbed"] for row in rows if "undisturbed" in row), None)
+    done = {row["number"] for row in rows if "number" in row}
+    waiting = [kill for kill in planned(kills, seed) if kill.number not in done]
+    while waiting:
+        with contextlib.closing(Course(seed, steps if jobs else None)) as course:
+            is_good = True
+            while waiting and is_good:
+                row = course.kill(waiting[0])
+                if row is None:
+                    break  # every job has ended
+                is_good = not row["broken"]
+                note({**asdict(waiting.pop(0)), **row})
+            is_played = expected is not None and is_good
+            told = {"weights_equal": course.weights() == expected} if is_played else {}
+            note({"night": told or None, "broken": [*course.end(), *amiss(told, "not ")]})
+    return Result(bench="matrix", figures=_figures(rows), broken=_broken(rows))
+
+
+def _figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    victims = [
+        {
+            "victim": victim,
+            "kills": len(mine := [row for row in rows if row.get("victim") == victim]),
+            "with_a_second": sum(row["second"] is not None for row in mine),
+            "failed": (failed := sum(bool(row["broken"]) for row in mine)),
+            "verdict": "fail" if failed else "pass" if mine else "not met",
+        }
+        for victim in VICTIMS
+    ]
+    nights = [row["night"]["weights_equal"] for row in rows if row.get("night")]
+    equal = sum(nights) / len(nights) if nights else None
+    return {
+        "kills": sum(row["kills"] for row in victims), "nights": len(nights),
+        "share_of_equal_weights": equal, "victims": victims,
+    }  # fmt: skip
+
+
+def _broken(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [
+        f"{row.get('number', '-')}, {row.get('victim', 'the end')}: {sentence}"
+        for row in rows
+        for sentence in row["broken"]
+    ]
+
+
+class Course:
+    """One run, or one night of a queue, through as many kills as it lasts."""
+
+    def __init__(self, seed: int, steps: int | None) -> None:
+        self._scene = Scene()
+        self._has_jobs = steps is not None
+        self._ledger = Ledger(self._scene, is_witnessed=steps is None)
+        self._chance = random.Random(f"{seed} of each kind")  # noqa: S311 - as in `planned`
+        sets = _SMALL if self._has_jobs else _SMALL | {"workload.name": json.dumps(WITNESS)}
+        words = [word for key, value in sets.items() for word in ("--set", f"{key}={value}")]
+        self._words = ["run", "--json", "--rehearse", "--duration", "24h", *words]
+        if steps is not None:
+            file = self._scene.folder / "night.json"
+            trains = [{**_TRAIN, "steps": steps, "lr": 1e-3 * (1 + n)} for n in range(4)]
+            jobs = [{"name": f"t{n}", "train": keys} for n, keys in enumerate(trains)]
+            file.write_text(json.dumps({"jobs": jobs}))
+            self._words = ["jobs", "run", str(file), "--rehearse", "--plain", *words]
+        self._broken: list[str] = []
+        self._was_broken = False
+        self._files: set[Path] = set()
+        self._head = self._scene.start(*self._words)
+
+    def kill(self, kill: Kill) -> dict[str, Any] | None:
+        """Kill, and see what comes of it; `None` where all jobs ended before."""
+        began_s = time.monotonic()
+        victims: list[psutil.Process] = []
+        while not victims:
+            if not self._gets_on():
+                return self._row(began_s) if self._broken else None
+            self._pause(kill.wait_s)
+            victims = self._choose(kill.victim)
+        gone = self._strike(victims)
+        if kill.victim in _ENDING:
+            self._end_with(kill.victim)
+            if kill.second is not None:
+                self._pause(10 * kill.second_s)
+                while not (victims := self._choose(kill.second)) and self._head.poll() is None:
+                    self._pause(_LOOK_S)
+                self._strike(victims)
+                self._end_with(kill.second)
+        else:
+            if kill.second is not None:
+                time.sleep(kill.second_s)
+                gone += self._strike(self._choose(kill.second))
+            self._demand(within(_GRACE_S, lambda: [*self._left_of(gone), *self._stray()]))
+        if kill.victim == "raylet":  # a rehearsal does not start it again
+            self._gets_on(are_all=False)
+            self._interrupt()
+            self._begin()
+        self._gets_on()
+        return self._row(began_s)
+
+    def weights(self) -> dict[str, str] | None:
+        """Wait for the end of all jobs; return the hash of the weights of each."""
+        code, said = self._scene.ended(self._head, _NIGHT_S)
+        if code != 0:
+            self._broken.append(f"the queue ended with {code}: {said[-500:]}")
+            return None
+        listed = subprocess.run(
+            [sys.executable, "-m", "orchestrator", "jobs", "list", "--json",
+             "--run-dir", str(self._scene.runs)],
+            cwd=ROOT, env=self._scene.environment(), capture_output=True, text=True, check=True,
+        ).stdout  # fmt: skip
+        jobs = json.loads(listed)["jobs"]
+        self._demand(
+            f"{job['job_name']} is {job['job_state']}" for job in jobs if not job["job_sha256"]
+        )
+        return {job["job_name"]: job["job_sha256"] for job in jobs}
+
+    def end(self) -> list[str]:
+        """End the run as Ctrl-C does; return what did not hold since the last kill."""
+        if self._head.poll() is None:
+            self._interrupt()
+        self._demand(self._scene.leftovers(_GRACE_S))
+        return self._broken
+
+    def close(self) -> None:
+        """End what is left; keep the folders where something did not hold."""
+        if kept := self._scene.close(keep=self._was_broken or bool(self._broken)):
+            progress(f"kept: {kept}")
+
+    def _row(self, began_s: float) -> dict[str, Any]:
+        row = {"took_s": round(time.monotonic() - began_s, 1), "broken": self._broken}
+        self._was_broken = self._was_broken or bool(self._broken)
+        self._broken = []
+        return {**row, "steps": sum(self._ledger.last.values())}
+
+    def _begin(self) -> None:
+        """Type the same command again; a run is named, a queue is found."""
+        folder = self._scene.newest_run()
+        if self._has_jobs or folder is None:
+            self._head = self._scene.start(*self._words)
+        else:
+            self._head = self._scene.start("run", "--json", "--resume", folder.name)
+
+    def _gets_on(self, *, are_all: bool = True) -> bool:
+        """Wait until all slots do good steps, or one does; say whether it is so.
+
+        Of a queue one does: a job may wait for a card.
+        """
+        self._demand(self._ledger.look())
+        before, grown = dict(self._ledger.last), list[bool]()
+        deadline_s = time.monotonic() + _PATIENCE_S
+        while time.monotonic() < deadline_s:
+            if self._head.poll() is not None:
+                code, said = self._scene.ended(self._head)
+                is_good = self._has_jobs and code == 0
+                self._demand([] if is_good else [f"the head ended with {code}: {said[-500:]}"])
+                return False
+            self._pause(_LOOK_S)
+            self._demand(self._ledger.look())
+            grown = [steps > before.get(slot, 0) for slot, steps in self._ledger.last.items()]
+            if any(grown) and (all(grown) or self._has_jobs or not are_all):
+                return True
+        self._demand([f"{grown.count(True)} of {len(grown)} slots got on in {_PATIENCE_S:.0f} s"])
+        return False
+
+    def _pause(self, seconds: float) -> None:
+        """Let time pass, in which no slot may have two programs at work."""
+        deadline_s = time.monotonic() + seconds
+        while time.monotonic() < deadline_s:
+            programs = [place for place, keeper in self._kept() if below(keeper.pid)]
+            twice = [place for place, count in Counter(programs).items() if count > 1]
+            self._demand(f"{place} has two programs at a time" for place in twice)
+            time.sleep(min(_LOOK_S, max(0.0, deadline_s - time.monotonic())))
+
+    def _demand(self, sentences: Iterable[str]) -> None:
+        self._broken += [each for each in sentences if each not in self._broken]
+
+    def _choose(self, victim: str) -> list[psutil.Process]:
+        """Return one process of a kind, one of each kind, or nothing."""
+        if victim == "all at once":
+            return [process for kind in (*NAMES, "head") for process in self._choose(kind)]
+        if victim == "head":
+            return [psutil.Process(self._head.pid)] if self._head.poll() is None else []
+        found = [each for each in self._scene.look() if _name(each).startswith(NAMES[victim])]
+        if victim == "raylet":
+            found = [each for each in found if "__internal_head__" not in called(each)]
+        if victim == "child":  # not what it has forked
+            programs = {pid for _, keeper in self._kept() for pid in children(keeper.pid)}
+            found = [each for each in found if each.pid in programs]
+        return [self._chance.choice(sorted(found, key=lambda each: each.pid))] if found else []
+
+    def _strike(self, victims: Sequence[psutil.Process]) -> list[psutil.Process]:
+        """Kill; return what must be gone soon."""
+        self._scene.note_traces()
+        gone = [*victims]
+        servers = [each for each in self._scene.look() if _name(each) == SERVER_NAME]
+        for each in victims:
+            watching = [one for one in servers if f"[{each.pid}, " in called(one)]
+            gone += watching
+            # What a server has forked goes on without it, but not without the node.
+            for one in [*watching, *([each] if _name(each) != SERVER_NAME else [])]:
+                with contextlib.suppress(psutil.Error):
+                    gone += one.children(recursive=True)
+        self._files |= {path for each in gone for path in shared_files(each.pid)}
+        for each in victims:
+            with contextlib.suppress(psutil.Error):
+                each.kill()
+        return gone
+
+    def _left_of(self, gone: Sequence[psutil.Process]) -> list[str]:
+        """Return a sentence for each process that must be gone, and each file in /dev/shm of theirs."""
+        alive = [each for each in gone if each.is_running() and not is_dead(each)]
+        return [
+            *(f"process {each.pid} still lives: {called(each)[:200]}" for each in alive),
+            *(f"{path} was left" for path in self._files if path.exists()),
+        ]
+
+    def _end_with(self, victim: str) -> None:
+        """Demand that the run ends and leaves nothing; type the same command again."""
+        grace_s = _GRACE_OF_RAY_S if victim == "gcs" else _GRACE_S
+        deadline_s = time.monotonic() + grace_s
+        code, _ = self._scene.ended(self._head, grace_s)
+        self._demand([f"the head did not end within {grace_s:.0f} s"] if code is None else [])
+        self._demand(self._scene.leftovers(max(_GRACE_S, deadline_s - time.monotonic())))
+        self._demand(self._ledger.look())
+        self._begin()
+
+    def _interrupt(self) -> None:
+        self._scene.note_traces()
+        self._head.send_signal(signal.SIGINT)
+        code, said = self._scene.ended(self._head, _PATIENCE_S)
+        is_good = code in {0, 130}
+        self._demand([] if is_good else [f"Ctrl-C ended it with {code}: {said[-500:]}"])
+        self._demand(self._scene.leftovers(_GRACE_S))
+
+    def _kept(self) -> list[tuple[str, psutil.Process]]:
+        """Return each keeper with the folder of its program, of which it has the log open."""
+        found = []
+        for keeper in (each for each in self._scene.look() if _name(each) == KEEPER):
+            with contextlib.suppress(psutil.Error):
+                logs = [Path(file.path) for file in keeper.open_files()]
+                found += [(str(log.parent), keeper) for log in logs if log.name == "output.log"]
+        return found
+
+    def _stray(self) -> list[str]:
+        """Return a sentence for each process that a run which goes on has no use for."""
+        kept = self._kept()
+        places = Counter(place for place, _ in kept)
+        known = {pid for _, keeper in kept for pid in below(keeper.pid)}
+        engines = [each for each in self._scene.look() if _name(each) == NAMES["child"]]
+        return [
+            *(f"{count} keepers for {place}" for place, count in places.items() if count > 1),
+            *(f"keeper {one.pid} keeps nothing" for _, one in kept if not below(one.pid)),
+            *(f"engine {one.pid} has no keeper" for one in engines if one.pid not in known),
+        ]
+
+
+def _name(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.Error):
+        return str(process.name())
+    return ""

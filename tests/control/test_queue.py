@@ -1,0 +1,75 @@
+"""Messages to a queue: nothing is lost or half there, and only what a user may say is taken."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter
+
+from orchestrator.control.queue import NoMessageError, message_of, put, waiting
+from orchestrator.jobs.model import QueueHeld, Rested, Said, Submitted, SweepSubmitted, Word
+from orchestrator.record import command_file
+from tests.jobs.scene import command, training
+
+
+def submitted(name: str) -> Submitted:
+    return Submitted(at_s=1.0, job=command(name), least_bytes=7)
+
+
+SAID = Said(at_s=1.0, id="m", word=Word.HOLD, job="a", by="ann")
+SWEEP = SweepSubmitted(at_s=1.0, name="s", count=3, origin="s.yaml:1", text="jobs: é", cwd="/")
+
+
+def test_messages_come_as_they_were_in_the_order_of_their_putting(tmp_path: Path) -> None:
+    trained = training("t", steps=9, after=("a",), overrides={"train.lr": 1e-4, "list": [1, "x"]})
+    tool = command("b")
+    assert tool.command is not None
+    odd = replace(tool, command=replace(tool.command, argv=("cat", "\udcff")))
+    messages = [
+        (Submitted(at_s=1.0, job=odd),),
+        (submitted("a"), Submitted(at_s=2, job=trained)),
+        (SAID,),
+        (SWEEP, QueueHeld(at_s=1.0, reason=None, id="r")),
+    ]
+
+    for message in messages:
+        put(tmp_path, message)
+
+    assert waiting(tmp_path) == messages
+
+
+def told(**changes: Any) -> bytes:
+    values = {"at_s": 1.0, "id": "m", "word": "hold", "job": "a", "by": "ann", **changes}
+    return json.dumps([values]).encode()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(b"", b"hello", b"{}", b"[1]", b"[[]]", b"\xff", b"[" * 50_000, None),
+        told(kind="Other"),
+        told(word="explode"),
+        told(job=7),
+        told(at_s="soon"),
+        json.dumps([{"at_s": 1.0, "job": {"name": "a", "id": "x", "kind": "train", "steps": "x"}}]),
+    ],
+)
+def test_what_is_no_message_blocks_nothing(tmp_path: Path, content: bytes | str | None) -> None:
+    raw = content.encode() if isinstance(content, str) else content
+    with pytest.raises(NoMessageError):
+        message_of(raw)
+    if raw is not None:
+        command_file.put(tmp_path, raw, identity="x")
+    put(tmp_path, [SAID])
+
+    assert waiting(tmp_path) == [(SAID,)]
+
+
+def test_only_users_records_are_taken() -> None:
+    content = b"[%s]" % TypeAdapter(Rested).dump_json(Rested(at_s=0.0, job="a", attempt=1))
+    with pytest.raises(NoMessageError):
+        message_of(content)

@@ -1,0 +1,48 @@
+"""Commands to slots: what is one, and that no row is anything else than a command or a sentence."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from orchestrator.control.slots import COMMAND_MOST_BYTES, NoCommandError, command_of
+from orchestrator.core.user_commands import Command, Do
+
+PAUSE = {"id": "a1", "do": "pause", "slots": ["pc1/3", "pc2/0"], "by": "top"}
+
+
+def row(**changes: Any) -> bytes:
+    return json.dumps({**PAUSE, **changes}).encode()
+
+
+def test_a_command_comes_through_as_it_was() -> None:
+    assert command_of(row()) == Command(id="a1", do=Do.PAUSE, slots=("pc1/3", "pc2/0"), by="top")
+    capped = command_of(row(do="cap", amount_bytes=2**31))
+    assert (capped.do, capped.amount_bytes) == (Do.CAP, 2**31)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (row(do="stop"), "do: Input should be 'pause', 'unpause'"),
+        (row(slots=[]), "slots: a printable text"),
+        (row(slots=["pc1/3", 7]), r"slots\.1: Input should be a valid string"),
+        (row(id="x" * 201), "id: a printable text has 1 to 200"),
+        (row(by="a\x1b[2J"), "by: a printable"),
+        (row(all=True), "all: Unexpected"),
+        (row(amount_bytes=5), "no other command has it"),
+        (row(do="cap"), "`cap` needs `amount_bytes`"),
+        (row(do="cap", amount_bytes=2.5), "amount_bytes: Input should be a valid int"),
+        (b"[" * 50_000, "a command: Invalid JSON"),
+        (b"\xff\x00", "a command: Invalid JSON"),
+        (row(slots=["pc1/3"] * COMMAND_MOST_BYTES), "at most"),
+        (None, "at most"),
+    ],
+)
+def test_what_is_no_command_is_refused_with_what_would_be_one(
+    content: bytes | None, words: str
+) -> None:
+    with pytest.raises(NoCommandError, match=words):
+        command_of(content)
