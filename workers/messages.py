@@ -67,6 +67,25 @@ class Verdict(StrEnum):
     BAD_INPUT = "bad input"
 
 
+class VerdictCause(StrEnum):
+    """What is behind a verdict other than OK and DONE."""
+
+    #: What was asked for, or how its PC is set up; the reason says what.
+    OTHER = "other"
+    #: Its code is not on its PC, or cannot be imported there.
+    NO_CODE = "no code"
+    #: Its budget is too small for it.
+    NO_ROOM = "no room"
+    #: Its PC has no device that it can use.
+    NO_DEVICE = "no device"
+    #: The loss of a training is no finite number.
+    NAN_LOSS = "loss is not a number"
+    #: An error of its own: before its first step, or one that broke the context of its device.
+    EXCEPTION = "exception"
+    #: Its device, or the driver of that.
+    DEVICE = "device"
+
+
 class IncompatibleError(Exception):
     """The workload can never work here (wrong card, unknown workload, a cap too small).
 
@@ -74,6 +93,11 @@ class IncompatibleError(Exception):
     """
 
     verdict = Verdict.INCOMPATIBLE
+
+    def __init__(self, text: object = "", *, cause: VerdictCause = VerdictCause.OTHER) -> None:
+        """Say in words what would work, and as a value what is in the way."""
+        super().__init__(text)
+        self.cause = cause
 
 
 class BadInputError(IncompatibleError):
@@ -450,6 +474,8 @@ class Status:
     actor: str = ""
     """The actor's process; the actor itself fills it in, as all fields from `news` on."""
     verdict: Verdict = Verdict.OK
+    verdict_cause: VerdictCause | None = None
+    """`None` with the verdicts OK and DONE."""
     state: WorkerState = WorkerState.WARMING
     reason: str = "its process starts"
     is_up: bool = False

@@ -64,6 +64,7 @@ from orchestrator.core.slot import (
     Reinstated,
     SaveAsked,
     Slot,
+    SlotFailure,
     Tick,
     Transition,
     Unheld,
@@ -74,10 +75,6 @@ from workers.messages import Verdict
 #: of a dead raylet seconds after its actors have failed (seen: 3 to 10 s; its health check allows 5
 #: x 3 s and more).
 _NODE_BLAME_S = 60.0
-
-
-#: How the reason begins of a slot whose process tells nothing and does nothing.
-STALE = "STALE"
 
 
 class IllegalEventError(RuntimeError):
@@ -139,7 +136,9 @@ def _node_refused(slot: Slot, event: NodeRefused, _: Moment) -> Transition:
 
 
 def _card_quarantined(slot: Slot, event: CardQuarantined, _: Moment) -> Transition:
-    return processes.quarantine(slot, event.reason)
+    is_host_memory = slot.failure is SlotFailure.HOST_MEMORY  # the card is well
+    failure = SlotFailure.HOST_MEMORY if is_host_memory else SlotFailure.DEVICE
+    return processes.quarantine(slot, failure, event.reason)
 
 
 def _time_passed_while_pausing(slot: Slot, _: Tick, moment: Moment) -> Transition:
@@ -156,8 +155,10 @@ def _time_passed_while_working(slot: Slot, _: Tick, moment: Moment) -> Transitio
         return slot, ()  # it waits for the head to have all of its state
     why = _why_hung(slot, moment)
     if why is not None:
-        return processes.died(slot, why, moment)
-    return _shown_stale(slot, moment) or slot, ()
+        failure = SlotFailure.DIED if slot.ready else SlotFailure.NOT_STARTED
+        return processes.died(slot, failure, why, moment)
+    silent = _silent(slot, moment)
+    return (slot if silent is None else replace(slot, reason=silent[0])), ()
 
 
 def _why_hung(slot: Slot, moment: Moment) -> str | None:
@@ -188,9 +189,9 @@ def _unanswered_s(slot: Slot, now_s: float) -> float:
     return 0.0 if since_s is None else now_s - since_s
 
 
-def _shown_stale(slot: Slot, moment: Moment) -> Slot | None:
-    """Return the slot with the reason that its process has told nothing for too long; `None`: it
-    has told something.
+def _silent(slot: Slot, moment: Moment) -> tuple[str, bool] | None:
+    """Return in words that the slot's process has told nothing for too long, and whether it is
+    stale: not seen to compute meanwhile. `None`: it has told something.
     """
     stale_after_s, quiet = moment.rules.stale_after_s, slot.quiet
     unanswered_s = _unanswered_s(slot, moment.now_s)
@@ -199,8 +200,8 @@ def _shown_stale(slot: Slot, moment: Moment) -> Slot | None:
         return None
     if quiet is not None and unanswered_s + quiet.idle_s <= stale_after_s:
         did = f"computing ({quiet.computed_s:.0f} s of CPU)"
-        return replace(slot, reason=f"a long step: {silent_s:.0f} s so far, and {did}")
-    return replace(slot, reason=f"{STALE}: told nothing for {silent_s:.0f} s")
+        return f"a long step: {silent_s:.0f} s so far, and {did}", False
+    return f"STALE: told nothing for {silent_s:.0f} s", True
 
 
 def _drain(slot: Slot, _: Drain, __: Moment) -> Transition:
@@ -211,8 +212,8 @@ def _drain(slot: Slot, _: Drain, __: Moment) -> Transition:
 
 
 def _close(slot: Slot, _: Close, moment: Moment) -> Transition:
-    if slot.phase is Phase.WORKING and (stale := _shown_stale(slot, moment)) is not None:
-        slot = replace(stale, ended_stale=stale.reason.startswith(STALE))
+    if slot.phase is Phase.WORKING and (silent := _silent(slot, moment)) is not None:
+        slot = replace(slot, reason=silent[0], ended_stale=silent[1])
     return _stopped(slot)
 
 

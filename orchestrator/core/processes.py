@@ -26,6 +26,7 @@ from orchestrator.core.slot import (
     Place,
     Rules,
     Slot,
+    SlotFailure,
     SlotState,
     Transition,
 )
@@ -60,6 +61,13 @@ _AT_WORK: Final = frozenset(
     {WorkerState.RUNNING, WorkerState.THROTTLED, WorkerState.PAUSED, WorkerState.CORRUPT}
 )
 
+_FAILURES: Final = {
+    EndCause.EXITED: SlotFailure.DIED,
+    EndCause.SIGNALLED: SlotFailure.DIED,
+    EndCause.HOST_MEMORY: SlotFailure.HOST_MEMORY,
+    EndCause.UNBUILDABLE: SlotFailure.NOT_STARTED,
+}
+
 ACTOR_ENDED: Final = "its process ended: killed, or crashed"
 
 _HELD_WITH_PROCESS: Final = "it gets no work, and its process keeps its memory, until `unpause`"
@@ -71,7 +79,7 @@ def told(slot: Slot, event: Told, moment: Moment) -> Transition:
     status = event.status
     slot, is_same_actor = _heard(slot, status)
     if not is_same_actor:
-        return died(slot, ACTOR_ENDED, moment)
+        return died(slot, SlotFailure.DIED, ACTOR_ENDED, moment)
     if status.incarnation != slot.incarnation:
         return slot, ()
     worked_before = slot.first_work_s is not None
@@ -83,17 +91,20 @@ def told(slot: Slot, event: Told, moment: Moment) -> Transition:
     ):
         return _judged(slot, status, moment, worked_before=worked_before)
     if status.died is not None:
-        is_unbuildable = status.died.cause is EndCause.UNBUILDABLE and not worked_before
-        return (_unbuildable if is_unbuildable else died)(slot, _in_words(status.died), moment)
+        return _ended(slot, status.died, moment, worked_before=worked_before)
     if status.errors_in_a_row >= moment.rules.max_workload_errors:
-        return quarantine(slot, f"{status.errors_in_a_row} times in a row: {status.reason}")
+        why = f"{status.errors_in_a_row} times in a row: {status.reason}"
+        return quarantine(slot, SlotFailure.WORKLOAD, why)
     return _go_on(slot, status, moment) if status.is_up else (slot, ())
 
 
-def _in_words(end: ProcessEnd) -> str:
-    if end.cause is EndCause.HOST_MEMORY:
-        return f"{end.text}: the PC's RAM was nearly full"
-    return end.text
+def _ended(slot: Slot, end: ProcessEnd, moment: Moment, *, worked_before: bool) -> Transition:
+    """Follow the end of a process as its PC saw it."""
+    if end.cause is EndCause.UNBUILDABLE and not worked_before:
+        return _unbuildable(slot, end.text, moment)
+    is_host_memory = end.cause is EndCause.HOST_MEMORY
+    why = f"{end.text}: the PC's RAM was nearly full" if is_host_memory else end.text
+    return died(slot, _FAILURES[end.cause], why, moment)
 
 
 def _judged(slot: Slot, status: Status, moment: Moment, *, worked_before: bool) -> Transition:
@@ -103,9 +114,9 @@ def _judged(slot: Slot, status: Status, moment: Moment, *, worked_before: bool) 
     if status.verdict is Verdict.CONTEXT_CORRUPTED:
         if status.device is None and status.counts.oom_count > 0:
             return _no_memory_for_context(slot, status.reason, moment)
-        return died(slot, status.reason, moment)
+        return died(slot, SlotFailure.DEVICE, status.reason, moment)
     end = EndRun(reason=status.reason, is_input=status.verdict is Verdict.BAD_INPUT)
-    return impossible(slot, end, moment, worked_before=worked_before)
+    return impossible(slot, SlotFailure.INCOMPATIBLE, end, moment, worked_before=worked_before)
 
 
 def told_aside(slot: Slot, event: Told, moment: Moment) -> Transition:
@@ -136,7 +147,8 @@ def unreached(slot: Slot, event: Unreached, moment: Moment) -> Transition:
     if event.is_unbuildable:
         if slot.first_work_s is None:
             return _unbuildable(slot, event.text, moment)
-        return died(slot, f"its process cannot be started: {event.text}", moment)
+        why = f"its process cannot be started: {event.text}"
+        return died(slot, SlotFailure.NOT_STARTED, why, moment)
     if slot.unreached_since_s is None:
         slot = replace(slot, unreached_since_s=moment.now_s)
     return still_unreached(slot, moment.now_s - (slot.unreached_since_s or 0.0), moment.rules)
@@ -145,7 +157,8 @@ def unreached(slot: Slot, event: Unreached, moment: Moment) -> Transition:
 def still_unreached(slot: Slot, unreached_s: float, rules: Rules) -> Transition:
     """Say it once it lasts, and give up a slot whose actor does not come back."""
     if unreached_s > rules.start_timeout_s:
-        return quarantine(slot, f"no process came up in {rules.start_timeout_s:.0f} s")
+        why = f"no process came up in {rules.start_timeout_s:.0f} s"
+        return quarantine(slot, SlotFailure.NOT_STARTED, why)
     if slot.ready and unreached_s > _UNREACHED_S:
         slot = replace(slot, state=HeadState.RESTARTING, reason="its process cannot be reached")
     return slot, ()
@@ -270,7 +283,7 @@ def _rests(slot: Slot, status: Status) -> bool:
     return status.is_held and (has_saved or status.state in STARVED)
 
 
-def died(slot: Slot, why: str, moment: Moment) -> Transition:
+def died(slot: Slot, failure: SlotFailure, why: str, moment: Moment) -> Transition:
     """Start another process after a pause that grows with each death; give up after deaths without
     progress between.
     """
@@ -278,13 +291,17 @@ def died(slot: Slot, why: str, moment: Moment) -> Transition:
     was_up = slot.ready
     deaths = (*(recent(slot.deaths_at_s, moment) if was_up else slot.deaths_at_s), now_s)
     did = status.counts.steps_ok if was_up and status is not None else 0
-    slot = replace(_restarted(slot), deaths_at_s=deaths, most_steps=max(slot.most_steps, did))
+    slot = replace(
+        _restarted(slot),
+        deaths_at_s=deaths,
+        most_steps=max(slot.most_steps, did),
+        failure=failure,
+    )
     in_vain = without_progress(slot)
     if len(in_vain) >= rules.max_deaths:
         span_s = max(rules.death_window_s, now_s - in_vain[0])
-        return quarantine(
-            slot, f"{len(in_vain)} deaths in {span_s:.0f} s without progress; the last: {why}"
-        )
+        why = f"{len(in_vain)} deaths in {span_s:.0f} s without progress; the last: {why}"
+        return quarantine(slot, failure, why)
     pausing = _pausing(slot, HeadState.RESTARTING, why, now_s + _pause_s(slot, moment))
     return _without_process(pausing, moment)
 
@@ -307,7 +324,7 @@ def _leaked(slot: Slot, unneeded_bytes: int, moment: Moment) -> Transition:
     """
     if slot.leak.statuses <= _AT_ONCE_STATUSES:
         why = f"{_leak_words(unneeded_bytes)}: drop every tensor in the workload's `release`"
-        return died(slot, why, moment)
+        return died(slot, SlotFailure.LEAK, why, moment)
     why = f"{_leak_words(unneeded_bytes)}; its process was replaced"
     return _pausing(_restarted(slot), HeadState.RESTARTING, why, moment.now_s), ()
 
@@ -319,17 +336,19 @@ def _leak_words(unneeded_bytes: int) -> str:
 
 def _unbuildable(slot: Slot, text: str, moment: Moment) -> Transition:
     end = EndRun(reason=f"{slot.slot}: cannot be started: {text}")
-    return impossible(slot, end, moment, worked_before=False)
+    return impossible(slot, SlotFailure.NOT_STARTED, end, moment, worked_before=False)
 
 
-def impossible(slot: Slot, end: EndRun, moment: Moment, *, worked_before: bool) -> Transition:
+def impossible(
+    slot: Slot, failure: SlotFailure, end: EndRun, moment: Moment, *, worked_before: bool
+) -> Transition:
     """Refuse what can never work in this slot.
 
     Before the run counts, the plan is wrong and the run ends. Later it is this slot alone (a PC
     that joined late, another card that came back): the slot is given up and the others continue.
     """
     if worked_before or moment.rules.has_counted or moment.ends_at_s is not None:
-        return quarantine(slot, end.reason)
+        return quarantine(slot, failure, end.reason)
     return slot, (end,)
 
 
@@ -338,7 +357,7 @@ def done(slot: Slot) -> Transition:
     return replace(without_actor(slot), phase=Phase.DONE, wake_at_s=None), (Abandon(),)
 
 
-def quarantine(slot: Slot, why: str) -> Transition:
+def quarantine(slot: Slot, failure: SlotFailure, why: str) -> Transition:
     """Give the slot up until the user reinstates it, or starts a new run.
 
     It is held no more: it has ended.
@@ -348,6 +367,7 @@ def quarantine(slot: Slot, why: str) -> Transition:
         phase=Phase.QUARANTINED,
         state=HeadState.QUARANTINED,
         reason=why,
+        failure=failure,
         wake_at_s=None,
         orders=replace(slot.orders, hold=None),
     )

@@ -52,6 +52,25 @@ def slot_state(word: str) -> SlotState:
     return HeadState(word) if word in set(HeadState) else WorkerState(word)
 
 
+class SlotFailure(StrEnum):
+    """Why a slot was given up, or why a process of it ended that was to go on."""
+
+    #: It was killed, crashed, ended by itself, or hung.
+    DIED = "died"
+    #: It was killed because the RAM of its PC was full.
+    HOST_MEMORY = "host memory"
+    #: It kept too much memory by its first statuses.
+    LEAK = "leak"
+    #: Its device no longer answers, or no worker of that card stays up.
+    DEVICE = "device"
+    #: No process can be started, or none came up in time.
+    NOT_STARTED = "not started"
+    #: Its workload failed many times in a row: `Status.error` has the words of that.
+    WORKLOAD = "workload"
+    #: It can never work there: `Status.verdict_cause` says why.
+    INCOMPATIBLE = "incompatible"
+
+
 class Phase(StrEnum):
     """What a slot waits for. Never shown."""
 
@@ -142,6 +161,8 @@ class Slot:
     orders: UserOrders = NOTHING_ASKED
     held_since_s: float | None = None
     wake_at_s: float | None = None
+    failure: SlotFailure | None = None
+    """The last since it was placed or reinstated; `None`: there was none."""
 
     incarnation: int = 0
     """Counts the processes of the slot. What follows is of the present one."""

@@ -250,6 +250,7 @@ def _anew(slot: Slot, moment: Moment, *, node_is_there: bool) -> Transition:
         state=HeadState.STARTING,
         reason=Slot(slot=slot.slot).reason,
         wake_at_s=None,
+        failure=None,
         deaths_at_s=(),
     )
     return processes.start(slot, moment) if node_is_there else (slot, ())

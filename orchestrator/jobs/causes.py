@@ -1,8 +1,9 @@
 """Why an attempt of a job ended, and what follows: again, again with more memory, or never. Pure.
 
 A program's end is judged by what its PC saw (`workers.messages.Ending`), then by its last words,
-then by its signal or exit code. A training that the lifecycle of slots has given up is judged by
-the words of its reason. Does not say when an attempt starts again (`queue.py`).
+then by its signal or exit code. For a training that the lifecycle of slots has given up a value says
+why, and no sentence of the lifecycle is read. Does not say when an attempt starts again
+(`queue.py`).
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import signal
 from enum import StrEnum
 from typing import Final
 
+from orchestrator.core.slot import SlotFailure
 from orchestrator.jobs.model import Cause, Standing
 from workers import oom
-from workers.messages import Ending
+from workers.messages import Ending, VerdictCause
 
 #: EX_TEMPFAIL of sysexits.h: "parked, start me again".
 EXIT_PARKED: Final = 75
@@ -61,33 +63,22 @@ _CANNOT_BE_RUN: Final = re.compile(
     re.MULTILINE,
 )
 
-#: After these a card answers no more to a process, and is well: mostly an index or a label was too
-#: large (cudaErrorAssert, cudaErrorIllegalAddress and their like in driver_types.h).
-_OF_PROGRAM: Final = re.compile(
-    r"device-side assert triggered|an illegal memory access was encountered|misaligned address"
-    r"|an illegal instruction was encountered|invalid program counter"
-    r"|operation not supported on global/shared address space"
-)
+#: Why a slot was given up, where that alone says the cause.
+_OF_SLOT: Final = {
+    SlotFailure.DIED: Cause.DIED,
+    SlotFailure.HOST_MEMORY: Cause.HOST_MEMORY,
+    SlotFailure.LEAK: Cause.EXCEPTION,
+    SlotFailure.NOT_STARTED: Cause.NOT_STARTED,
+}
 
-#: What the lifecycle says of a slot that it has given up (`core/processes.py`), and an actor of a
-#: process that has ended.
-_REASONS: Final = (
-    (Cause.HOST_MEMORY, "PC's RAM was nearly full"),
-    (Cause.NODE_LOST, "its node has left"),
-    (Cause.DRIVER, "workers keep dying"),
-    (Cause.NOT_STARTED, "cannot be started"),
-    (Cause.NOT_STARTED, "no process came up"),
-    (Cause.NOT_STARTED, "did not come up"),
-    (Cause.DRIVER, "the device no longer answers"),
-    (Cause.DRIVER, "cannot open the device"),
-    (Cause.OUT_OF_MEMORY, "raise nodes."),
-    (Cause.DRIVER, "sees no CUDA card"),
-    (Cause.BAD_CONFIG, "cannot start:"),
-    (Cause.BAD_CONFIG, "cannot be loaded on this machine"),
-    (Cause.KILLED, "its process ended"),
-    (Cause.KILLED, "its process was ended"),
-)
-
+_OF_VERDICT: Final = {
+    VerdictCause.OTHER: Cause.EXCEPTION,
+    VerdictCause.NO_CODE: Cause.BAD_CONFIG,
+    VerdictCause.NO_ROOM: Cause.OUT_OF_MEMORY,
+    VerdictCause.NO_DEVICE: Cause.DRIVER,
+    VerdictCause.NAN_LOSS: Cause.NAN_LOSS,
+    VerdictCause.DEVICE: Cause.DRIVER,
+}
 
 #: After a full disk the queue waits until there is room.
 _NOT_ITS_FAULT: Final = frozenset(
@@ -96,9 +87,6 @@ _NOT_ITS_FAULT: Final = frozenset(
         *(Cause.DISK_FULL, Cause.CARD_TAKEN, Cause.NOT_WRITTEN),
     }
 )
-
-#: What the lifecycle says of a slot whose processes died one after the other.
-_IN_VAIN: Final = "without progress"
 
 
 class Retry(StrEnum):
@@ -133,32 +121,36 @@ def cause_of(ending: Ending) -> Cause:
     return next((cause for holds, cause in signs if holds), None) or _by_words(ending.text)
 
 
-def failure_cause(error_text: str | None, reason: str) -> Cause:
-    """Return why a training was given up, by its last traceback and by its slot's reason."""
+def failure_cause(
+    failure: SlotFailure | None, verdict_cause: VerdictCause | None, error_text: str | None
+) -> Cause:
+    """Return why a training was given up; `error_text` is the last traceback of its workload.
+
+    Only where the workload itself has failed are its words looked at, and no others ever.
+    """
+    if failure in _OF_SLOT:
+        return _OF_SLOT[failure]
+    if failure is SlotFailure.DEVICE:
+        is_own = verdict_cause is VerdictCause.EXCEPTION
+        return Cause.EXCEPTION if is_own else Cause.DRIVER
+    if failure is SlotFailure.INCOMPATIBLE and verdict_cause is not VerdictCause.EXCEPTION:
+        return _OF_VERDICT[verdict_cause or VerdictCause.OTHER]
     text = error_text or ""
-    if _OF_PROGRAM.search(reason) is not None:
-        return Cause.EXCEPTION
-    for cause, words in _REASONS:
-        if words in reason:
-            return cause
-    if oom.judge_log(text or reason) is not None:
-        return Cause.OUT_OF_MEMORY
-    return _by_words(f"{text}\n{reason}")
+    return Cause.OUT_OF_MEMORY if oom.judge_log(text) is not None else _by_words(text)
 
 
 def retry_of(cause: Cause, standing: Standing, text: str, step: int | None = None) -> Retry:
     """Return what follows for a job that stood so when its attempt ended.
 
-    A slot that was given up has been started again several times already: that counts.
     An exception that comes again in the same words at the same step would come a third time. Where
     no step is told, its words alone do not say so: a lost connection has the same words every time.
     """
-    if cause is Cause.KILLED and _IN_VAIN in text:
-        return Retry.COUNTED
     if cause in _NOT_ITS_FAULT:
         return Retry.AS_IS
     if cause is Cause.OUT_OF_MEMORY:
         return Retry.LARGER
+    if cause is Cause.DIED:
+        return Retry.COUNTED  # it has been started again several times already
     if cause is not Cause.EXCEPTION:
         return Retry.NEVER
     is_same = standing.last_error is not None and _key(standing.last_error) == _key(text)

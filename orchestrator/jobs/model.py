@@ -147,6 +147,8 @@ class Cause(StrEnum):
     #: The PC's RAM was full.
     HOST_MEMORY = "host memory"
     KILLED = "killed"
+    #: The processes of a training died one after the other, without progress between.
+    DIED = "died in vain"
     NODE_LOST = "node lost"
     DRIVER = "driver fault"
     #: Out of memory, because other programs hold what it may have of the card.

@@ -67,7 +67,7 @@ _OF_ONE_JOB = frozenset(
     {
         *(Cause.DONE, Cause.PARKED, Cause.OUT_OF_MEMORY, Cause.KILLED, Cause.NODE_LOST),
         *(Cause.CARD_TAKEN, Cause.DRIVER),  # for these a card is closed (`run/dispatcher.py`)
-        Cause.NOT_WRITTEN,
+        *(Cause.NOT_WRITTEN, Cause.DIED),
     }
 )
 #: Wait before an attempt that is not counted is made again; doubled each time in a row.
@@ -153,7 +153,9 @@ class Queue:
         """By job, what is the same of jobs whose steps cost the same."""
         self._said = dict.fromkeys(facts.said)
         self._alike: dict[str, dict[str, None]] = {}
-        """Jobs that failed soon after their start, by what they said."""
+        """Jobs that failed soon after their start: by the cause of a full disk alone, or by another
+        cause and what they said.
+        """
         for text, job in facts.alike:
             self._alike.setdefault(text, {})[job] = None
         self._index: Index | None = None
@@ -400,7 +402,7 @@ class Queue:
             self._alike.clear()
         elif record.cause not in _OF_ONE_JOB and standing.recalled_to is None:
             text = _CHANGING.sub("#", record.text.replace(name, "JOB").lower())[:300]
-            self._alike.setdefault(text, {})[name] = None
+            self._alike.setdefault(f"{record.cause}: {text}", {})[name] = None
 
     # What follows
 

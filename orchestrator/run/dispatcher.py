@@ -61,7 +61,7 @@ from orchestrator.view.jobs import summary_line
 from workers.command.code import CODE
 from workers.command.engine import ATTEMPT
 from workers.command.launch import JOB_DIR, RESUME
-from workers.messages import STARVED
+from workers.messages import STARVED, Status
 from workers.settings import CommandSpec
 from workers.units import GIB, MIB
 
@@ -618,5 +618,6 @@ def _end(slot: Slot, job: Job) -> tuple[Cause | None, str, int | None]:
         return Cause.DONE, slot.reason, None
     if slot.phase is Phase.DONE:
         return Cause.KILLED, "the head ended before it knew how the program had ended", None
-    error = None if slot.status is None else slot.status.error
-    return causes.failure_cause(error or "", slot.reason), slot.reason, None
+    status = slot.status or Status(slot=slot.slot)
+    cause = causes.failure_cause(slot.failure, status.verdict_cause, status.error)
+    return cause, slot.reason, None

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.scene import events, slices
+from tests.engine.scene import events, turns
 from tests.scene import MIB, spec_of
 from workers.devices import cuda
 from workers.devices.cuda import CudaDevice
-from workers.messages import Progress, Report
+from workers.messages import Progress, Status
 from workers.nvml import queries
 from workers.settings import WorkerSpec
 from workers.workloads.base import StepResult, Workload
@@ -247,11 +247,11 @@ def test_what_is_reserved_and_unused_is_not_needed(card: Card) -> None:
 
 
 def test_kernels_that_are_loaded_late_lower_the_cap(card: Card) -> None:
-    reports: list[Report] = slices(spec(LoadsLate), [{}] * 6)
-    (grew,) = events(reports, "context_grew")
-    assert grew in reports[2].events, "with the first update"
+    statuses: list[Status] = turns(spec(LoadsLate), [{}] * 6)
+    (grew,) = events(statuses, "context_grew")
+    assert grew in statuses[2].events, "with the first update"
     assert (grew.detail["grown_bytes"], grew.detail["context_bytes"]) == (120 * MIB, 420 * MIB)
-    first, last = reports[0].device, reports[-1].device
+    first, last = statuses[0].device, statuses[-1].device
     assert (first.cap_bytes, last.cap_bytes) == (1000 * MIB, 880 * MIB)
     assert last.context_bytes + last.cap_bytes == BUDGET_BYTES
     assert card.fraction * TOTAL_BYTES == pytest.approx(880 * MIB)

@@ -18,7 +18,7 @@ from tests.in_child import InChild
 from tests.scene import spec_of
 from workers.engine.account import Account
 from workers.engine.between_steps import ResultChecks, ThermalControl
-from workers.messages import Status, Verdict, WorkerState
+from workers.messages import Status, Verdict, VerdictCause, WorkerState
 from workers.policy.base import Run
 from workers.readings import SensorReading, Throttle
 from workers.settings import THERMAL_OFF, FailureKind, ThermalSettings, WorkerSpec
@@ -116,7 +116,7 @@ class TestMps:
     ) -> None:
         monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
         (report,) = in_child(turns, replace(spec_of(), mps=True, thread_share=0.6), [{}])
-        assert report.verdict is Verdict.INCOMPATIBLE
+        assert report.verdict_cause is VerdictCause.NO_DEVICE
         assert f"no MPS control daemon answers in {tmp_path}" in report.reason
         assert "type there: nvidia-cuda-mps-control -d" in report.reason
 

@@ -20,7 +20,15 @@ from workers.engine.channel import ClosedError, receive_all, send
 from workers.engine.pieces import SavedPieces
 from workers.engine.spec_file import read_spec, write_spec
 from workers.keeper.task import CHANNEL
-from workers.messages import Begin, CheckpointPiece, KeptBytes, Orders, Status, Verdict
+from workers.messages import (
+    Begin,
+    CheckpointPiece,
+    KeptBytes,
+    Orders,
+    Status,
+    Verdict,
+    VerdictCause,
+)
 from workers.settings import (
     CommandSpec,
     Learned,
@@ -124,7 +132,7 @@ def test_a_last_verdict_is_repeated(start: Callable[..., Program]) -> None:
     program = start(replace(spec_of(name="no_such_workload"), poll_s=0.05))
     for _ in range(3):
         last = program.until(lambda status: status.verdict is not Verdict.OK)
-        assert last.verdict is Verdict.INCOMPATIBLE
+        assert (last.verdict, last.verdict_cause) == (Verdict.INCOMPATIBLE, VerdictCause.NO_CODE)
         assert "cannot be loaded" in last.reason
 
 

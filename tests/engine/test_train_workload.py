@@ -14,7 +14,7 @@ from tests.engine.trainings import trained
 from tests.engine.trainings import training_spec as spec
 from tests.in_child import InChild
 from tests.scene import MIB
-from workers.messages import Status, Verdict, WorkerState
+from workers.messages import Status, Verdict, VerdictCause, WorkerState
 
 WHOLE = {"duration_s": 600.0}
 
@@ -182,7 +182,7 @@ def test_without_memory_it_is_parked_and_ends_with_the_same_bits(
 def test_a_loss_that_is_not_finite_stops_the_slot(in_child: InChild, tmp_path: Path) -> None:
     nan = spec(preset=task("becomes_nan"), steps=100, save_every_s=0.001, seq=None)
     report = in_child(trained, str(tmp_path), nan, [WHOLE])[-1]
-    assert report.verdict is Verdict.INCOMPATIBLE
+    assert (report.verdict, report.verdict_cause) == (Verdict.INCOMPATIBLE, VerdictCause.NAN_LOSS)
     assert "the loss of optimiser step 6 is nan" in report.reason
     assert "the last good checkpoint is of step " in report.reason
     assert str(tmp_path) in report.reason
@@ -205,17 +205,21 @@ def test_an_update_that_is_cut_off_is_rolled_back_and_said(
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "cause", "said"),
     [
-        ({"preset": task("absent")}, "'trainings:absent' cannot be loaded on this machine"),
-        ({"data": "/nowhere"}, "/nowhere"),
+        (
+            {"preset": task("absent")},
+            VerdictCause.NO_CODE,
+            "'trainings:absent' cannot be loaded on this machine",
+        ),
+        ({"data": "/nowhere"}, VerdictCause.OTHER, "/nowhere"),
     ],
 )
 def test_what_cannot_be_trained_is_said_in_a_sentence(
-    in_child: InChild, tmp_path: Path, changes: dict[str, object], said: str
+    in_child: InChild, tmp_path: Path, changes: dict[str, object], cause: VerdictCause, said: str
 ) -> None:
     (report,) = in_child(trained, str(tmp_path), spec(**changes), [WHOLE])
-    assert report.verdict is Verdict.BAD_INPUT
+    assert (report.verdict, report.verdict_cause) == (Verdict.BAD_INPUT, cause)
     assert said in report.reason
 
 

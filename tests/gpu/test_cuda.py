@@ -19,12 +19,11 @@ from typing import Any, ClassVar, TypeAlias
 import pytest
 import torch
 
-from tests.engine.scene import events, own, slice_of, slices
+from tests.engine.scene import begun, events, own, turn, turns
 from tests.gpu.scene import BUDGET_BYTES, ON_A_CARD, spec_of
 from tests.scene import MIB
 from workers import oom
-from workers.engine.engine import Engine
-from workers.messages import Report, ResumeState, Verdict, WorkerState
+from workers.messages import ResumeState, Status, Verdict, VerdictCause, WorkerState
 from workers.settings import FailureKind, WorkerSpec
 from workers.workloads.base import StepResult, Workload, WorkloadContext
 from workers.workloads.matmul import Matmul, matrix_bytes
@@ -124,10 +123,10 @@ class TestWall:
 
 
 def too_large(spec: WorkerSpec, resume: ResumeState | None) -> Found:
-    engine = Engine(spec)
-    reports = [slice_of(engine, resume=resume), slice_of(engine, 1, duration_s=1.0)]
+    engine = begun(spec, resume=resume)
+    statuses = [turn(engine), turn(engine, duration_s=1.0)]
     return {
-        "reports": reports,
+        "statuses": statuses,
         "reserved_bytes": torch.cuda.memory_reserved(),
         "most_allocated_bytes": int(torch.cuda.memory_stats()["allocated_bytes.all.peak"]),
         "allocated_bytes": torch.cuda.memory_allocated(),
@@ -144,24 +143,24 @@ class TestTooLarge:
     """65536 in fp16 needs 24 GiB for three matrices; 3.30 GiB are there."""
 
     def test_it_ends_running_at_the_size_of_the_formula(self, shrunk: Found) -> None:
-        first, second = shrunk["reports"]
+        first, second = shrunk["statuses"]
         failures = next(
             count
             for count in itertools.count()
             if 3 * matrix_bytes(int(65536 * 0.7**count), torch.float16) <= first.claim_bytes
         )
-        for report in (first, second):
-            assert report.verdict is Verdict.OK
-            assert report.state is WorkerState.RUNNING
-            assert report.size == int(65536 * 0.7**failures)
-            assert report.batch == max(32, 128 - 16 * failures)
+        for status in (first, second):
+            assert status.verdict is Verdict.OK
+            assert status.state is WorkerState.RUNNING
+            assert status.size == int(65536 * 0.7**failures)
+            assert status.batch == max(32, 128 - 16 * failures)
         assert failures >= 3
         # One failure may be forgiven: where a size only just does not fit, it is tried once more.
         assert first.counts.steps_oom in {failures, failures + 1}
         assert (first.counts.steps_ok, first.counts.steps_error, first.error) == (1, 0, None)
 
     def test_every_failure_was_the_cards_own(self, shrunk: Found) -> None:
-        first = shrunk["reports"][0]
+        first = shrunk["statuses"][0]
         ooms = events(first, "oom")
         assert len(ooms) == first.counts.steps_oom
         assert {event.detail["kind"] for event in ooms} == {"definite"}
@@ -169,9 +168,9 @@ class TestTooLarge:
         assert first.counts.emergency_count >= first.counts.steps_oom
 
     def test_the_ring_holds_what_it_was_given(self, shrunk: Found) -> None:
-        report = shrunk["reports"][1]
-        cap_bytes = report.device.cap_bytes
-        assert report.claim_bytes >= 0.95 * cap_bytes
+        status = shrunk["statuses"][1]
+        cap_bytes = status.device.cap_bytes
+        assert status.claim_bytes >= 0.95 * cap_bytes
         assert (
             0.95 * cap_bytes <= shrunk["allocated_bytes"] <= shrunk["reserved_bytes"] <= cap_bytes
         )
@@ -180,8 +179,8 @@ class TestTooLarge:
     def test_another_process_resumes_without_a_failure(
         self, in_child: Callable[..., Any], shrunk: Found
     ) -> None:
-        learned = shrunk["reports"][0]
-        resumed = in_child(too_large, spec_of(size=65536), learned.resume)["reports"][0]
+        learned = shrunk["statuses"][0]
+        resumed = in_child(too_large, spec_of(size=65536), learned.resume)["statuses"][0]
         assert (resumed.size, resumed.batch) == (learned.size, learned.batch)
         assert (resumed.counts.oom_count, resumed.counts.steps_ok) == (0, 1)
 
@@ -206,18 +205,19 @@ class Asserting(Workload):
 
 
 def asserting(spec: WorkerSpec) -> Found:
-    return {"reports": slices(spec, [{}] * 4), "steps": Asserting.steps}
+    return {"statuses": turns(spec, [{}] * 4), "steps": Asserting.steps}
 
 
 def test_a_device_assert_poisons_the_process_for_good(in_child: Callable[..., Any]) -> None:
     found = in_child(asserting, spec_of(name=own(Asserting)))
-    good, *bad = found["reports"]
+    good, *bad = found["statuses"]
     assert good.verdict is Verdict.OK
-    for report in bad:
-        assert report.verdict is Verdict.CONTEXT_CORRUPTED
-        assert report.state is WorkerState.STOPPED
-        assert "device-side assert" in report.reason
-        assert report.resume == good.resume
+    for status in bad:
+        assert status.verdict is Verdict.CONTEXT_CORRUPTED
+        assert status.verdict_cause is VerdictCause.EXCEPTION, "the card is well"
+        assert status.state is WorkerState.STOPPED
+        assert "device-side assert" in status.reason
+        assert status.resume == good.resume
     assert found["steps"] == 2, "nothing touched the broken context again"
 
 
@@ -267,19 +267,19 @@ def test_tf32_is_really_used_where_there_is_one(errors: dict[str, float]) -> Non
 # --- what cannot work
 
 
-def first_slice(spec: WorkerSpec) -> Report:
-    return slice_of(Engine(spec))
+def first_turn(spec: WorkerSpec) -> Status:
+    return turn(begun(spec))
 
 
 def test_a_budget_that_the_context_eats_names_the_key(in_child: Callable[..., Any]) -> None:
-    report = in_child(first_slice, spec_of(budget_bytes=120 * MIB))
-    assert report.verdict is Verdict.INCOMPATIBLE
-    assert "nodes.pc1.vram_per_worker_gib" in report.reason
+    status = in_child(first_turn, spec_of(budget_bytes=120 * MIB))
+    assert (status.verdict, status.verdict_cause) == (Verdict.INCOMPATIBLE, VerdictCause.NO_ROOM)
+    assert "nodes.pc1.vram_per_worker_gib" in status.reason
 
 
 def test_budgets_beyond_the_real_card_are_refused_with_the_sum(
     in_child: Callable[..., Any],
 ) -> None:
-    report = in_child(first_slice, spec_of(budget_bytes=2**40))
-    assert report.verdict is Verdict.INCOMPATIBLE
-    assert "1024.00 GiB in sum" in report.reason
+    status = in_child(first_turn, spec_of(budget_bytes=2**40))
+    assert status.verdict is Verdict.INCOMPATIBLE
+    assert "1024.00 GiB in sum" in status.reason

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from tests.engine import own_steps
-from tests.engine.scene import own, slices
+from tests.engine.scene import own, turns
 from tests.gpu.scene import ON_A_CARD, spec_of
-from workers.messages import Report, Verdict, WorkerState
+from workers.messages import Status, Verdict, WorkerState
 from workers.settings import WorkerSpec
 
 pytestmark = ON_A_CARD
@@ -23,22 +23,22 @@ def spec(workload: type) -> WorkerSpec:
     )
 
 
-def failures(reports: list[Report]) -> int:
-    return sum(report.counts.steps_oom for report in reports)
+def failures(statuses: list[Status]) -> int:
+    return sum(status.counts.steps_oom for status in statuses)
 
 
 @pytest.mark.parametrize("workload", [own_steps.Squares, own_steps.Deep, own_steps.KeepsError])
 def test_the_size_is_found_with_three_failures(
     in_child: Callable[..., Any], workload: type
 ) -> None:
-    reports = in_child(slices, spec(workload), [{}] * 40)
-    assert failures(reports) <= 3
-    assert failures(reports[10:]) == 0
-    assert [report.state for report in reports[10:]] == [WorkerState.RUNNING] * 30
-    assert reports[-1].memory.peak_bytes >= 0.95 * reports[-1].device.cap_bytes
+    statuses = in_child(turns, spec(workload), [{}] * 40)
+    assert failures(statuses) <= 3
+    assert failures(statuses[10:]) == 0
+    assert [status.state for status in statuses[10:]] == [WorkerState.RUNNING] * 30
+    assert statuses[-1].memory.peak_bytes >= 0.95 * statuses[-1].device.cap_bytes
 
 
 def test_a_constructor_larger_than_the_cap_is_refused(in_child: Callable[..., Any]) -> None:
-    (report, *_), _, obtained = in_child(own_steps.greedy, spec(own_steps.Greedy), "__init__")
-    assert (report.verdict, obtained) == (Verdict.INCOMPATIBLE, [])
-    assert "the constructor of workload" in report.reason
+    (status, *_), _, obtained = in_child(own_steps.greedy, spec(own_steps.Greedy), "__init__")
+    assert (status.verdict, obtained) == (Verdict.INCOMPATIBLE, [])
+    assert "the constructor of workload" in status.reason

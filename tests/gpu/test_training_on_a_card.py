@@ -17,13 +17,12 @@ import psutil
 import pytest
 import torch
 
-from tests.engine.scene import events, slice_of
+from tests.engine.scene import begun, events, turn
 from tests.gpu.scene import ON_A_CARD
 from tests.scene import MIB, spec_of
 from workers import oom
 from workers.devices import open_device
-from workers.engine.engine import Engine
-from workers.messages import Report
+from workers.messages import Status
 from workers.nvml import queries
 from workers.settings import FailureKind, WorkerSpec
 from workers.training.host_memory import wait_asleep
@@ -58,15 +57,15 @@ def trainer_of(**levers: Any) -> Trainer:
     return Trainer(find_task(settings, 0), settings, torch.device(DEVICE), 0)
 
 
-def trained() -> list[Report]:
-    """Run slices of a training in an engine in this process."""
+def trained() -> list[Status]:
+    """Drive turns of a training in an engine in this process."""
     keys = {"preset": PRESET, "batch": 8, "steps": 100_000, "precision": "bf16"}
     spec = lone_spec(name="train", policy="adaptive", dtype="bf16", size=1, batch=8)
     workload = replace(spec.workload, settings=TrainSettings(**keys).model_dump())
-    engine = Engine(replace(spec, workload=workload))
-    reports = [slice_of(engine, number, duration_s=SECONDS / 4) for number in range(4)]
-    assert sum(report.counts.steps_ok for report in reports), reports[-1].error
-    return reports
+    engine = begun(replace(spec, workload=workload))
+    statuses = [turn(engine, duration_s=SECONDS / 4) for _ in range(4)]
+    assert sum(status.counts.steps_ok for status in statuses), statuses[-1].error
+    return statuses
 
 
 def shortages() -> dict[str, str]:
@@ -159,13 +158,13 @@ def test_half_precision_copies_of_weights_stay_on_the_card(in_child: Callable[..
 
 
 def memory() -> Found:
-    reports = trained()
+    statuses = trained()
     process_bytes = queries.process_used_bytes(queries.visible_card())
-    grown = events(reports, "context_grew")
+    grown = events(statuses, "context_grew")
     return {
-        "failures": sum(report.counts.steps_oom for report in reports),
-        "peak_bytes": max(report.memory.peak_bytes for report in reports if report.memory),
-        "cap_bytes": reports[-1].device.cap_bytes if reports[-1].device else None,
+        "failures": sum(status.counts.steps_oom for status in statuses),
+        "peak_bytes": max(status.memory.peak_bytes for status in statuses if status.memory),
+        "cap_bytes": statuses[-1].device.cap_bytes if statuses[-1].device else None,
         "context_grown_bytes": sum(int(event.detail["grown_bytes"] or 0) for event in grown),
         "process_bytes": process_bytes,
     }

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from orchestrator.core.slot import SlotFailure
 from orchestrator.jobs.causes import (
     Retry,
     cause_of,
@@ -17,7 +18,7 @@ from orchestrator.jobs.causes import (
 )
 from orchestrator.jobs.model import Cause, Job, JobState, Kind, Standing
 from workers import oom
-from workers.messages import Ending
+from workers.messages import Ending, VerdictCause
 
 TORCH = """Traceback (most recent call last):
   File "train.py", line 9, in <module>
@@ -45,6 +46,21 @@ SURVIVED = (
 CHAINED = (
     f"{TORCH}\nDuring handling of the above exception, another exception occurred:\n\n"
     "Traceback (most recent call last):\nAttributeError: no such thing\n"
+)
+
+#: As the head says of slots that it gives up.
+OUR_WORDS = (
+    "database connection cannot be started",
+    "cannot start: server busy",
+    "the PC's RAM was nearly full",
+    "its node has left the cluster",
+    "no process came up in 30 s",
+    "3 deaths in 60 s without progress; the last: its process ended: killed, or crashed",
+    "all 2 workers keep dying",
+    "the device no longer answers this process",
+    "torch 2.13 sees no CUDA card on pc2",
+    "raise nodes.pc2.vram_per_worker_gib",
+    "workload 'mine' cannot be loaded on this machine",
 )
 
 
@@ -126,51 +142,65 @@ def test_cause_of_each_way_to_end(how: Ending, cause: Cause) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "reason", "cause"),
+    ("failure", "error", "cause"),
     [
-        (
-            None,
-            "3 deaths in 60 s without progress; the last: its process ended: killed, or crashed",
-            Cause.KILLED,
-        ),
-        (
-            None,
-            "4 deaths; Ray ended its process because the PC's RAM was nearly full",
-            Cause.HOST_MEMORY,
-        ),
-        (
-            None,
-            "the device no longer answers this process: unspecified launch failure",
-            Cause.DRIVER,
-        ),
-        (
-            None,
-            "the device no longer answers this process: CUDA error: device-side assert triggered",
-            Cause.EXCEPTION,
-        ),
-        (None, "pc1/0: cannot start: no preset x", Cause.BAD_CONFIG),
-        (None, "pc1/0: cannot be started: No module named 'x'", Cause.NOT_STARTED),
-        (None, "its node has left the cluster", Cause.NODE_LOST),
-        (
-            None,
-            "job: under the floor of 64 MiB; raise nodes.pc2.vram_per_worker_gib",
-            Cause.OUT_OF_MEMORY,
-        ),
-        (None, "job: torch 2.13 sees no CUDA card on pc2", Cause.DRIVER),
-        (None, "pc1: all 2 workers keep dying, at least 3 times each", Cause.DRIVER),
-        ("ValueError: bad label", "5 times in a row: ValueError", Cause.EXCEPTION),
-        ("ValueError: loss is nan", "5 times in a row: ValueError", Cause.NAN_LOSS),
-        ("OSError: [Errno 28] No space left on device", "5 times in a row", Cause.DISK_FULL),
-        (TORCH, "5 times in a row: CUDA out of memory", Cause.OUT_OF_MEMORY),
+        (SlotFailure.DIED, None, Cause.DIED),
+        (SlotFailure.HOST_MEMORY, None, Cause.HOST_MEMORY),
+        (SlotFailure.LEAK, None, Cause.EXCEPTION),
+        (SlotFailure.DEVICE, None, Cause.DRIVER),
+        (SlotFailure.NOT_STARTED, TORCH, Cause.NOT_STARTED),
+        (SlotFailure.WORKLOAD, "ValueError: bad label", Cause.EXCEPTION),
+        (SlotFailure.WORKLOAD, "ValueError: loss is nan", Cause.NAN_LOSS),
+        (SlotFailure.WORKLOAD, "OSError: [Errno 28] No space left on device", Cause.DISK_FULL),
+        (SlotFailure.WORKLOAD, TORCH, Cause.OUT_OF_MEMORY),
     ],
 )
-def test_cause_of_a_training_given_up(error: str | None, reason: str, cause: Cause) -> None:
-    assert failure_cause(error, reason) is cause
+def test_cause_of_a_training_given_up(
+    failure: SlotFailure, error: str | None, cause: Cause
+) -> None:
+    assert failure_cause(failure, None, error) is cause
 
 
-def test_deaths_one_after_the_other_count() -> None:
-    text = "3 deaths in 60 s without progress; the last: its process ended: killed, or crashed"
-    assert retry_of(Cause.KILLED, STANDING, text) is Retry.COUNTED
+@pytest.mark.parametrize(
+    ("verdict_cause", "cause"),
+    [
+        (None, Cause.EXCEPTION),
+        (VerdictCause.OTHER, Cause.EXCEPTION),
+        (VerdictCause.NO_CODE, Cause.BAD_CONFIG),
+        (VerdictCause.NO_ROOM, Cause.OUT_OF_MEMORY),
+        (VerdictCause.NO_DEVICE, Cause.DRIVER),
+        (VerdictCause.NAN_LOSS, Cause.NAN_LOSS),
+        (VerdictCause.DEVICE, Cause.DRIVER),
+        (VerdictCause.EXCEPTION, Cause.DISK_FULL),
+    ],
+)
+def test_cause_of_a_training_that_can_never_work(
+    verdict_cause: VerdictCause | None, cause: Cause
+) -> None:
+    error = "OSError: [Errno 28] No space left on device"
+    assert failure_cause(SlotFailure.INCOMPATIBLE, verdict_cause, error) is cause
+
+
+def test_a_device_that_a_program_broke_is_well() -> None:
+    cause = failure_cause(SlotFailure.DEVICE, VerdictCause.EXCEPTION, None)
+    assert cause is Cause.EXCEPTION
+
+
+@pytest.mark.parametrize("ours", OUR_WORDS)
+def test_words_of_ours_in_a_program_say_nothing(ours: str) -> None:
+    """What failed by an exception is tried again, whatever it calls that."""
+    error = f"Traceback (most recent call last):\nConnectionError: {ours}\n"
+    own = VerdictCause.EXCEPTION
+    causes = [
+        cause_of(ending(f"{ours}\n")),
+        cause_of(ending(error)),
+        failure_cause(SlotFailure.WORKLOAD, None, error),
+        failure_cause(SlotFailure.INCOMPATIBLE, own, error),
+    ]
+    assert causes == [Cause.EXCEPTION] * 4
+    for cause in causes:
+        assert retry_of(cause, STANDING, ours) is Retry.COUNTED
+    assert retry_of(Cause.KILLED, STANDING, ours) is Retry.AS_IS
 
 
 STANDING = Standing(
@@ -183,6 +213,7 @@ STANDING = Standing(
     [
         (Cause.NODE_LOST, Retry.AS_IS),
         (Cause.KILLED, Retry.AS_IS),
+        (Cause.DIED, Retry.COUNTED),
         (Cause.HOST_MEMORY, Retry.AS_IS),
         (Cause.DRIVER, Retry.AS_IS),
         (Cause.PARKED, Retry.AS_IS),

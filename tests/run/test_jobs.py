@@ -16,6 +16,7 @@ from orchestrator.jobs.lifecycle import IllegalRecordError
 from orchestrator.jobs.model import (
     Assigned,
     AttemptEnded,
+    Cause,
     JobState,
     Milestones,
     QueueHeld,
@@ -35,7 +36,7 @@ from orchestrator.run.sampled_sweeps import sampled_sweeps
 from tests.factories import CPU, MEMORY, REFERENCE
 from tests.jobs.scene import command
 from tests.run.jobs_scene import HeadDiesError, JobsMaker, check_ends, hash_after, short
-from workers.messages import Ending, Verdict, WorkerState
+from workers.messages import Ending, Verdict, VerdictCause, WorkerState
 from workers.units import GIB, MIB
 
 
@@ -308,6 +309,35 @@ def test_one_that_can_never_work_ends_no_queue(new_jobs: JobsMaker, how: str) ->
     standings = run.finish()
     assert standings["bad"].state is JobState.FAILED, standings["bad"]
     assert standings["good"].state is JobState.DONE
+
+
+@pytest.mark.parametrize(
+    "words", ["database connection cannot be started", "cannot start: server busy"]
+)
+@pytest.mark.parametrize("how", ["program", "step", "constructor"])
+def test_what_raises_in_words_of_the_head_is_tried_again(
+    new_jobs: JobsMaker, how: str, words: str
+) -> None:
+    jobs = {"program": command("one", retries=1)}
+    run = new_jobs(jobs.get(how) or short("one", retries=1), short("other"))
+    error = f"Traceback (most recent call last):\nConnectionError: {words}\n"
+    ways: dict[str, dict[str, Any]] = {
+        "step": {"errors_in_a_row": 99, "reason": f"the workload failed: {words}"},
+        "constructor": {
+            "verdict": Verdict.INCOMPATIBLE,
+            "verdict_cause": VerdictCause.EXCEPTION,
+            "reason": f"one: cannot start: ConnectionError: {words}",
+        },
+    }
+    if how == "program":
+        run.fleet.endings["one"] = [Ending(exit_code=1, text=error), Ending(exit_code=0)]
+    else:
+        run.fleet.kinds_of_report["one"] = lambda _: (
+            {"error": error, "steps_ok": 0, **ways[how]} if not run.records(AttemptEnded) else {}
+        )
+    assert run.finish()["one"].state is JobState.DONE
+    first, last = (ended for ended in run.records(AttemptEnded) if ended.job == "one")
+    assert (first.cause, last.cause) == (Cause.EXCEPTION, Cause.DONE)
 
 
 OPTUNA = """\

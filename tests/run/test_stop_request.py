@@ -11,12 +11,10 @@ import sys
 
 import pytest
 
-from orchestrator.cluster.actor import WorkerActor
-from tests.engine.scene import own, slice_of
+from tests.engine.scene import begun, own, turn, turns
 from tests.in_child import InChild
 from tests.scene import spec_of
-from workers.engine.engine import Engine
-from workers.messages import Directive, Report, Verdict
+from workers.messages import Status, Verdict
 from workers.settings import WorkerSpec
 from workers.workloads.base import StepResult, Workload
 
@@ -45,21 +43,20 @@ class IsTold(Leaves):
         return StepResult()
 
 
-def in_a_slot(spec: WorkerSpec) -> list[Report]:
-    actor = WorkerActor(spec)
-    directive = {"incarnation": 0, "duration_s": 0.0, "resume": None}
-    return [actor.run_slice(Directive(sequence=number, **directive)) for number in range(4)]  # type: ignore[arg-type]
+def in_a_slot(spec: WorkerSpec) -> list[Status]:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in the process of an engine: it is the head's
+    return turns(spec, [{}] * 4)
 
 
 def test_a_step_may_leave_in_any_way_and_the_next_works(in_child: InChild) -> None:
     *left, worked = in_child(in_a_slot, spec_of(name=own(Leaves)))
-    for report, words in zip(
+    for status, words in zip(
         left, ("SystemExit: 3", "KeyboardInterrupt", "GeneratorExit"), strict=True
     ):
-        assert (report.verdict, report.counts.steps_error) == (Verdict.OK, 1)
-        assert report.reason == f"the workload failed: {words}"
-        assert report.error.rstrip().endswith(words)
-        assert "in step" in report.error
+        assert (status.verdict, status.counts.steps_error) == (Verdict.OK, 1)
+        assert status.reason == f"the workload failed: {words}"
+        assert status.error.rstrip().endswith(words)
+        assert "in step" in status.error
     assert worked.counts.steps_ok == 1
 
 
@@ -68,7 +65,7 @@ def how_it_ended(spec: WorkerSpec, number: int) -> str:
     signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(15))
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        return slice_of(Engine(spec)).reason
+        return turn(begun(spec)).reason
     except BaseException as error:  # noqa: BLE001 - it is what is asked
         return repr(error)
 

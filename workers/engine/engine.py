@@ -30,6 +30,7 @@ from workers.messages import (
     Status,
     StepCounts,
     Verdict,
+    VerdictCause,
     WorkerState,
 )
 from workers.oom import Failure
@@ -53,6 +54,7 @@ class Engine:
         self._session: Session | None = None
         self._account = Account(slot=spec.slot)
         self._verdict = Verdict.OK
+        self._cause: VerdictCause | None = None
         self._is_held = False
         self._saves = 0
         """`Orders.saves` that came before it was open: there was nothing to save."""
@@ -89,7 +91,7 @@ class Engine:
                 device = self._session.device
                 self._memory = replace(device.memory(), kept_bytes=self._session.kept_bytes)
         except IncompatibleError as error:
-            self._verdict = error.verdict
+            self._verdict, self._cause = error.verdict, error.cause
             account.settle(WorkerState.STOPPED, str(error))
         except ContextCorruptedError as error:
             self._give_up(str(error))
@@ -145,7 +147,9 @@ class Engine:
             account.settle(WorkerState.DONE, "all its work is done")
 
     def _give_up(self, reason: str) -> None:
+        is_own = oom.is_of_program(reason)
         self._verdict = Verdict.CONTEXT_CORRUPTED
+        self._cause = VerdictCause.EXCEPTION if is_own else VerdictCause.DEVICE
         account = self._account
         account.settle(WorkerState.STOPPED, f"the device no longer answers this process: {reason}")
         account.event("poisoned", reason=reason)
@@ -158,6 +162,7 @@ class Engine:
             slot=account.slot,
             incarnation=self._incarnation,
             verdict=self._verdict,
+            verdict_cause=self._cause,
             state=account.state,
             reason=account.reason,
             is_up=True,

@@ -32,6 +32,7 @@ from workers.messages import (
     Progress,
     ResumeState,
     StepCounts,
+    VerdictCause,
     WorkerEvent,
     WorkerState,
 )
@@ -504,7 +505,8 @@ def _make_workload(
         f"{held_bytes / MIB:.0f} MiB or more, and "
         f"the cap is {device.most_bytes / MIB:.0f} MiB; allocate in `step` what its size decides, "
         "or raise "
-        f"nodes.{spec.node}.vram_per_worker_gib"
+        f"nodes.{spec.node}.vram_per_worker_gib",
+        cause=VerdictCause.NO_ROOM,
     )
 
 
@@ -512,7 +514,7 @@ def _become_mps_client(spec: WorkerSpec) -> None:
     """Set what CUDA reads when it starts; `IncompatibleError` if no daemon runs here."""
     problem = mps.missing_daemon()
     if problem is not None:
-        raise IncompatibleError(f"{spec.slot}: {problem}")
+        raise IncompatibleError(f"{spec.slot}: {problem}", cause=VerdictCause.NO_DEVICE)
     os.environ.update(mps.client_variables(spec.thread_share, spec.budget_bytes))
 
 
@@ -559,9 +561,12 @@ def open_session(spec: WorkerSpec, begin: Begin, incarnation: int, account: Acco
     except BaseException as error:  # noqa: BLE001
         failure = oom.failure_of_workload(error)
         text = f"{type(error).__name__}: {failure.text}, at {oom.place(error)}"
+        account.error = oom.traceback_text(error)
     if failure is not None:
         if failure.kind is FailureKind.OTHER:
-            raise IncompatibleError(f"{spec.slot}: cannot start: {text}")
+            raise IncompatibleError(
+                f"{spec.slot}: cannot start: {text}", cause=VerdictCause.EXCEPTION
+            )
         if failure.kind is not FailureKind.CONTEXT_CORRUPTED:
             # tells the head that the card is full, and not that it is broken
             account.counts += StepCounts(oom_count=1)

@@ -120,9 +120,15 @@ _CORRUPTING_CODES: Final[Mapping[int, tuple[str, str]]] = {
 _DISTINCTIVE_CODES: Final = (46, 100, 700, 702, 710, 715, 716, 719)
 
 
+#: After these a card is well: mostly an index or a label was too large.
+_CODES_OF_PROGRAM: Final = (700, 710, 715, 716, 717, 718)
+
+
 def _any_of(codes: Iterable[int]) -> str:
     return "|".join(re.escape(_CORRUPTING_CODES[code][1]) for code in codes)
 
+
+_OF_PROGRAM: Final = re.compile(_any_of(_CODES_OF_PROGRAM))
 
 #: What the message of a `RuntimeError` means; the first pattern that is found decides. Its group,
 #: if it has one, is the evidence.
@@ -182,6 +188,11 @@ _TELLING: Final = ("RuntimeError", "SystemError", "OSError")
 _CHAINED: Final = re.compile(
     r"During handling of the above exception|direct cause of the following exception"
 )
+
+
+def is_of_program(text: str) -> bool:
+    """Say whether what a device said when it broke means that the program misused it."""
+    return _OF_PROGRAM.search(text) is not None
 
 
 def judge_log(text: str) -> Literal["card", "host"] | None:

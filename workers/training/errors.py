@@ -15,6 +15,10 @@ class TaskError(TrainingError):
     """What should be trained cannot be: no parameters, no data, or nothing of that name."""
 
 
+class NotLoadedError(TaskError):
+    """The code of a task is not on this machine, or cannot be imported."""
+
+
 class NotFiniteError(TrainingError):
     """The loss or its gradient is NaN or infinite; the weights are those of the last good step."""
 

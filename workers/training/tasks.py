@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from workers.training.batches import Batch, on_device, rows_of
-from workers.training.errors import TaskError, TrainingError
+from workers.training.errors import NotLoadedError, TaskError, TrainingError
 from workers.training.host_memory import wait_asleep
 from workers.training.made_data import ITEMS, MadeText
 from workers.training.models import GPTS, LANDMARKS, Cnn, Gpt, GptShape
@@ -164,7 +164,7 @@ def find_task(settings: TrainSettings, seed: int) -> TrainTask:
     except TrainingError:
         raise
     except Exception as error:
-        raise TaskError(
+        raise NotLoadedError(
             f"train.preset {settings.preset!r} cannot be loaded on this machine: "
             f"{type(error).__name__}: {error}"
         ) from error

@@ -18,7 +18,7 @@ from typing import Final
 
 import torch
 
-from workers.messages import IncompatibleError, Progress
+from workers.messages import IncompatibleError, Progress, VerdictCause
 from workers.policy.base import Rung
 from workers.settings import Scalar
 from workers.verification.check import Check
@@ -271,7 +271,8 @@ def find_workload(name: str) -> type[Workload]:
         raise IncompatibleError(
             f"workload {name!r} cannot be loaded on this machine: {type(error).__name__}: "
             f"{error}; install it here, "
-            f"or start from the folder that holds {module_name.split('.')[0]}.py"
+            f"or start from the folder that holds {module_name.split('.')[0]}.py",
+            cause=VerdictCause.NO_CODE,
         ) from error
     if not (isinstance(found, type) and issubclass(found, Workload)):
         raise IncompatibleError(

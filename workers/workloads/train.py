@@ -21,7 +21,7 @@ from pydantic import ValidationError
 
 from workers import oom
 from workers.hf.folder import load_code
-from workers.messages import BadInputError, IncompatibleError, Progress
+from workers.messages import BadInputError, IncompatibleError, Progress, VerdictCause
 from workers.policy.base import Rung
 from workers.settings import FailureKind, Scalar
 from workers.training import earlier
@@ -33,6 +33,7 @@ from workers.training.checkpoints import (
 )
 from workers.training.errors import (
     NotFiniteError,
+    NotLoadedError,
     TaskError,
     TrainingError,
     UpdateInterruptedError,
@@ -181,7 +182,7 @@ class Train(Workload):
             part = trainer.micro_batch(batch, point.level)
         except NotFiniteError as error:
             why = f"{self.context.slot}: {error}; {self._last_good()}"
-            raise IncompatibleError(why) from error
+            raise IncompatibleError(why, cause=VerdictCause.NAN_LOSS) from error
         except UpdateInterruptedError as error:
             interrupted = str(error)
         except TrainingError as error:
@@ -297,8 +298,10 @@ class Train(Workload):
             weights_sha256=self._sha256,
         )
 
-    def _incompatible(self, reason: object) -> BadInputError:
-        return BadInputError(f"{self.context.slot}: {reason}")
+    def _incompatible(self, error: Exception) -> BadInputError:
+        is_code = isinstance(error, NotLoadedError)
+        cause = VerdictCause.NO_CODE if is_code else VerdictCause.OTHER
+        return BadInputError(f"{self.context.slot}: {error}", cause=cause)
 
     def _tell_error(self, event: str, error: Exception) -> None:
         self.context.tell(event, reason=f"{type(error).__name__}: {error}")
