@@ -144,7 +144,7 @@ def main() -> None:
     from workers.engine.engine import Engine  # noqa: PLC0415
 
     engine = Engine(start.spec, start.begin(), start.incarnation)
-    is_first = True
+    obeyed: Orders | None = None
     other.tell(engine.status())
     while not other.is_closed:
         orders = other.orders
@@ -152,11 +152,11 @@ def main() -> None:
             other.wait(start.spec.poll_s)
             continue
         if engine.is_open:
-            # The first step is told at once. There is none while the head lends nothing.
-            waits = orders.lease_bytes == 0
-            duration_s = 0.0 if is_first and not waits else start.spec.poll_s
-            status = engine.turn(orders, duration_s, other.wait)
-            is_first = is_first and waits
+            # The first step under other orders is told at once. There is none while the head lends
+            # nothing.
+            is_told = orders != obeyed and orders.lease_bytes != 0
+            duration_s = 0.0 if is_told else start.spec.poll_s
+            status, obeyed = engine.turn(orders, duration_s, other.wait), orders
         else:
             status = engine.open(orders)
         other.tell(status)
