@@ -41,8 +41,9 @@ _POLL_S = 1.0
 #: or two, and asking costs next to nothing.
 _ASK_AGAIN_S = 0.2
 
-#: A process that only asks the driver starts in a second or two, on a busy PC in ten.
-_PROBE_TIMEOUT_S = 60.0
+#: A process that only asks the driver starts in a second or two; on a PC with a load of 10, 60 s
+#: were too few.
+_PROBE_TIMEOUT_S = 180.0
 
 #: What the head is called in its own `Pulse`.
 _HEAD = "head"
@@ -151,6 +152,8 @@ class RayFleet:
                     )
                 ]
             ) from error
+        except RayError as error:
+            raise PreflightError([f"{node} cannot count its cards: {in_a_line(error)}"]) from error
 
     def place(self, spec: WorkerSpec, num_cpus: float, num_gpus: float) -> None:
         place = Reservation(node=spec.node, num_cpus=num_cpus, num_gpus=num_gpus)

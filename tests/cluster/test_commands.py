@@ -46,18 +46,18 @@ def test_slots_are_held_capped_and_saved_also_by_the_next_head(start: Starter) -
     budget_bytes = head.rows()["pc1/0"]["budget_bytes"]
     assert typed(head, "pause", "pc2/0") == (
         0,
-        "pc2/0: held when its last slice ends; its process and its memory stay\n",
+        "pc2/0: held when its step ends; its process and its memory stay\n",
     )
     assert typed(head, "drain", "pc1/1")[0] == 0
     assert typed(head, "cap", "pc1/0", f"{3 * budget_bytes // 4 // MIB}MiB") == (
         0,
-        "pc1/0: capped from its next slice on\n",
+        "pc1/0: capped from its next step on\n",
     )
     assert typed(head, "save", "pc1/0")[0] == 0
     code, said = typed(head, "save", "pc2/0")
     assert code == 2
     assert (
-        "pc2/0 is held and gets no slice to save in: `unpause pc2/0` first; nothing was changed"
+        "pc2/0 is held and does no work that it could save: `unpause pc2/0` first; nothing was changed"
         in said
     )
     wait_for_state(head, "HELD", "pc1/1", "pc2/0")

@@ -241,7 +241,7 @@ def _draw_anew() -> None:
 
 def _become_program(keeper: int) -> None:
     """Undo what a keeper and Ray have set, and end with the keeper."""
-    for number in IGNORED:
+    for number in (*IGNORED, signal.SIGQUIT):  # a shell has it ignored in the background
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray blocks SIGINT
     with contextlib.suppress(OSError):  # before anything else the kernel is to choose programs
