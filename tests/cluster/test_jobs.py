@@ -242,4 +242,5 @@ def test_a_preempted_training_ends_with_the_same_weights(start: Starter, short_t
     restored = [event["step"] for event in events if event["event"] == "restored"]
     assert 0 < restored[0] < LONG
     course = [event for event in events if event.get("job") in {"low", "urgent"}]
-    assert (low.state, low.attempt, low.failures) == (JobState.DONE, 2, 0), course
+    assert (low.state, low.failures) == (JobState.DONE, 0), course
+    assert low.attempt >= 2, "a busy machine may have it begin once more"
