@@ -131,7 +131,7 @@ class KeptEngine:
         return waits and self._pieces.pending(self._status.saved, orders.kept)
 
     def _begin(self, incarnation: int, begin: Begin) -> None:
-        """Start the process of an incarnation; on a full disk, for example, it has ended at once."""
+        """Start the process of an incarnation; where it cannot be, as on a full disk, it has ended."""
         self._status = Status(slot=self._spec.slot, incarnation=incarnation)
         self._sent, self._pieces = None, SavedPieces()
         self._silence = _Silence(time.monotonic())

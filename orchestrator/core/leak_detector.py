@@ -3,8 +3,8 @@
 Whatever the size of the steps is, what the process keeps after a release is no longer needed.
 Beside that it uses the resident memory of the process, and on a card also what its tensors hold.
 Both vary with the work, so the lowest value of the last statuses is compared with the highest of
-the first ones after the work last changed. While a state is parked in host memory nothing is compared.
-Measures nothing (the worker does) and ends nothing (`lifecycle.py`).
+the first ones after the work last changed. While a state is parked in host memory nothing is
+compared. Measures nothing (the worker does) and ends nothing (`lifecycle.py`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Why an attempt of a job ended, and what follows: again, again with more memory, or never. Pure.
 
 A program's end is judged by what its PC saw (`workers.messages.Ending`), then by its last words,
-then by its signal or exit code. For a training that the lifecycle of slots has given up a value says
-why, and no sentence of the lifecycle is read. Does not say when an attempt starts again
+then by its signal or exit code. For a training that the lifecycle of slots has given up, a value
+says why, and no sentence of the lifecycle is read. Does not say when an attempt starts again
 (`queue.py`).
 """
 

@@ -3,7 +3,7 @@
 It lives as long as the slot's process, and is driven in turns by who holds it: `__main__.py` where
 it is a program. It never decides a size (the policy does). What follows a step that fails is in
 `oom_recovery.py`. No exception leaves a turn except a request to stop the process (a signal's
-handler raised it): failures are text in the status, and a SystemExit of the workload is one of them.
+handler raised it): failures are text in the status, a SystemExit of the workload is one of them.
 """
 
 from __future__ import annotations
