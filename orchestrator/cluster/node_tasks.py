@@ -88,7 +88,8 @@ def _answer(
 
 # Ray's types have no names.
 def _on(where: NodeAffinitySchedulingStrategy, function: Any) -> Any:  # noqa: ANN401
-    return ray.remote(function).options(num_cpus=0, max_retries=0, scheduling_strategy=where)
+    # On a full machine Ray gives up processes that take long to start; looking again is harmless.
+    return ray.remote(function).options(num_cpus=0, max_retries=3, scheduling_strategy=where)
 
 
 def _look(doors: Sequence[str]) -> tuple[MachineFacts, tuple[str, ...]]:
