@@ -412,7 +412,7 @@ def _put(folder: Path, message: Message) -> None:
         put(folder / QUEUE_NAME, message)
     except OSError as failure:
         raise UsageError(
-            f"the inbox of run {folder.name} cannot be written: {failure.strerror or failure}"
+            f"the commands of run {folder.name} cannot be written: {failure.strerror or failure}"
         ) from failure
 
 
@@ -429,5 +429,5 @@ def _is_alive(folder: Path) -> bool:
 def _tell_if_dead(folder: Path) -> None:
     if not _is_alive(folder):
         count = len(waiting(folder / QUEUE_NAME))
-        taken = f"; {counted(count, 'message')} in its inbox" if count else ""
+        taken = f"; {counted(count, 'command')} waiting" if count else ""
         tell(f"its head is not running{taken}: `{go_on_command(folder)}` goes on")

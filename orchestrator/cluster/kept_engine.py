@@ -313,7 +313,8 @@ def _remove_old(state: Path) -> None:
     oldest_unix_s = time.time() - _LOG_KEPT_S
     for folder in state.glob(f"*/{_FOLDER}"):
         with contextlib.suppress(OSError):
-            if all(path.stat().st_mtime < oldest_unix_s for path in folder.rglob("*")):
+            # The folder too: another actor may have made it just now.
+            if all(it.stat().st_mtime < oldest_unix_s for it in (folder, *folder.rglob("*"))):
                 shutil.rmtree(folder)
 
 

@@ -1,4 +1,4 @@
-"""The sizer in worlds nobody would design: named invariants that hold whatever happens.
+"""The sizer in drawn worlds: named invariants that hold whatever happens.
 
 Covers arbitrary sizes, footprints, courses of memory and signals, lying ones too, and what is
 promised once a world stays as it is. `SIZER_EXAMPLES=100` tries a

@@ -1,7 +1,7 @@
 """How much of an oracle's work the adaptive size does, in worlds that nobody tuned on, and how it starts.
 
 Steps come several to a sample (10,000 items a second) and with a sample each (1,500). Does not
-cover what holds in worlds nobody would design; that is `test_sizer_machine.py`.
+cover what holds in drawn worlds; that is `test_sizer_machine.py`.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ import hashlib
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -235,18 +234,6 @@ class NotedStore(QueueStore):
         super().commit()
         self.history += self._new
         self._new.clear()
-
-
-class _AtOnce:
-    """What else is done by threads, whose time is not the virtual one."""
-
-    def submit(self, work: Callable[..., Any], *given: object, **named: object) -> Future[Any]:
-        done: Future[Any] = Future()
-        try:
-            done.set_result(work(*given, **named))
-        except Exception as error:  # noqa: BLE001 - as an executor does
-            done.set_exception(error)
-        return done
 
 
 class JobsRun(HeadScene):
