@@ -83,6 +83,8 @@ def _argv(value: object) -> tuple[str, ...]:
         raise ValueError(f"{in_words(value)} is not a command; valid: {_COMMAND}")  # noqa: TRY004
     if not words or words[0] == "":
         raise ValueError(f"names no program; valid: {_COMMAND}")
+    if str(words[0]).startswith("-"):  # such as a misspelt option of `jobs submit`
+        raise ValueError(f"begins with {words[0]!r}, an option and no program; valid: {_COMMAND}")
     if assigned := _ASSIGNMENT.fullmatch(str(words[0])):
         raise ValueError(
             f"begins with {words[0]!r}, and no shell reads it; valid: the command without it, and "

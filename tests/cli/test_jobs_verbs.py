@@ -222,6 +222,7 @@ def test_hold_and_release_without_a_job_are_about_the_queue(command: Command, fo
         (("submit", "none.yaml"), "none.yaml: no such file"),
         (("submit", "train.py"), "train.py is a program; type: python -m orchestrator jobs"),
         (("submit", "--", "echo hi | wc"), "no shell reads it"),
+        (("submit", "--prioritty", "3", "--", "echo", "hi"), "an option and no program"),
         (("submit", "python", "train.py"), "-- python train.py"),
         (("submit", "--trian", "lr=1"), "there is no option --trian"),
         (("submit", "--name", "x", "none.yaml"), "is a job file"),
