@@ -81,11 +81,13 @@ def driver(address: str, *, has_token: bool, raylets: Raylets | None = None) -> 
     # of 0.03 s until the head knows).
     os.environ.setdefault("RAY_timeout_ms_task_wait_for_death_info", "0")
     if raylets is None:
-        # A poll over a cable that was cut then fails after 5 s, and the next one is answered within
-        # a second of its return (measured with Ray 2.60; without it TCP's own pauses decide). In
-        # this process alone: with it a raylet is taken for dead after 15 s, and stays that.
-        os.environ.setdefault("RAY_grpc_client_keepalive_time_ms", "2000")
-        os.environ.setdefault("RAY_grpc_client_keepalive_timeout_ms", "3000")
+        # gRPC makes it TCP_USER_TIMEOUT: a connection whose bytes nobody acknowledges for 4 s is
+        # closed, so a poll over a cable that was cut fails, and the next one is answered soon after
+        # its return. More frequent pings would do the same and are forbidden: Ray's processes
+        # accept one in 5 minutes while a call is under way, and at the third they close the
+        # connection ("too_many_pings", seen with Ray 2.60 where a task took longer than 6 s). In
+        # this process alone: everywhere it would let a raylet be taken for dead, which stays so.
+        os.environ.setdefault("RAY_grpc_client_keepalive_timeout_ms", "4000")
     import ray  # noqa: PLC0415 - reads the authentication settings when it is imported
 
     from orchestrator.cluster.ray_fleet import RayFleet  # noqa: PLC0415 - imports ray
