@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.config.schema import Config
-from orchestrator.control.slots import Answer, NoCommandError, answer_of, command_of
+from orchestrator.control.slots import Answer, NoCommandError, command_of
 from orchestrator.core import circuit_breaker, lifecycle, run_outcome
 from orchestrator.core import slot as slots
 from orchestrator.core.fleet import Fleet, Heard, Told, Unreached
@@ -300,11 +300,11 @@ class Supervisor:
         """Write down what has changed, then perform what follows from it."""
         now_s = self.clock.monotonic_s()
         changed, self._changed = self._changed, {}
-        self._recorder.take(changed, self._slots, now_s, self.clock.unix_s())
+        self._recorder.take(changed, self._slots, now_s)
         for name, lease_bytes in self._shares.look(self._slots, now_s).items():
             self.outlets.events.write("leased", slot=name, lease_bytes=lease_bytes)
-        self.outlets.store.commit()
-        self.commands.note_stored()
+        if self.outlets.store.commit():
+            self.commands.note_stored()
         outbox, self._outbox = self._outbox, []
         for name, command in outbox:
             self._perform(name, command)
@@ -485,10 +485,9 @@ class Supervisor:
 def answers_before(folder: Path) -> dict[str, Answer]:
     """Return what earlier heads of a run answered last, by the ids of the commands."""
     try:
-        told = read_answers(folder)
+        return {it: Answer(**told) for it, told in read_answers(folder).items()}
     except NothingStoredError:
         return {}
-    return {it: answer for it, values in told.items() if (answer := answer_of(values)) is not None}
 
 
 class Commands:
@@ -548,9 +547,8 @@ class Commands:
 
     def note_stored(self) -> None:
         """Have what was received not come again, once it is stored with its answers."""
-        if self._taken and self._outlets.store.problem is None:
-            self._incoming.remove(self._taken)
-            self._taken = []
+        self._incoming.remove(self._taken)
+        self._taken = []
 
     def _record(self, identity: str, told: Mapping[str, Any], answer: Answer) -> None:
         self._answers[identity] = answer
