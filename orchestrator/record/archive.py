@@ -1,6 +1,6 @@
 """Reads a run back: while the run goes, after its end, and after its head was killed.
 
-Does not open the store (`reading.py`), nor cover run folders (`folders.py`), the queue (`jobs.py`),
+Does not open the store (`store.py`), nor cover run folders (`folders.py`), the queue (`jobs.py`),
 events (`events.py`) or values over time (`history.py`).
 """
 
@@ -25,7 +25,6 @@ from orchestrator.record.command_file import any_waits
 from orchestrator.record.events import StoredEvent, read_events
 from orchestrator.record.jobs import QUEUE_NAME, QueueSnapshot, queue_snapshot
 from orchestrator.record.model import Snapshot
-from orchestrator.record.reading import reading
 from orchestrator.record.store import (
     COMMANDS_KNOWN,
     STORE_NAME,
@@ -34,6 +33,7 @@ from orchestrator.record.store import (
     RunFacts,
     RunFigures,
     SlotRecord,
+    reading,
 )
 from workers.files import read_small
 from workers.host.processes import is_alive

@@ -14,19 +14,18 @@ from typing import Final, TypeAlias
 
 from orchestrator.record.events import read_events
 from orchestrator.record.model import FIELDS
-from orchestrator.record.reading import reading
+from orchestrator.record.store import reading
 
 BUCKETS_MOST: Final = 1_000
 _CHANGES_MOST: Final = 50_000
 _LATEST_UNIX_S: Final = 253_402_300_799.0
 """The end of the year 9999: no calendar goes further."""
 
-_FROM_TO: Final = "FROM samples WHERE at_unix_s >= :first AND at_unix_s < :last"
-_OF_ONE: Final = f"SELECT * {_FROM_TO} AND slot = :slot"
-_OF_EACH: Final = f"SELECT * {_FROM_TO}"
-_OF_ALL: Final = f"SELECT '' AS slot, at_unix_s{{sums}} {_FROM_TO} GROUP BY at_unix_s"
+_OF_EACH: Final = "samples WHERE at_unix_s >= :first AND at_unix_s < :last"
+_OF_ONE: Final = f"{_OF_EACH} AND slot = :slot"
+_OF_ALL: Final = f"(SELECT '' AS slot, at_unix_s{{sums}} FROM {_OF_EACH} GROUP BY at_unix_s)"  # noqa: S608 - constants
 _BUCKETS: Final = """SELECT slot, min(:count - 1, CAST((at_unix_s - :first) / :width AS INTEGER))
-    AS part{figures} FROM ({samples}) GROUP BY slot, part"""
+    AS part{figures} FROM {samples} GROUP BY slot, part"""
 # SQLite takes the other columns from the line of the minimum.
 _CURVES: Final = (
     "SELECT slot, train_step, min(at_unix_s), loss, samples_per_s FROM samples "
@@ -154,7 +153,7 @@ def _read(
     count: int,
     slot: str | None = None,
 ) -> dict[str, dict[str, Buckets]]:
-    """Return the courses of what a query selects."""
+    """Return the courses of what is selected of the samples."""
     for key in keys:
         if key not in SAMPLED_NUMBERS:
             raise ValueError(

@@ -18,7 +18,7 @@ from orchestrator.jobs.codec import from_json
 from orchestrator.jobs.model import ON_CARD, JobState, Standing, SweepSubmitted
 from orchestrator.jobs.queue import JobRow, Queue, QueueFacts
 from orchestrator.record.model import Row
-from orchestrator.record.reading import reading
+from orchestrator.record.store import reading
 
 QUEUE_NAME: Final = "jobs"
 """The folder of a queue in its run folder: commands to it, and the files of its jobs."""

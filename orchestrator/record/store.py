@@ -4,8 +4,8 @@ The head alone writes it. What it is given waits in memory until `commit`, once 
 it in one transaction, before the head acts: a reader never sees half of a turn, and a killed head
 loses at most the turn it was in. While the disk is full or the file is locked, `problem` says so,
 the run goes on, and the next success writes what has waited. A turn that changes jobs would survive
-a power cut; of other turns a power cut may take the last seconds. Does not read (`archive.py`), and
-keeps no events (`events.py`).
+a power cut; of other turns a power cut may take the last seconds. Does not say what a reader makes
+of it (`archive.py`, `jobs.py`, `history.py`), and keeps no events (`events.py`).
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ import os
 import sqlite3
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from orchestrator.core.slot import NOTHING_ASKED, UserOrders
-from orchestrator.jobs.codec import as_json
-from orchestrator.jobs.model import IN_LINE, JobState, Standing, SweepSubmitted
+from orchestrator.errors import ArchiveError, NothingStoredError
+from orchestrator.jobs.codec import as_json, from_json
+from orchestrator.jobs.model import ENDED, ON_CARD, Standing, SweepSubmitted
 from orchestrator.jobs.queue import Queue, QueueFacts
 from orchestrator.record.events import harmless
 from orchestrator.record.model import FIELDS, Row, Snapshot, finite
@@ -48,13 +49,11 @@ COMMANDS_KNOWN: Final = 1_000
 """Answers that a head remembers, its predecessors' included: an id that comes again gets the same
 one.
 """
-FAULTS_KEPT: Final = 10_000
-"""Injected faults of all heads together; beyond them the oldest go."""
 
 _PATIENCE_S: Final = 0.1
 """How long another program's lock may delay the head."""
-_LAST_PATIENCE_S: Final = 2.0
-"""At the end of a run a longer wait is harmless, and there is no second chance."""
+_LONG_PATIENCE_S: Final = 2.0
+"""At the end of a run, where there is no second chance, and for a reader."""
 
 #: What is sampled of a row.
 _SAMPLED: Final = ("slot", *(key for key, each in FIELDS.items() if each.sampled))
@@ -89,6 +88,12 @@ _PUT: Final = {
 }
 # The last sample of a run may fall on the moment of the one before it.
 _PUT_SAMPLE: Final = f"INSERT OR REPLACE INTO samples VALUES (?{', ?' * len(_SAMPLED)})"  # noqa: S608 - question marks
+
+#: What a damaged file raises.
+_DAMAGE: Final = (
+    *(sqlite3.Error, ValueError, LookupError, TypeError, AttributeError),
+    *(RecursionError, OverflowError),
+)
 
 #: A table and the key of one of its rows.
 _Key: TypeAlias = tuple[str, str | int]
@@ -207,16 +212,17 @@ class RunStore:
 
     def begin(self, facts: RunFacts) -> None:
         """Take note of the run. One that the store knows has one head more, and has not ended."""
-        stored = self._stored()
+        stored: dict[str, str] = {}
+        with suppress(ArchiveError), reading(self._path.parent) as store:  # `commit` says why
+            stored = dict(store.execute("SELECT key, value FROM run").fetchall())
         if "facts" in stored:
-            before = stored["facts"]
-            is_same = all(
-                before.get(key) == getattr(facts, key) for key in ("head_pid", "head_started")
-            )
-            heads, chaos = before.get("heads", 1) + (not is_same), facts.chaos
-            facts = replace(facts, heads=heads, chaos=chaos or before.get("chaos"))
-        self.incomplete |= bool(stored.get("figures", {}).get("incomplete"))
-        self._faults_before = stored.get("faults") or []
+            before = from_json(RunFacts, stored["facts"])
+            heads, head = before.heads, (facts.head_pid, facts.head_started)
+            if head != (before.head_pid, before.head_started):
+                heads += 1
+            facts = replace(facts, heads=heads, chaos=facts.chaos or before.chaos)
+        self.incomplete |= from_json(RunFigures, stored.get("figures", "{}")).incomplete
+        self._faults_before = json.loads(stored.get("faults", "[]"))
         self._has_begun = True
         self._put("run", "facts", facts)
         self._put("run", "end", None)
@@ -246,7 +252,7 @@ class RunStore:
         told = {
             each.job.name: [each.reason, each.expected_start_s]
             for each in standings
-            if each.state in IN_LINE | WAITS and each.expected_start_s is not None
+            if each.state not in ENDED | ON_CARD and each.expected_start_s is not None
         }
         self._put("run", "outlook", told)
 
@@ -254,11 +260,11 @@ class RunStore:
         """Take a command of the user; what it changes of a slot is in the slot's record."""
         self._put("commands", record.id, record)
 
-    def update(self, snapshot: Snapshot, *, is_last: bool = False) -> None:
-        """Take the run as it is now with a sample of every slot, if the last is old enough."""
+    def update(self, snapshot: Snapshot, *, at_once: bool = False) -> None:
+        """Take the run as it is now with a sample of every slot, `at_once` or once a second."""
         every_s = max(SAMPLE_EVERY_S, len(snapshot.rows) / SAMPLES_MOST_PER_S)
         # Also when the clock of the machine was set back.
-        if not is_last and 0.0 <= snapshot.now_unix_s - self._sampled_at_unix_s < every_s:
+        if not at_once and 0.0 <= snapshot.now_unix_s - self._sampled_at_unix_s < every_s:
             return
         self._sampled_at_unix_s = snapshot.now_unix_s
         self._figures = RunFigures(
@@ -309,7 +315,7 @@ class RunStore:
         """
         if self._has_begun:
             self._put("run", "end", RunEnd(outcome=outcome, exit_code=exit_code, error=error))
-            self._put("run", "faults", [*self._faults_before, *faults][-FAULTS_KEPT:])
+            self._put("run", "faults", [*self._faults_before, *faults])
             # Whether anything was lost is known only now.
             self._put("run", "figures", replace(self._figures, incomplete=self.incomplete))
         self.close()
@@ -317,7 +323,7 @@ class RunStore:
     def close(self) -> None:
         """Write what waits, and close the file. One remains, unless it is read just now."""
         self._retry_at_s = float("-inf")
-        self.incomplete |= not self.commit(_LAST_PATIENCE_S)
+        self.incomplete |= not self.commit(_LONG_PATIENCE_S)
         if self._connection is not None:
             # Without a write-ahead log the file can be read also where nothing can be written.
             with suppress(sqlite3.Error):
@@ -326,18 +332,6 @@ class RunStore:
 
     def _put(self, table: str, key: str | int, value: object) -> None:
         self._waiting[table, key] = _text(value)
-
-    def _stored(self) -> dict[str, Any]:
-        """Return what is stored of the run itself; nothing where that cannot be read."""
-        if not self._path.exists():
-            return {}
-        try:
-            rows = self._connected(_PATIENCE_S).execute("SELECT key, value FROM run")
-            return {key: json.loads(value) for key, value in rows}
-        except (sqlite3.Error, OSError, ValueError) as failure:
-            self.problem = f"the record of the run cannot be read from {self._path}: {failure}"
-            self._disconnect()
-            return {}
 
     def _write(self, connection: sqlite3.Connection) -> None:
         # A job that was ended or begun must not come back; what a slot counted may.
@@ -370,9 +364,6 @@ class RunStore:
                 connection.close()
 
 
-WAITS: Final = frozenset({JobState.WAITING, JobState.PARKED, JobState.PAUSED, JobState.HELD})
-
-
 def _text(value: Any) -> str:  # noqa: ANN401 - a record, or what JSON knows
     """Return a value as JSON in ASCII, exactly if JSON can hold it, else made harmless."""
     is_plain = value is None or isinstance(value, dict | list)
@@ -389,3 +380,44 @@ def _sample(row: Row, at_unix_s: float) -> _Sample:
 def _column(value: str | int | float | None) -> str | int | float | None:
     """Return a value as SQLite takes it: an integer of more than 64 bits is unknown."""
     return None if isinstance(value, int) and abs(value) >= 2**63 else value
+
+
+@contextmanager
+def reading(folder: Path) -> Iterator[sqlite3.Connection]:
+    """Open the store of a run folder read-only for one consistent look; its head is not disturbed.
+
+    Raises:
+        NothingStoredError: There is none, or nothing in it yet.
+        ArchiveError: It is of another version, or what is done with it fails because it is damaged.
+    """
+    path = folder / STORE_NAME
+    if not folder.is_dir():
+        raise ArchiveError(
+            f"there is no run folder {folder}; `python -m orchestrator runs` lists those there are"
+        )
+    if not os.path.lexists(path):
+        raise NothingStoredError(folder, STORE_NAME)
+    if path.is_symlink() or not path.is_file():  # opening a pipe would wait for its other end
+        raise ArchiveError(f"{path} cannot be read: it is no regular file")
+    uri = f"{path.absolute().as_uri()}?mode=ro"
+    try:
+        with closing(
+            sqlite3.connect(uri, _LONG_PATIENCE_S, isolation_level=None, uri=True)
+        ) as store:
+            store.execute("BEGIN")
+            if store.execute("SELECT 1 FROM sqlite_master").fetchone() is None:
+                raise NothingStoredError(folder, STORE_NAME)
+            (found,) = store.execute("PRAGMA user_version").fetchone()
+            if found != SCHEMA_VERSION:
+                raise ArchiveError(
+                    f"{path} was written by another version of this program (schema {found}, this "
+                    f"one reads {SCHEMA_VERSION}): go on with that one, or begin another run (a "
+                    "queue: `jobs run FILE --new`)"
+                )
+            yield store
+    except _DAMAGE as failure:
+        raise ArchiveError(
+            f"{path} cannot be read, it is damaged or no record of a run: {failure}; events.jsonl "
+            "of the run has what happened as text, and moving the run's folder away takes it out "
+            "of the list"
+        ) from failure

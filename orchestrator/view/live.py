@@ -71,7 +71,7 @@ class Outlets:
         """Show the run as it ended."""
         for watcher in self.watchers:
             watcher.close(snapshot)
-        self.store.update(snapshot, is_last=True)
+        self.store.update(snapshot, at_once=True)
         self.store.commit()
 
     @property

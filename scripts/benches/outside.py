@@ -21,7 +21,7 @@ import psutil
 from benches.common import ROOT
 from orchestrator.errors import NothingStoredError
 from orchestrator.record.archive import read_run
-from orchestrator.record.reading import reading
+from orchestrator.record.store import reading
 from workers.keeper.processes import PR_SET_CHILD_SUBREAPER, marked, prctl
 
 #: Workers find it because runs are started in `ROOT`.

@@ -105,7 +105,7 @@ def test_a_sample_per_slot_and_second(path: Path, store: RunStore) -> None:
     # Committed as it goes: another process sees them while the store is open.
     assert read(path, "SELECT count(*), count(DISTINCT at_unix_s) FROM samples") == [(6, 3)]
     assert read(path, "PRAGMA journal_mode") == [("wal",)]
-    store.update(make_snapshot(*rows, elapsed_s=2.05), is_last=True)
+    store.update(make_snapshot(*rows, elapsed_s=2.05), at_once=True)
     store.close()
 
     assert (store.problem, store.incomplete) == (None, False)

@@ -97,7 +97,8 @@ def put_turn(store: RunStore, second: float, rows: list[Row], **changed: object)
     """Write what one turn of the head writes."""
     store.slots(record(row=row) for row in rows)
     usual = {"started_at": STARTED_UNIX_S, "duration_s": 3600.0}
-    store.update(make_snapshot(*rows, elapsed_s=second, **{**usual, **changed}))
+    snapshot = make_snapshot(*rows, elapsed_s=second, **{**usual, **changed})
+    store.update(snapshot, at_once=True)
 
 
 def make_run(folder: Path, slots: int = 10, seconds: int = SECONDS) -> RunStore:
