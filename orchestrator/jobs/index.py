@@ -68,6 +68,7 @@ class Index:
         self.on_card: list[str] = []
         self.cards: Counter[str] = Counter()
         """Attempts by card."""
+        self.saving: list[str] = []
         self.parked: list[str] = []
         self.paused: dict[str, dict[str, None]] = defaultdict(dict)
         """By sweep."""
@@ -117,6 +118,8 @@ class Index:
         if state in ON_CARD:
             self.on_card.append(job.name)
             self.cards[standing.card or ""] += 1
+        elif state is JobState.SAVING:
+            self.saving.append(job.name)
         elif state is not JobState.HELD:
             needs = needs_of(standing)
             self.needs[needs].append(job.name)

@@ -1,6 +1,7 @@
 """The lifecycle of a job as a table: (record type, state) -> how the record changes its standing.
 
-    WAITING ──Settled──> QUEUED ──Assigned──> RUNNING ──AttemptEnded──> DONE, FAILED, or again
+    WAITING ──Settled──> QUEUED ──Assigned──> RUNNING ──AttemptEnded──> FAILED, or again, or
+                                                │           SAVING ──Settled──> DONE, FAILED
                            ^                    │
                            │        Recalled, then Rested (MOVING where it goes on elsewhere)
                            │                    v
@@ -192,7 +193,7 @@ def _follows(standing: Standing, record: AttemptEnded) -> tuple[JobState, str, C
     """Return where the end of an attempt leads, why, and what else changes."""
     cause, text, to = record.cause, record.text or record.cause.value, standing.recalled_to
     if cause is Cause.DONE:
-        return JobState.DONE, "done", {}
+        return JobState.SAVING, "what it leaves is put into its folder", {}
     retry = retry_of(cause, standing, text, record.step)
     is_command = standing.job.kind is Kind.COMMAND
     if to is JobState.CANCELLED or (to is not None and (is_command or retry is not Retry.NEVER)):
@@ -240,7 +241,8 @@ def _settled(standing: Standing, record: Settled) -> Changes:
     if record.to not in _SETTLES[standing.state]:
         why = f"from {standing.state.value} it cannot become {record.to.value}"
         raise IllegalRecordError(standing, record, why)
-    return _into(standing, record.to, record.reason, record.at_s)
+    more = {"last_error": record.reason} if record.to is JobState.FAILED else {}
+    return _into(standing, record.to, record.reason, record.at_s, **more)
 
 
 def _said_aside(standing: Standing, record: Said) -> Changes:
@@ -248,6 +250,8 @@ def _said_aside(standing: Standing, record: Said) -> Changes:
     state, to = standing.state, standing.recalled_to
     if record.word is Word.CANCEL:
         return _into(standing, JobState.CANCELLED, f"cancelled by {record.by}", record.at_s)
+    if state is JobState.SAVING:
+        return {}  # its work is done
     if record.word is Word.HOLD and state is not JobState.HELD:
         back, reason = state if state in _BACK else None, f"held by {record.by}"
         return _into(standing, JobState.HELD, reason, record.at_s, recalled_to=back)
@@ -293,6 +297,7 @@ _SETTLES: Mapping[JobState, frozenset[JobState]] = {
     JobState.PREEMPTED: frozenset({JobState.INFEASIBLE}),
     JobState.PARKED: frozenset({JobState.QUEUED, JobState.INFEASIBLE}),
     JobState.PAUSED: frozenset({JobState.QUEUED, JobState.STOPPED}),
+    JobState.SAVING: frozenset({JobState.DONE, JobState.FAILED, JobState.SAVING}),
     JobState.SKIPPED: frozenset({JobState.WAITING}),
 }
 

@@ -29,6 +29,8 @@ class JobState(StrEnum):
     RUNNING = "RUNNING"
     #: Its attempt saves, and then goes on elsewhere.
     MOVING = "MOVING"
+    #: Its work is done, its card is given back, and what it leaves is put into its folder.
+    SAVING = "SAVING"
     #: Its attempt gave the card back, and waits for it: hours, a full card, a lost node.
     PARKED = "PARKED"
     #: It reached a milestone, and others go first.
@@ -154,8 +156,6 @@ class Cause(StrEnum):
     #: Out of memory, because other programs hold what it may have of the card.
     CARD_TAKEN = "card taken"
     DISK_FULL = "disk full"
-    #: Its work is done, and what it leaves cannot be written into its folder.
-    NOT_WRITTEN = "not written"
     TIME_LIMIT = "time limit"
     EXCEPTION = "exception"
     #: The program or its folder is not there, or cannot be started.
@@ -225,6 +225,10 @@ class World:
     cards: tuple[Card, ...]
     seen: Mapping[str, Seen] = field(default_factory=dict)
     """By job, of each that has a place."""
+    left: Mapping[str, tuple[JobState, str]] = field(default_factory=dict)
+    """By job that is SAVING, once something is known of what it leaves: DONE, FAILED where that can
+    never be put into its folder, or SAVING where it cannot be yet; and why.
+    """
     disk_full: str | None = None
     """One sentence where nothing can be written any more."""
 
@@ -366,7 +370,7 @@ class Settled:
     at_s: float
     job: str
     to: JobState
-    """QUEUED, SKIPPED, INFEASIBLE, STOPPED, PARKED."""
+    """QUEUED, SKIPPED, INFEASIBLE, STOPPED, PARKED; of one that was SAVING also DONE, FAILED."""
     reason: str
 
 

@@ -67,7 +67,7 @@ _OF_ONE_JOB = frozenset(
     {
         *(Cause.DONE, Cause.PARKED, Cause.OUT_OF_MEMORY, Cause.KILLED, Cause.NODE_LOST),
         *(Cause.CARD_TAKEN, Cause.DRIVER),  # for these a card is closed (`run/dispatcher.py`)
-        *(Cause.NOT_WRITTEN, Cause.DIED),
+        Cause.DIED,
     }
 )
 #: Wait before an attempt that is not counted is made again; doubled each time in a row.
@@ -187,6 +187,11 @@ class Queue:
     def on_card(self) -> frozenset[str]:
         """Jobs that have an attempt on a card."""
         return frozenset(self._indexed().on_card)
+
+    @property
+    def saving(self) -> Collection[str]:
+        """Jobs whose work is done, and whose folders are being filled."""
+        return self._indexed().saving
 
     @property
     def is_over(self) -> bool:
@@ -458,6 +463,10 @@ class Queue:
             why = known[needs] if needs in known else self._never_fits(needs, names)
             if why is not None:
                 found.update(dict.fromkeys(names, (JobState.INFEASIBLE, why)))
+        for name in index.saving:
+            to, why = world.left.get(name, (JobState.SAVING, self._standings[name].reason))
+            if (to, why) != (JobState.SAVING, self._standings[name].reason):
+                found[name] = to, why
         for name in index.parked:
             wakes = self._wakes(name, world)
             if wakes is not None:

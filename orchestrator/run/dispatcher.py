@@ -247,7 +247,8 @@ class Dispatcher:
             self._take(records)
             # Not all of it anew: what is to begin just now has a slot that has ended before.
             seen = {**world.seen, **self._never_begun()}
-            world = replace(world, cards=tuple(self._cards(nodes)), seen=seen)
+            cards = tuple(self._cards(nodes))
+            world = replace(world, cards=cards, seen=seen, left=dict(self._left()))
 
     def _stored(self) -> tuple[Order, ...]:
         """Store what the queue has taken, and return what follows from it.
@@ -261,7 +262,7 @@ class Dispatcher:
             event, slot, details = event_of(record)
             self.events.write(event, slot, **details)
             match record:
-                case Settled(to=JobState.STOPPED) | AttemptEnded(cause=Cause.DONE):
+                case Settled(to=JobState.STOPPED | JobState.DONE):
                     self._files.drop_state(record.job)
         orders = tuple(self._orders)
         for taken in (self._rows, self._records, self._orders):
@@ -367,6 +368,7 @@ class Dispatcher:
             minute_of_day=60 * local.hour + local.minute,
             cards=tuple(self._cards(nodes)),
             seen={**seen, **self._never_begun()},
+            left=dict(self._left()),
             disk_full=self._disk_full(),
         )
 
@@ -381,6 +383,19 @@ class Dispatcher:
             )
             for name, why in self._unplanned.items()
         }
+
+    def _left(self) -> Iterator[tuple[str, tuple[JobState, str]]]:
+        """Yield what is known of the files of jobs that are SAVING."""
+        for name in self.queue.saving:
+            standing = self.queue.standings[name]
+            try:
+                spec = self._plan(standing).spec
+            except ConfigError as error:
+                yield name, (JobState.FAILED, str(error))
+                continue
+            told = self._files.left_by(standing.job, standing.attempt, spec, self._at_s)
+            if told is not None:
+                yield name, told
 
     def _others_on(self, standing: Standing, slots: Mapping[str, Slot]) -> str | None:
         """Return what other programs hold of the card of a job that found too little memory there.
@@ -442,13 +457,6 @@ class Dispatcher:
         if taken is not None:
             self._closed[str(standing.card)] = self._at_s + _TAKEN_S, taken
             cause, text = (Cause.CARD_TAKEN, taken) if has_failed else (cause, text)
-        if cause is Cause.DONE:
-            spec = self._plan(standing).spec
-            cause, why = self._files.end_of(standing.job, standing.attempt, spec, self._at_s)
-            text = why or text
-            is_cancelled = standing.recalled_to is JobState.CANCELLED
-            if cause is None and is_cancelled and name in self._files.problems:
-                cause = Cause.NOT_WRITTEN  # and it is not waited for
         step, steps, eta_s = progress.train_step, progress.train_steps, progress.eta_s
         left = None if step is None or steps is None else steps - step
         return Seen(
@@ -490,8 +498,8 @@ class Dispatcher:
             return None
 
     def _plan(self, standing: Standing) -> SlotPlan:
-        """Return the slot of a job that has a place."""
-        job, card = standing.job, str(standing.card)
+        """Return the slot of a job that has a place, or had one."""
+        job, card = standing.job, str(standing.card or standing.last_card)
         node = card.partition(":")[0]
         budget_bytes = standing.budget_bytes or 0
         overrides = {

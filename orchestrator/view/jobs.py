@@ -42,6 +42,7 @@ from workers.units import MIB
 STATE_TONES: Final[Mapping[JobState, Tone]] = {
     JobState.RUNNING: Tone.GOOD,
     JobState.MOVING: Tone.NOTE,
+    JobState.SAVING: Tone.NOTE,
     JobState.PREEMPTED: Tone.NOTE,
     JobState.PARKED: Tone.WARN,
     JobState.HELD: Tone.NOTE,

@@ -12,6 +12,7 @@ from orchestrator.jobs.model import (
     Card,
     Cause,
     Job,
+    JobState,
     Kind,
     Milestones,
     Record,
@@ -63,11 +64,13 @@ class Scene:
             self.queue.apply(record)
 
     def world(self) -> World:
+        left = dict.fromkeys(self.queue.saving, (JobState.DONE, "done"))
         return World(
             now_s=self.now_s,
             minute_of_day=self.minute,
             cards=self.cards,
             seen=self.seen,
+            left=left,
             disk_full=self.disk_full,
         )
 
