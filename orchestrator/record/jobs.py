@@ -16,7 +16,7 @@ from typing import Any, Final
 from orchestrator.errors import NothingStoredError
 from orchestrator.jobs.codec import from_json
 from orchestrator.jobs.model import ON_CARD, JobState, Standing, SweepSubmitted
-from orchestrator.jobs.queue import JobRow, Queue, QueueFacts
+from orchestrator.jobs.queue import Queue, QueueFacts
 from orchestrator.record.model import Row
 from orchestrator.record.store import reading
 
@@ -38,8 +38,6 @@ class QueueSnapshot:
     """Of the run, by slot; a job's slot has the name of the job."""
     etas_s: Mapping[str, float] = field(default_factory=dict)
     """What is left of jobs on a card, as they say; where there are no rows."""
-    milestones: Mapping[str, int] = field(default_factory=dict)
-    """The last one that a job has reached."""
     files: str = ""
     """Folder with a folder for each job."""
 
@@ -56,7 +54,7 @@ def queue_of(folder: Path) -> Queue:
             sweeps = store.execute("SELECT value FROM sweeps ORDER BY rowid").fetchall()
             facts = store.execute("SELECT value FROM run WHERE key = 'queue'").fetchone() or ("{}",)
             return Queue(
-                [from_json(JobRow, text) for (text,) in jobs],
+                [from_json(Standing, text) for (text,) in jobs],
                 [from_json(SweepSubmitted, text) for (text,) in sweeps],
                 from_json(QueueFacts, facts[0]),
             )
@@ -76,7 +74,7 @@ def queue_snapshot(
     """
     if not (folder / QUEUE_NAME).is_dir():
         return None
-    jobs: list[JobRow] = []
+    standings: list[Standing] = []
     told: dict[str, Any] = {}
     try:
         with reading(folder) as store:
@@ -84,12 +82,11 @@ def queue_snapshot(
                 store.execute("SELECT key, value FROM run WHERE key IN ('queue', 'outlook')")
             )
             texts = store.execute("SELECT value FROM jobs ORDER BY number").fetchall()
-            jobs += [_job(text) for (text,) in texts]
+            standings += [_standing(text) for (text,) in texts]
             outlook = json.loads(told.get("outlook", "{}")) if is_alive else {}
             held = from_json(QueueFacts, told.get("queue", "{}")).held
     except NothingStoredError:  # a head is about to begin it
         outlook, held = {}, None
-    standings = (row.standing for row in jobs)
     return QueueSnapshot(
         standings=tuple(
             _expected(each, outlook) if is_alive else _without_head(each) for each in standings
@@ -97,17 +94,14 @@ def queue_snapshot(
         held=held,
         now_s=now_s,
         rows={row.slot: row for row in rows},
-        milestones={
-            row.standing.job.name: row.aside.milestone for row in jobs if row.aside.reached
-        },
         files=str(folder / QUEUE_NAME / "files"),
     )
 
 
 @lru_cache(maxsize=4_096)
-def _job(text: str) -> JobRow:
-    """Return a row for one who only looks; at the next look most are the same."""
-    return from_json(JobRow, text)
+def _standing(text: str) -> Standing:
+    """Return a row for one who only looks: at the next look most are the same."""
+    return from_json(Standing, text)
 
 
 def _expected(standing: Standing, outlook: Mapping[str, Any]) -> Standing:

@@ -236,8 +236,8 @@ class RunStore:
     def queue(self, queue: Queue) -> None:
         """Take what is new of a queue."""
         for name in queue.unsaved:
-            row = queue.row(name)
-            self._put("jobs", row.aside.number, row)
+            standing = queue.stored(name)
+            self._put("jobs", standing.number, standing)
         queue.unsaved.clear()
         for name, sweep in queue.sweeps.items():
             if self._sweeps.get(name) is not sweep:
