@@ -12,7 +12,7 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final
@@ -29,9 +29,8 @@ from orchestrator.record.store import (
     COMMANDS_KNOWN,
     STORE_NAME,
     CommandRecord,
-    RunEnd,
     RunFacts,
-    RunFigures,
+    RunStatus,
     SlotRecord,
     reading,
 )
@@ -54,33 +53,14 @@ _GONE_AFTER_S: Final = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoredRun:
+class StoredRun(RunStatus):
     """A run as its store knows it."""
 
     folder: Path
     facts: RunFacts
-    """With the total time worked as `elapsed_s`."""
     outcome: str
-    """good, degraded, interrupted or failed as the run said itself; else running, or interrupted:
-    its head is gone.
-    """
-    exit_code: int | None
-    """`None` for a run that did not record how it ended."""
-    error: str | None
-    updated_at_unix_s: float | None
-    """Of the last snapshot; `None` before the first."""
-    nodes_seen: tuple[str, ...]
-    notices: tuple[str, ...]
-    incomplete: bool
-    faults: tuple[Mapping[str, Any], ...]
-    """Each injected fault with what became of it, the last ten thousand; those of a head are known
-    once it has ended by itself."""
+    """As the run said itself; else running, or interrupted: its head is gone."""
     slots: tuple[SlotRecord, ...]
-
-    @property
-    def elapsed_s(self) -> float:
-        """Seconds worked by all its heads."""
-        return self.facts.elapsed_s
 
     @property
     def remaining_s(self) -> float:
@@ -151,21 +131,11 @@ def read_run(folder: Path) -> StoredRun:
             raise NothingStoredError(folder, STORE_NAME)
         slots = store.execute("SELECT value FROM slots ORDER BY rowid").fetchall()
         facts = from_json(RunFacts, told["facts"])
-        figures = from_json(RunFigures, told.get("figures", "{}"))
-        ended = from_json(RunEnd, told["end"]) if told.get("end", "null") != "null" else None
-        known = asdict(figures)
-        facts = replace(facts, elapsed_s=max(facts.elapsed_s, known.pop("elapsed_s")))
-        at_work = "running" if _is_running(facts) else "interrupted"
-        return StoredRun(
-            folder=folder,
-            facts=facts,
-            outcome=at_work if ended is None else ended.outcome,
-            exit_code=None if ended is None else ended.exit_code,
-            error=None if ended is None else ended.error,
-            faults=tuple(map(dict, json.loads(told.get("faults", "[]")))),
-            slots=tuple(from_json(SlotRecord, text) for (text,) in slots),
-            **known,
-        )
+        status = from_json(RunStatus, told.get("status", "{}"))
+        known = {name: getattr(status, name) for name in RunStatus.__slots__}
+        known["outcome"] = status.outcome or ("running" if _is_running(facts) else "interrupted")
+        records = tuple(from_json(SlotRecord, text) for (text,) in slots)
+        return StoredRun(folder=folder, facts=facts, slots=records, **known)
 
 
 def read_answers(folder: Path, identity: str | None = None) -> dict[str, Mapping[str, Any]]:

@@ -135,24 +135,25 @@ class RunFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunFigures:
-    """A run as it was when it was sampled last."""
+class RunStatus:
+    """A run as it was when it was sampled last, or as it ended."""
 
     elapsed_s: float = 0.0
+    """Worked by all heads."""
     updated_at_unix_s: float | None = None
+    """Of the last snapshot; `None` before the first."""
     nodes_seen: tuple[str, ...] = ()
     notices: tuple[str, ...] = ()
     incomplete: bool = False
     """Whether anything of any head is missing."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunEnd:
-    """How a run ended, as in its summary."""
-
-    outcome: str
-    exit_code: int
-    error: str | None
+    outcome: str | None = None
+    """good, degraded, interrupted or failed; `None`: it has not ended, or its head was killed."""
+    exit_code: int | None = None
+    error: str | None = None
+    faults: tuple[Mapping[str, Any], ...] = ()
+    """Each injected fault with what became of it; those of a head are known once it has ended by
+    itself.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,12 +197,10 @@ class RunStore:
         self._connection: sqlite3.Connection | None = None
         self._retry_at_s = self._sampled_at_unix_s = float("-inf")
         self._has_begun = False
-        self._figures = RunFigures()
-        self._faults_before: list[Mapping[str, Any]] = []
-        """Of the heads before this one."""
+        self._status = RunStatus()
         self._slots: dict[str, SlotRecord] = {}
         self._sweeps: dict[str, SweepSubmitted] = {}
-        self._queue_facts = QueueFacts()
+        self._queue_facts: QueueFacts | None = None
         self._waiting: dict[_Key, str] = {}
         """What the next commit writes: the newest value of each row."""
         self._samples: deque[_Sample] = deque(maxlen=SAMPLES_KEPT)
@@ -221,11 +220,12 @@ class RunStore:
             if head != (before.head_pid, before.head_started):
                 heads += 1
             facts = replace(facts, heads=heads, chaos=facts.chaos or before.chaos)
-        self.incomplete |= from_json(RunFigures, stored.get("figures", "{}")).incomplete
-        self._faults_before = json.loads(stored.get("faults", "[]"))
+        before_it = from_json(RunStatus, stored.get("status", "{}"))
+        self._status = replace(before_it, outcome=None, exit_code=None, error=None)
+        self.incomplete |= before_it.incomplete
         self._has_begun = True
         self._put("run", "facts", facts)
-        self._put("run", "end", None)
+        self._put("run", "status", self._status)
 
     def slots(self, records: Iterable[SlotRecord]) -> None:
         """Take slots as they are now; the latest record of a slot is the one that counts."""
@@ -267,14 +267,15 @@ class RunStore:
         if not at_once and 0.0 <= snapshot.now_unix_s - self._sampled_at_unix_s < every_s:
             return
         self._sampled_at_unix_s = snapshot.now_unix_s
-        self._figures = RunFigures(
+        self._status = replace(
+            self._status,
             elapsed_s=finite(snapshot.elapsed_s) or 0.0,
             updated_at_unix_s=snapshot.now_unix_s,
             nodes_seen=snapshot.nodes_seen,
             notices=snapshot.notices,
             incomplete=self.incomplete,
         )
-        self._put("run", "figures", self._figures)
+        self._put("run", "status", self._status)
         if len(self._samples) + len(snapshot.rows) > SAMPLES_KEPT:
             self.incomplete = True  # counters are totals over the run: the gap falsifies nothing
         # In the order of their key, new lines fill the pages of the table; in another one pages
@@ -314,10 +315,15 @@ class RunStore:
         before it stay.
         """
         if self._has_begun:
-            self._put("run", "end", RunEnd(outcome=outcome, exit_code=exit_code, error=error))
-            self._put("run", "faults", [*self._faults_before, *faults])
-            # Whether anything was lost is known only now.
-            self._put("run", "figures", replace(self._figures, incomplete=self.incomplete))
+            status = replace(
+                self._status,
+                outcome=outcome,
+                exit_code=exit_code,
+                error=error,
+                faults=(*self._status.faults, *faults),
+                incomplete=self.incomplete,  # whether anything was lost is known only now
+            )
+            self._put("run", "status", status)
         self.close()
 
     def close(self) -> None:
@@ -335,7 +341,9 @@ class RunStore:
 
     def _write(self, connection: sqlite3.Connection) -> None:
         # A job that was ended or begun must not come back; what a slot counted may.
-        is_of_queue = any(table in {"jobs", "sweeps"} for table, _ in self._waiting)
+        is_of_queue = any(
+            table in {"jobs", "sweeps"} or key == "queue" for table, key in self._waiting
+        )
         connection.execute(f"PRAGMA synchronous = {'FULL' if is_of_queue else 'NORMAL'}")
         connection.execute("BEGIN IMMEDIATE")
         for (table, key), text in self._waiting.items():
@@ -366,11 +374,10 @@ class RunStore:
 
 def _text(value: Any) -> str:  # noqa: ANN401 - a record, or what JSON knows
     """Return a value as JSON in ASCII, exactly if JSON can hold it, else made harmless."""
-    is_plain = value is None or isinstance(value, dict | list)
     try:
-        return json.dumps(value) if is_plain else as_json(value)
+        return json.dumps(value) if isinstance(value, dict) else as_json(value)
     except (ValueError, TypeError, RecursionError):  # thousands of digits, a circle
-        return json.dumps(harmless(value if is_plain else asdict(value)))
+        return json.dumps(harmless(value if isinstance(value, dict) else asdict(value)))
 
 
 def _sample(row: Row, at_unix_s: float) -> _Sample:

@@ -56,7 +56,8 @@ def frame_at(second: float, *, slots_per_node: int = 2, **changed: Any) -> Frame
     )
     run = StoredRun(
         folder=Path(),
-        facts=replace(_FACTS, elapsed_s=second),
+        facts=_FACTS,
+        elapsed_s=second,
         outcome=changed.pop("outcome", "running"),
         exit_code=changed.pop("exit_code", None),
         error=None,

@@ -17,7 +17,7 @@ import pytest
 
 from orchestrator.errors import ArchiveError
 from orchestrator.jobs.codec import as_json
-from orchestrator.jobs.model import Cause, Record, Submitted, Word
+from orchestrator.jobs.model import Cause, QueueHeld, Record, Submitted, Word
 from orchestrator.jobs.queue import Queue
 from orchestrator.record.jobs import queue_of, queue_snapshot
 from orchestrator.record.store import STORE_NAME, RunStore
@@ -110,6 +110,15 @@ def test_a_writer_killed_at_any_moment_leaves_a_whole_queue(tmp_path: Path) -> N
         assert (one.best_step or 0) >= turns, "what was stored is not lost"
         turns = one.best_step or 0
     assert turns > 0
+
+
+def test_a_hold_lasts_until_another_head_lifts_it(tmp_path: Path) -> None:
+    for reason in ("mine", None):
+        store, queue = RunStore(tmp_path / STORE_NAME), queue_of(tmp_path)
+        queue.apply(QueueHeld(at_s=0.0, reason=reason))
+        store.queue(queue)
+        store.close()
+        assert queue_of(tmp_path).held == reason
 
 
 def test_what_the_disk_refuses_is_stored_later(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ OPTIONS = Options(json=True, plain=True, wait_for_nodes=False)
 
 
 def facts(**changes: object) -> RunFacts:
-    return facts_of(CONFIG, **{"elapsed_s": 100.0, **changes})
+    return facts_of(CONFIG, elapsed_s=100.0, **changes)
 
 
 def record(**changes: Any) -> SlotRecord:
@@ -41,6 +41,7 @@ def stored(*records: SlotRecord, folder: Path = Path("runs/x"), **changes: objec
         "outcome": "interrupted",
         "exit_code": None,
         "error": None,
+        "elapsed_s": 100.0,
         "updated_at_unix_s": 1100.0,
         "nodes_seen": (),
         "notices": (),
@@ -92,7 +93,7 @@ def test_the_environment_is_that_of_the_run() -> None:
 
 
 def test_a_run_whose_time_is_up_may_go_on_for_longer() -> None:
-    over = stored(facts=facts(elapsed_s=300.0))
+    over = stored(elapsed_s=300.0)
     assert environment_of(over, more_s=60.0).config.run.duration_s == 360.0
     with pytest.raises(UsageError, match="--duration 2h"):
         environment_of(over)
@@ -110,7 +111,7 @@ def test_the_first_raylet_is_that_of_the_head(monkeypatch: pytest.MonkeyPatch) -
     ("changes", "words"),
     [
         ({"outcome": "running"}, "under way"),
-        ({"facts": facts(elapsed_s=299.9)}, "report 20260101-000000-abcd"),
+        ({"elapsed_s": 299.9}, "report 20260101-000000-abcd"),
         ({"facts": facts(mode="moon")}, "cluster, rehearse, local"),
     ],
 )
