@@ -133,6 +133,7 @@ def read_run(folder: Path) -> StoredRun:
         facts = from_json(RunFacts, told["facts"])
         status = from_json(RunStatus, told.get("status", "{}"))
         known = {name: getattr(status, name) for name in RunStatus.__slots__}
+        known["elapsed_s"] = max(facts.elapsed_s, status.elapsed_s)
         known["outcome"] = status.outcome or ("running" if _is_running(facts) else "interrupted")
         records = tuple(from_json(SlotRecord, text) for (text,) in slots)
         return StoredRun(folder=folder, facts=facts, slots=records, **known)

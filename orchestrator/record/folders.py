@@ -11,6 +11,7 @@ import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -64,8 +65,14 @@ class Listed:
 
     @property
     def started_at_unix_s(self) -> float | None:
-        """When the run began; `None` where its store does not say."""
-        return None if self.run is None else self.run.facts.started_at_unix_s
+        """When the run began; its name tells as well, to the second."""
+        if self.run is not None:
+            return self.run.facts.started_at_unix_s
+        try:
+            named = datetime.strptime(self.run_id[:15], "%Y%m%d-%H%M%S").replace(tzinfo=UTC)
+        except ValueError:
+            return None
+        return named.timestamp()
 
 
 def command_for(folder: Path, *words: str) -> str:

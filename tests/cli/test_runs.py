@@ -66,7 +66,7 @@ def written(runs: Path, run_id: str = RUN_ID, **changed: Any) -> RunStore:
         add_event(store, {**event(name="memory_predicted", **figures), "slot": "pc1/0"})
     add_event(store, {**event(name="workload_error", traceback=TRACEBACK), "slot": "pc1/0"})
     store.update(snapshot)
-    assert store.problem is None
+    assert store.commit()
     return store
 
 

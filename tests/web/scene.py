@@ -99,6 +99,7 @@ def put_turn(store: RunStore, second: float, rows: list[Row], **changed: object)
     usual = {"started_at": STARTED_UNIX_S, "duration_s": 3600.0}
     snapshot = make_snapshot(*rows, elapsed_s=second, **{**usual, **changed})
     store.update(snapshot, at_once=True)
+    store.commit()
 
 
 def make_run(folder: Path, slots: int = 10, seconds: int = SECONDS) -> RunStore:
