@@ -227,11 +227,14 @@ class RunStore:
         self._put("run", "facts", facts)
         self._put("run", "status", self._status)
 
-    def slots(self, records: Iterable[SlotRecord]) -> None:
-        """Take slots as they are now; the latest record of a slot is the one that counts."""
+    def slots(self, records: Iterable[SlotRecord], *, at_once: bool = True) -> None:
+        """Take slots as they are now, for the next commit, or where that can wait, for that with
+        their next sample.
+        """
         for record in records:
             self._slots[record.slot] = record
-            self._put("slots", record.slot, record)
+            if at_once:
+                self._put("slots", record.slot, record)
 
     def queue(self, queue: Queue) -> None:
         """Take what is new of a queue."""
@@ -324,6 +327,7 @@ class RunStore:
                 incomplete=self.incomplete,  # whether anything was lost is known only now
             )
             self._put("run", "status", status)
+            self.slots([*self._slots.values()])  # what has waited for a sample
         self.close()
 
     def close(self) -> None:

@@ -19,7 +19,6 @@ from workers.messages import (
     DeviceInfo,
     MemoryInfo,
     Progress,
-    ResumeState,
     Status,
     WorkerState,
 )
@@ -197,9 +196,9 @@ def row_of(plan: SlotPlan, slot: Slot, meter: Meter, now_s: float) -> Row:
 
 
 class Recorder:
-    """Puts slots into the store of which something has changed that another head must know.
+    """Puts slots that have changed into the store: at once where another head must know it.
 
-    What a slot counts is stored with its sample, about once a second.
+    What a slot counts and has learned is stored with its sample, about once a second.
     """
 
     def __init__(
@@ -208,9 +207,7 @@ class Recorder:
         self._plans = plans
         self._meters = meters
         self._store = store
-        self._written: dict[
-            str, tuple[SlotState, str, int, ResumeState | None, Training, UserOrders]
-        ] = {}
+        self._written: dict[str, tuple[SlotState, str, int, Training, UserOrders]] = {}
 
     def take(self, changed: Collection[str], slots: Mapping[str, Slot], now_s: float) -> None:
         """Give the store what is new of these slots at `now_s` (monotonic seconds)."""
@@ -218,22 +215,12 @@ class Recorder:
             slot = slots[name]
             # Every step that a training tells of: one that is done again later must be known to
             # have been done.
-            told = (
-                slot.state,
-                slot.reason,
-                slot.incarnation,
-                slot.resume,
-                slot.training,
-                slot.orders,
+            told = (slot.state, slot.reason, slot.incarnation, slot.training, slot.orders)
+            record = SlotRecord(
+                row=row_of(self._plans[name], slot, self._meters[name], now_s),
+                incarnation=slot.incarnation,
+                resume=slot.resume,
+                orders=slot.orders,
             )
-            if self._written.get(name) != told:
-                self._written[name] = told
-                self._store.slots([self._record(slot, now_s)])
-
-    def _record(self, slot: Slot, now_s: float) -> SlotRecord:
-        return SlotRecord(
-            row=row_of(self._plans[slot.slot], slot, self._meters[slot.slot], now_s),
-            incarnation=slot.incarnation,
-            resume=slot.resume,
-            orders=slot.orders,
-        )
+            self._store.slots([record], at_once=self._written.get(name) != told)
+            self._written[name] = told
