@@ -142,8 +142,11 @@ class Incoming:
                 rows += self._rows_of(name, path)
             except CommandFileError as failure:
                 self.problem = str(failure)
-            except (OSError, sqlite3.Error) as failure:
-                self.problem = f"{path} cannot be read: {failure}; move it away"
+            except OSError as failure:
+                self.problem = f"{path} cannot be read: {failure.strerror}"
+            except sqlite3.Error as failure:
+                if failure.sqlite_errorcode & 0xFF not in _MADE_JUST_NOW:
+                    self.problem = f"{path} cannot be read: {failure}; move it away"
         return sorted(rows, key=lambda row: row.put_at_unix_s)
 
     def remove(self, rows: Iterable[Row]) -> None:
@@ -177,12 +180,7 @@ class Incoming:
             # A checkpoint syncs: that is left to verbs.
             file.connection.execute("PRAGMA wal_autocheckpoint = 0")
             file.connection.execute("PRAGMA synchronous = NORMAL")
-        try:
-            lines = file.connection.execute(_SELECT).fetchall()
-        except sqlite3.OperationalError as failure:
-            if failure.sqlite_errorcode & 0xFF not in _MADE_JUST_NOW:
-                raise
-            return []
+        lines = file.connection.execute(_SELECT).fetchall()
         return [Row(name, *line) for line in lines if line[0] not in file.removed]
 
 

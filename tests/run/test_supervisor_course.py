@@ -144,6 +144,7 @@ def test_a_second_interrupt_ends_the_run_at_once(new_run: RunMaker, interrupts: 
     with pytest.raises(KeyboardInterrupt):
         run.supervisor.run()
     assert run.clock.now_s - run.fleet.began_s < 11
+    run.close()
     run.check_books()
 
 
