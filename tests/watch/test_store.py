@@ -153,6 +153,22 @@ def test_a_sample_has_the_counters_of_its_slot(path: Path, store: RunStore) -> N
     assert (slot.row.counts.steps_ok, slot.row.restarts, slot.incarnation) == (600, 2, 2)
 
 
+def test_what_can_wait_is_stored_with_the_sample_or_the_end(path: Path, store: RunStore) -> None:
+    store.slots([record()])
+    store.update(make_snapshot(make_row()))
+    assert store.commit()
+    before = read_run(path.parent).slots
+    store.slots([record(incarnation=3)], at_once=False)
+    assert store.commit()
+    assert read_run(path.parent).slots == before
+    store.update(make_snapshot(make_row(), elapsed_s=11.0))
+    assert store.commit()
+    assert read_run(path.parent).slots[0].incarnation == 3
+    store.slots([record(incarnation=4)], at_once=False)
+    store.end("failed", 1, None, [])
+    assert read_run(path.parent).slots[0].incarnation == 4
+
+
 def resumed(path: Path, chaos: str | None, pid: int) -> RunStore:
     head = RunStore(path)
     head.begin(replace(FACTS, chaos=chaos, head_pid=pid, elapsed_s=20.0 if pid > 1 else 0.0))
