@@ -426,6 +426,10 @@ class ProcessEnd:
     """In words, with the last line that it printed."""
 
 
+#: Of what was printed and is not acknowledged, at most so much is kept.
+_PRINTED_CHARS: Final = 64 * 2**10
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrintedOutput:
     """What a worker's process printed lately, by Python and by native libraries."""
@@ -434,6 +438,13 @@ class PrintedOutput:
     """As it was printed: it may hold what steers a terminal."""
     dropped_bytes: int
     """Printed before it, and more than a status carries."""
+
+    def followed_by(self, more: PrintedOutput) -> PrintedOutput:
+        """Return both as one; of more than 64 Ki characters the newest."""
+        text = self.text + more.text
+        cut = max(0, len(text) - _PRINTED_CHARS)
+        dropped_bytes = self.dropped_bytes + more.dropped_bytes + cut
+        return PrintedOutput(text=text[cut:], dropped_bytes=dropped_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -59,8 +59,7 @@ from orchestrator.run.prediction import job_config, least_room_of
 from orchestrator.run.sampled_sweeps import SampledSweeps
 from orchestrator.view.jobs import summary_line
 from workers.command.code import CODE
-from workers.command.engine import ATTEMPT
-from workers.command.launch import JOB_DIR, RESUME
+from workers.command.launch import ATTEMPT, JOB_DIR, RESUME
 from workers.messages import STARVED, Status
 from workers.settings import CommandSpec
 from workers.units import GIB, MIB

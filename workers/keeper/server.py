@@ -18,7 +18,6 @@ import os
 import select
 import signal
 import socket
-import struct
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -26,7 +25,7 @@ from typing import Final
 
 from workers.keeper import processes
 from workers.keeper.keeper import IGNORED, NAME, keep
-from workers.keeper.task import Task
+from workers.keeper.task import Task, is_own
 
 #: What `ps` calls a server; at most 15 bytes.
 SERVER_NAME: Final = "keeper-server"
@@ -38,8 +37,6 @@ _LOOK_S: Final = 0.5
 
 #: A client that connects sends its task at once.
 _REQUEST_S: Final = 5.0
-
-_UCRED: Final = struct.Struct("3i")
 
 
 def serve(name: str, modules: Sequence[str], watched: tuple[int, str]) -> None:
@@ -112,8 +109,7 @@ def _accept(listener: socket.socket) -> tuple[Task, int, int | None] | None:
     connection, _ = listener.accept()
     with connection, contextlib.suppress(OSError, ValueError, TypeError):
         connection.settimeout(_REQUEST_S)
-        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-        if _UCRED.unpack(credentials)[1] != os.getuid():
+        if not is_own(connection):
             return None
         _, (text, news, *channel), _, _ = socket.recv_fds(connection, 1, 3)
         with open(text, "rb") as file:  # noqa: PTH123 - a descriptor

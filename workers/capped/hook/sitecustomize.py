@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 #: `cpu:6` or `cuda:0.5`: what is capped, and at how many GiB. Set by `workers.capped`.
 VARIABLE = "WORKERS_CAPPED"
 
+#: A file that gets a line for each process that ends for want of memory: its id, and what is
+#: capped. Set by whoever must know it; no program's output is to be searched for it.
+NOTE_VARIABLE = "WORKERS_CAPPED_NOTE"
+
 #: The words of errors that are not out of memory by their type.
 TEXTS = os.path.dirname(__file__) + "/../../oom/texts.py"  # noqa: PTH120 - no pathlib yet
 
@@ -55,10 +59,22 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     return False
 
 
+def note(device: str) -> None:
+    """Add a line to the file that is asked for, if one is."""
+    path = os.environ.get(NOTE_VARIABLE)
+    if path is not None:
+        try:
+            with open(path, "a") as file:  # noqa: PTH123 - no pathlib yet
+                file.write(f"{os.getpid()} {device}\n")
+        except OSError:  # it must not change how the program ends
+            pass
+
+
 def tell(error: BaseException | None, device: str, gib: str) -> None:
-    """Write the line, if this is what ended the process."""
+    """Write the line and the note, if this is what ended the process."""
     try:
         if isinstance(error, Exception) and is_out_of_memory(error):
+            note(device)
             memory = "private memory" if device == "cpu" else "memory on each card"
             sys.stderr.write(
                 f"workers.capped: process {os.getpid()} ran out of memory; "
