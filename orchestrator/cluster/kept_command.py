@@ -104,10 +104,8 @@ class KeptCommand(KeptProgram):
         elif self._problem is not None:
             self._end(Ending(started=False, text=self._problem))
         else:
-            # A job's processes are counted over all its places: its attempt says whether it goes on.
-            is_later = bool(self._incarnation) and attempt is None
             try:
-                self._start(resumes=is_later or record.starts > 0)
+                self._start(resumes=record.starts > 0)
             except OSError as error:
                 text = f"cannot use {self._folder}: {error.strerror or error}"
                 full = error.errno in oom.DISK_FULL

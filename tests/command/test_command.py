@@ -17,7 +17,7 @@ from orchestrator.jobs.model import Cause
 from tests.command.scenes import Slot, command_spec, told
 from tests.scene import ROOT, python
 from workers.command import files
-from workers.command.launch import ATTEMPT, split_python
+from workers.command.launch import ATTEMPT
 from workers.messages import Verdict, WorkerState
 from workers.units import GIB, MIB
 
@@ -303,18 +303,24 @@ def test_log_keeps_its_newest_part(
 
 
 @pytest.mark.parametrize(
-    ("words", "found"),
+    "words",
     [
-        (["python", "-X", "dev", "t.py", "-m"], (["python", "-X", "dev"], ["t.py", "-m"])),
-        (["/a/python3.12", "-um", "torch.run"], (["/a/python3.12", "-u"], ["-m", "torch.run"])),
-        (["python", "-"], (["python"], ["-"])),
-        (["./t.py", "1"], (["python"], ["./t.py", "1"])),
-        (["bash", "t.sh"], None),
-        (["python"], None),
+        ["python", "-X", "dev", "-q", "t.py", "-m"],
+        ["python", "-qm", "t", "-m"],
+        ["python", "--check-hash-based-pycs", "never", "-q", "t.py", "-m"],
+        ["./t.py", "-m"],
     ],
 )
-def test_interpreter_and_program(words: list[str], found: object) -> None:
-    assert split_python(words) == found
+def test_words_of_the_interpreter_and_of_the_program_stay_apart(
+    words: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "t.py").write_text("import sys; print(sys.argv[1:], sys.flags.quiet)")
+    spec = command_spec(cwd=str(tmp_path), cap=True)
+    assert spec.command is not None
+    slot = Slot(replace(spec, command=replace(spec.command, argv=tuple(words))))
+    slot.end()
+    assert slot.printed == f"['-m'] {int(words[0] == 'python')}\n"
+    assert "uncapped" not in slot.events["program_started"]
 
 
 TORCH = """

@@ -27,7 +27,7 @@ if __name__ == "__main__":
         _at = _words.index(sys.argv[0])
         sys.stderr.write(f"{sys.executable} cannot run workers.capped, so nothing caps: {_error}\n")
         sys.stderr.flush()
-        # Behind this script stand `--gib` and its number.
-        os.execv(sys.executable, [*_words[:_at], *_words[_at + 3 :]])  # noqa: S606
+        # Behind this script stand `--gib`, its number, and `--`.
+        os.execv(sys.executable, [*_words[:_at], *_words[_at + 4 :]])  # noqa: S606
     sys.path[:] = _own
     main(sys.argv[1:])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -32,9 +32,6 @@ RESUME: Final = "ORCHESTRATOR_RESUME"
 ATTEMPT: Final = "ORCHESTRATOR_ATTEMPT"
 
 _PYTHON: Final = re.compile(r"python[0-9.]*$")
-
-#: Flags of the interpreter that have a word of their own behind them.
-_WITH_WORD: Final = frozenset({"-X", "-W", "--check-hash-based-pycs"})
 
 _LAUNCHER: Final = Path(__file__).with_name("capped.py")
 
@@ -77,41 +74,18 @@ def launch(spec: WorkerSpec, command: CommandSpec, folder: Path, *, resumes: boo
     plan = Launch(argv=argv, env=env, cwd=cwd, problem=_carriage_return(argv[0], env, cwd))
     if not command.cap:
         return plan
-    python = split_python(argv)
-    if python is None:
+    if argv[0].endswith(".py"):
+        argv = ("python", *argv)
+    if len(argv) == 1 or not _PYTHON.match(Path(argv[0]).name):
         return replace(plan, uncapped=f"{argv[0]} is no Python program: nothing caps its memory")
-    interpreter, program = python
     # The context is not the allocator's.
     context_bytes = ASSUMED_CONTEXT_BYTES if spec.device == "cuda" else 0
     cap_bytes = max(spec.budget_bytes - context_bytes, 1)
     folders = (_LAUNCHER.parents[2], Path(psutil.__file__).parents[1], Path(pynvml.__file__).parent)
     env[capped.VARIABLE] = os.pathsep.join(map(str, folders))
-    words = (*interpreter, str(_LAUNCHER), "--gib", f"{cap_bytes / GIB:.9f}", *program)
+    # Flags of the interpreter stay before the program: both are behind the cap.
+    words = (argv[0], str(_LAUNCHER), "--gib", f"{cap_bytes / GIB:.9f}", "--", *argv[1:])
     return replace(plan, argv=words, cap_bytes=cap_bytes)
-
-
-def split_python(argv: Sequence[str]) -> tuple[list[str], list[str]] | None:
-    """Return the interpreter with its flags, and the program with its own words.
-
-    `None` if it is no Python program.
-    """
-    name = Path(argv[0]).name
-    if name.endswith(".py"):
-        return ["python"], list(argv)
-    if _PYTHON.match(name) is None:
-        return None
-    flags, rest = [argv[0]], list(argv[1:])
-    while rest and rest[0].startswith("-") and rest[0] != "-":
-        word = rest.pop(0)
-        found = re.match(r"-([a-bd-ln-zA-VYZ]*)([mc])(.*)$", word)
-        if found is not None:  # -m, -c, or with other letters before it: -um
-            letters, kind, joined = found.groups()
-            flags += [f"-{letters}"] if letters else []
-            return flags, [f"-{kind}", *([joined] if joined else []), *rest]
-        flags.append(word)
-        if word in _WITH_WORD and rest:
-            flags.append(rest.pop(0))
-    return (flags, rest) if rest else None
 
 
 def _carriage_return(program: str, env: Mapping[str, str], cwd: str) -> str | None:

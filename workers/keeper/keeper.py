@@ -146,6 +146,7 @@ class _Watch:
                 self._heard_s = _with_sleep_s()
                 grace_s = order.get("end", grace_s)
                 if "on" in order:
+                    self._log.pump()
                     _tell_printed(self._news, self._log)
             elif ready == self._log.reading:
                 if not self._log.pump() and event & select.POLLHUP:

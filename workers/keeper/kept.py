@@ -37,10 +37,6 @@ serve(name, modules, tuple(watched))
 """
 
 
-class NoKeeperError(OSError):
-    """No server of keepers could be started on this PC."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
     """How a program ended."""
@@ -70,7 +66,7 @@ class Kept:
         `channel` is handed to the program, which finds its number in its environment.
 
         Raises:
-            NoKeeperError: There is no server, and none can be started.
+            OSError: There is no server on this PC, and none can be started.
         """
         self.pid: int | None = None
         self.keeper_pid: int | None = None
@@ -159,27 +155,21 @@ class Kept:
 
 def _ask(task: Task, ends: Sequence[int], server: tuple[int, str], modules: Sequence[str]) -> None:
     """Hand a task to the server of this PC, and start that where there is none."""
-    name = _server_name(server, modules)
-    text = os.memfd_create("task")
-    try:
-        os.write(text, task.to_bytes())
-        os.lseek(text, 0, os.SEEK_SET)
-        deadline_s = time.monotonic() + _START_S
-        while True:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
-                try:
-                    asking.connect(f"\0{name}")
-                    if not is_own(asking):
-                        raise NoKeeperError(f"another user's process listens as {name}")
-                    socket.send_fds(asking, [b"t"], [text, *ends])
-                except (ConnectionRefusedError, ConnectionResetError, BrokenPipeError) as error:
-                    if time.monotonic() >= deadline_s:
-                        raise NoKeeperError(f"no keeper starts: {error}") from error
-                else:
-                    return
-            _start_server(name, server, modules)
-    finally:
-        os.close(text)
+    name, deadline_s = _server_name(server, modules), time.monotonic() + _START_S
+    while True:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
+            try:
+                asking.connect(f"\0{name}")
+                if not is_own(asking):
+                    raise OSError(f"another user's process listens as {name}")
+                socket.send_fds(asking, [b"t"], ends)
+                asking.sendall(task.to_bytes())
+            except (ConnectionRefusedError, ConnectionResetError, BrokenPipeError) as error:
+                if time.monotonic() >= deadline_s:
+                    raise OSError(f"no keeper starts: {error}") from error
+            else:
+                return
+        _start_server(name, server, modules)
 
 
 def _start_server(name: str, server: tuple[int, str], modules: Sequence[str]) -> None:

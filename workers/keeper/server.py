@@ -67,7 +67,7 @@ def serve(name: str, modules: Sequence[str], watched: tuple[int, str]) -> None:
         task, news, channel = request
         if task.module is not None and not is_loaded:
             is_loaded = True
-            _load(modules, watched, keepers)
+            _load(modules)
         child = os.fork()
         if child == 0:
             listener.close()
@@ -109,12 +109,10 @@ def _accept(listener: socket.socket) -> tuple[Task, int, int | None] | None:
     connection, _ = listener.accept()
     with connection, contextlib.suppress(OSError, ValueError, TypeError):
         connection.settimeout(_REQUEST_S)
-        if not is_own(connection):
-            return None
-        _, (text, news, *channel), _, _ = socket.recv_fds(connection, 1, 3)
-        with open(text, "rb") as file:  # noqa: PTH123 - a descriptor
-            task = Task.of(file.read())
-        return task, news, channel[0] if channel else None
+        if is_own(connection):
+            _, (news, *channel), _, _ = socket.recv_fds(connection, 1, 2)
+            with connection.makefile("rb") as file:
+                return Task.of(file.read()), news, channel[0] if channel else None
     return None
 
 
@@ -128,19 +126,9 @@ def _adopted(keepers: set[int]) -> list[int]:
     return [*orphans, *(below for pid in orphans for below in processes.below(pid))]
 
 
-def _load(modules: Sequence[str], watched: tuple[int, str], keepers: set[int]) -> None:
-    """Import modules, which may take a minute on a busy PC; end meanwhile as `serve` would."""
-
-    def look(*_: object) -> None:
-        if not keepers and processes.start_time(watched[0]) != watched[1]:
-            os._exit(0)
-
-    signal.signal(signal.SIGALRM, look)
-    signal.setitimer(signal.ITIMER_REAL, _LOOK_S, _LOOK_S)
+def _load(modules: Sequence[str]) -> None:
     for module in modules:
         with contextlib.suppress(Exception):  # the program says what is wrong with it
             importlib.import_module(module)
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
     gc.collect()
     gc.freeze()  # a collection in a fork would copy these pages

@@ -31,32 +31,21 @@ NOTE_VARIABLE = "WORKERS_CAPPED_NOTE"
 TEXTS = os.path.dirname(__file__) + "/../../oom/texts.py"  # noqa: PTH120 - no pathlib yet
 
 
-def means_out_of_memory(text: str) -> bool:
-    """Say whether the text of an error has one of the words that `workers.oom` looks for."""
-    import re  # noqa: PLC0415 - only when a program has failed, as runpy
+def is_out_of_memory(error: Exception) -> bool:
+    """Say whether an exception, or one that is chained to it, means that memory was refused: its
+    type, or one of the words that `workers.oom` looks for.
+    """
+    if isinstance(error, MemoryError):
+        return True  # and there may be no memory for what follows
+    import re  # noqa: PLC0415 - only when a program has failed, as the others
     import runpy  # noqa: PLC0415
+    import traceback  # noqa: PLC0415
 
     told = runpy.run_path(TEXTS)
     kinds = (told[kind] for kind in ("CARD", "HOST", "PROBABLE", "LOGS", "HOST_LOGS"))
+    # Of all in the chain the types and the texts, without a line of the program.
+    text = "".join(traceback.format_exception(type(error), error, None, limit=0))
     return any(re.search(pattern, text) for patterns in kinds for pattern in patterns)
-
-
-def is_out_of_memory(error: BaseException | None) -> bool:
-    """Say whether an exception, or one that is chained to it, means that memory was refused."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        if (
-            isinstance(error, MemoryError)
-            or type(error).__name__ == "OutOfMemoryError"
-            or getattr(error, "errno", None) == 12  # ENOMEM
-            or means_out_of_memory(str(error))
-            or any(map(is_out_of_memory, getattr(error, "exceptions", ())))
-        ):
-            return True
-        context = None if error.__suppress_context__ else error.__context__
-        error = error.__cause__ or context
-    return False
 
 
 def note(device: str) -> None:
