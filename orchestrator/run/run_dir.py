@@ -24,7 +24,7 @@ from typing import Final
 from orchestrator.config.schema import Config
 from orchestrator.errors import UsageError
 from orchestrator.record.archive import NOTE_NAME
-from workers.host.processes import start_time
+from workers.keeper.processes import start_time
 from workers.messages import CheckpointPiece, KeptBytes, Status
 
 #: Of a run folder: the copies of the slots' states.
