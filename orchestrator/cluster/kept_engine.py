@@ -21,7 +21,7 @@ from typing import Final
 
 from orchestrator.cluster.kept_program import KeptProgram, end_words, last_line
 from workers.engine.channel import ClosedError, receive_all, send
-from workers.engine.pieces import SavedPieces
+from workers.engine.pieces import ReceivedFile, SavedPieces
 from workers.engine.spec_file import write_spec
 from workers.host.processes import ActivityMeter, worker_and_raylet
 from workers.keeper.kept import Ended, Kept
@@ -29,6 +29,7 @@ from workers.keeper.task import Task
 from workers.learned_limits import default_path
 from workers.messages import (
     Begin,
+    CheckpointPiece,
     EndCause,
     Orders,
     PrintedOutput,
@@ -89,13 +90,14 @@ class KeptEngine(KeptProgram):
         """Start nothing; make its folder."""
         state = default_path().parent / "state"
         super().__init__(spec, state / (spec.run_id or "no-run") / _FOLDER / spec.slot)
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _remove_old(state)
         self._channel: socket.socket | None = None
         self._status = Status(slot=spec.slot)
         """The last that the present or the last process has told."""
         self._sent: Orders | None = None
         self._pieces = SavedPieces()
+        self._copy = ReceivedFile(self._folder / "spec.checkpoint")
         self._meter = ActivityMeter()
         self._silence = _Silence(time.monotonic())
 
@@ -104,36 +106,46 @@ class KeptEngine(KeptProgram):
         if self._kept is not None and (is_other or not orders.runs):
             self._end()
         if is_other and orders.runs and orders.begin is not None:
-            self._begin(orders.incarnation, orders.begin)
-        wanted = replace(orders, actor=None, begin=None, heard=0, kept=None)
+            self._begin(orders.incarnation, orders.begin, orders.copy)
+        wanted = replace(orders, actor=None, begin=None, heard=0, kept=None, copy=None)
         if self._channel is not None and wanted != self._sent and send(self._channel, wanted):
             self._sent = wanted
 
     def _is_hurried(self, orders: Orders) -> bool:
-        """Say whether the head waits for the state of a process that does nothing any more."""
+        """Say whether the head waits to send more of a copy, or for the state of a process that does
+        nothing any more.
+        """
+        if orders.copy is not None:
+            return True
         waits = self._status.is_held or self._status.verdict is Verdict.DONE
         return waits and self._pieces.pending(self._status.saved, orders.kept)
 
-    def _begin(self, incarnation: int, begin: Begin) -> None:
-        """Start the process of an incarnation; where it cannot be, as on a full disk, it has ended."""
+    def _begin(self, incarnation: int, begin: Begin, piece: CheckpointPiece | None) -> None:
+        """Start the process of an incarnation once all of its copy is here; where it cannot be, as on
+        a full disk, it has ended.
+        """
+        try:
+            if piece is not None:
+                self._copy.take(piece)
+            if begin.copy is None or begin.copy == self._copy.kept:
+                self._start(incarnation, begin)
+        except OSError as error:
+            text = f"its process cannot be started: {error.strerror or error}"
+            end = ProcessEnd(cause=EndCause.EXITED, text=text)
+            self._status = Status(slot=self._spec.slot, incarnation=incarnation, died=end)
+
+    def _start(self, incarnation: int, begin: Begin) -> None:
         self._status = Status(slot=self._spec.slot, incarnation=incarnation)
         self._sent, self._pieces = None, SavedPieces()
         self._silence = _Silence(time.monotonic())
         if incarnation > 0:
             self._add_output(PrintedOutput(text=_ANOTHER, dropped_bytes=0))
-        try:
-            self._start(incarnation, begin)
-        except OSError as error:
-            text = f"its process cannot be started: {error.strerror or error}"
-            end = ProcessEnd(cause=EndCause.EXITED, text=text)
-            self._status = replace(self._status, died=end)
-
-    def _start(self, incarnation: int, begin: Begin) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # On a card no fork was ever seen to see its devices and its allocator as a fresh process.
         is_forked = self._spec.device == "cpu"
         with theirs:
-            path = write_spec(self._folder, self._spec, incarnation, begin)
+            copy = None if begin.copy is None else self._copy.path
+            path = write_spec(self._folder, self._spec, incarnation, begin, copy)
             self._keep(
                 Task(
                     argv=[sys.executable, "-m", _PACKAGE, str(path)],
@@ -236,6 +248,7 @@ class KeptEngine(KeptProgram):
             save_due=status.save_due or is_pending,
             quiet=status.quiet if self._kept is None else self._quiet(),
             checkpoint=self._pieces.piece(status.saved, orders.kept),
+            copied=self._copy.kept,
         )
 
     def _quiet(self) -> Quiet | None:
