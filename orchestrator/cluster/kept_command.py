@@ -92,7 +92,7 @@ class KeptCommand(KeptProgram):
             self._saves = orders.saves
 
     def _begin(self, *, rests: bool) -> None:
-        """Start the program, or find that its attempt has ended already, or that nothing is to run."""
+        """Start the program, or find that its attempt has ended already or is not to run."""
         attempt, record = self._command.env.get(ATTEMPT), Record.of(self._folder)
         self._ending, self._pid, self._held_bytes, self._peak_bytes = None, None, 0, 0
         self._is_told_to_end = self._was_asked = self._out_of_time = False

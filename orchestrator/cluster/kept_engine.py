@@ -112,17 +112,16 @@ class KeptEngine(KeptProgram):
             self._sent = wanted
 
     def _is_hurried(self, orders: Orders) -> bool:
-        """Say whether the head waits to send more of a copy, or for the state of a process that does
-        nothing any more.
-        """
+        """Say whether the head waits to send more of a copy, or for the last of a state."""
         if orders.copy is not None:
             return True
         waits = self._status.is_held or self._status.verdict is Verdict.DONE
         return waits and self._pieces.pending(self._status.saved, orders.kept)
 
     def _begin(self, incarnation: int, begin: Begin, piece: CheckpointPiece | None) -> None:
-        """Start the process of an incarnation once all of its copy is here; where it cannot be, as on
-        a full disk, it has ended.
+        """Start the process of an incarnation once all of its copy is here.
+
+        Where it cannot be started, as on a full disk, it has ended.
         """
         try:
             if piece is not None:

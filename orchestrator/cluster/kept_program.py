@@ -53,7 +53,7 @@ class KeptProgram(ABC):
             if time.monotonic() >= until_s:
                 break
         self._has_news = False
-        if self._kept is not None:
+        if self._kept is not None and self._kept.pid is not None:
             self._take_output(self._kept)
         status = self._told(orders)
         events, self._events = tuple(self._events), []

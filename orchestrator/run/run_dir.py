@@ -135,9 +135,10 @@ class CheckpointKeeper:
     def copy_for(
         self, slot: str, incarnation: int, start: object = None
     ) -> tuple[KeptBytes | None, CheckpointPiece | None]:
-        """Return what the copy for a process of the slot is that is not its first one, and the first
-        part that its actor lacks; where there is none, of the weights that `start`, its
-        `train.from`, names. `None`: there are none, or nothing is lacking.
+        """Return the size of the copy for a later process of a slot, and the part of it that its
+        actor lacks; where there is no copy, of the weights that `start`, its `train.from`, names.
+
+        `None`: there are none, and nothing is lacking.
         """
         paths = [self._path(slot)] if incarnation else []
         if start is not None:

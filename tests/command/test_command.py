@@ -62,12 +62,6 @@ def test_second_start_is_told_to_resume() -> None:
     assert environment_of(Slot(command_spec("-c", TELLS)))["ORCHESTRATOR_RESUME"] == "1"
 
 
-def test_first_attempt_of_a_job_resumes_nothing() -> None:
-    """Its slot counts another process for each attempt, the first one too."""
-    spec = command_spec("-c", TELLS, env={"ORCHESTRATOR_ATTEMPT": "1"})
-    assert "ORCHESTRATOR_RESUME" not in environment_of(Slot(spec, incarnation=1))
-
-
 def test_its_python_is_found_first(tmp_path: Path) -> None:
     venv.create(tmp_path / "own", symlinks=True)
     spec = command_spec(cwd=str(tmp_path), python="own")

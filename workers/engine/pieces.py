@@ -1,4 +1,4 @@
-"""The file with a slot's state, cut into pieces that go to the head with the statuses, and back to a
+"""The file with a slot's state, cut into pieces that go to the head with the statuses, and to a
 worker with the orders.
 
 Pieces keep both small: the head is never kept busy for long, and needs little memory. Who reads
@@ -73,7 +73,7 @@ class SavedPieces:
 
 
 class ReceivedFile:
-    """A file that comes in pieces: what is begun stands beside it, and takes its place once whole."""
+    """A file that comes in pieces; a part stands beside it, and takes its place once whole."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -102,7 +102,7 @@ class ReceivedFile:
 
 
 def whole_of(path: Path) -> KeptBytes | None:
-    """Return what whoever has all of a file has; `None`: there is none."""
+    """Return what a receiver of all of a file has; `None`: there is no file."""
     with contextlib.suppress(OSError):
         return _whole(path.stat())
     return None

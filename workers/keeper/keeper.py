@@ -65,12 +65,11 @@ def keep(task: Task, news: socket.socket, channel: int | None) -> None:
         processes.end_all(lambda: processes.marked(MARK, task.place), 0.0)
         log = Log(os.path.join(task.place, "output.log"), task.log_bytes)  # noqa: PTH118
         program = _start(task, log, channel)
-    except OSError as error:
-        where = "" if error.filename is None else f": {error.filename}"
-        tell(news, refused=f"{error.strerror}{where}"[:500])
-        return
-    except (ValueError, subprocess.SubprocessError) as error:
-        tell(news, refused=f"{type(error).__name__}: {error}"[:500])
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        text = f"{type(error).__name__}: {error}"
+        if isinstance(error, OSError):
+            text = ": ".join(filter(None, [error.strerror, error.filename]))
+        tell(news, refused=text[:500])
         return
     finally:
         if channel is not None:

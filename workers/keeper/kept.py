@@ -118,7 +118,7 @@ class Kept:
         return output
 
     def processes(self) -> list[int]:
-        """Return the processes of the program; they are remembered for when its keeper is killed."""
+        """Return the program's processes, and remember them for when its keeper is killed."""
         pids = [] if self.keeper_pid is None else processes.below(self.keeper_pid)
         if pids:
             self._known = {pid: processes.start_time(pid) for pid in pids}

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 VARIABLE = "WORKERS_CAPPED"
 
 #: A file that gets a line for each process that ends for want of memory: its id, and what is
-#: capped. Set by whoever must know it; no program's output is to be searched for it.
+#: capped. A program that must know it sets this, and searches no output.
 NOTE_VARIABLE = "WORKERS_CAPPED_NOTE"
 
 #: The words of errors that are not out of memory by their type.
