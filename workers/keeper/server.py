@@ -64,17 +64,17 @@ def serve(name: str, modules: Sequence[str], watched: tuple[int, str]) -> None:
         request = _accept(listener) if is_asked else None
         if request is None:
             continue
-        task, news, channel = request
+        task, ends = request
         if task.module is not None and not is_loaded:
             is_loaded = True
             _load(modules)
         child = os.fork()
         if child == 0:
             listener.close()
-            _be_keeper(task, news, channel)
+            _be_keeper(task, *ends)
         keepers.add(child)
-        for each in (news, *([] if channel is None else [channel])):
-            os.close(each)
+        for end in ends:
+            os.close(end)
 
 
 def _leave_worker() -> None:
@@ -93,7 +93,7 @@ def _leave_worker() -> None:
         file.write("0")  # programs are to be chosen, not who keeps them
 
 
-def _be_keeper(task: Task, news: int, channel: int | None) -> None:
+def _be_keeper(task: Task, news: int, channel: int | None = None) -> None:
     os.setsid()
     processes.prctl(processes.PR_SET_NAME, NAME.encode(), 0, 0, 0)
     processes.prctl(processes.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -104,15 +104,21 @@ def _be_keeper(task: Task, news: int, channel: int | None) -> None:
         os._exit(0)
 
 
-def _accept(listener: socket.socket) -> tuple[Task, int, int | None] | None:
-    """Return a task with the sockets of its keeper and its program; `None` for a foreign client."""
+def _accept(listener: socket.socket) -> tuple[Task, list[int]] | None:
+    """Return a task with the sockets of its keeper and, if it has one, its program.
+
+    `None` for a foreign client, and for one that was killed before it had sent all.
+    """
+    ends: list[int] = []
     connection, _ = listener.accept()
     with connection, contextlib.suppress(OSError, ValueError, TypeError):
         connection.settimeout(_REQUEST_S)
         if is_own(connection):
-            _, (news, *channel), _, _ = socket.recv_fds(connection, 1, 2)
+            _, ends, _, _ = socket.recv_fds(connection, 1, 2)
             with connection.makefile("rb") as file:
-                return Task.of(file.read()), news, channel[0] if channel else None
+                return Task.of(file.read()), ends
+    for end in ends:
+        os.close(end)
     return None
 
 

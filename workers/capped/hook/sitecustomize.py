@@ -103,11 +103,9 @@ class AfterTorch:
         others = [finder for finder in sys.meta_path if finder is not self]
         found = (finder.find_spec(name, path, target) for finder in others)
         spec = next((spec for spec in found if spec is not None), None)
-        if spec is not None and spec.loader is not None:
-            self._cap_after(spec.loader)
-        return spec
-
-    def _cap_after(self, loader: Any) -> None:  # noqa: ANN401 - finders have loaders of their own
+        if spec is None or spec.loader is None:
+            return spec
+        loader: Any = spec.loader  # finders have loaders of their own
         load = loader.exec_module
 
         def exec_module(torch: Any) -> None:  # noqa: ANN401 - mypy does not see torch through it
@@ -119,6 +117,7 @@ class AfterTorch:
                 torch.cuda._lazy_call(lambda: self._lower(torch))
 
         loader.exec_module = exec_module
+        return spec
 
     def _lower(self, torch: Any) -> None:  # noqa: ANN401
         """Lower what torch allows itself on a card, if it is over the cap by more than rounding."""
