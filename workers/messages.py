@@ -453,7 +453,7 @@ class PrintedOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """How a program of the user ended (`workers/command`)."""
+    """How a program of the user ended, as its PC saw it."""
 
     exit_code: int | None = None
     """`None` after a signal, and of a program that did not start."""
