@@ -237,12 +237,9 @@ class KeptCommand(KeptProgram):
             return Status(slot=slot, incarnation=self._incarnation)
         self._results.read()
         if ending is None:
-            words = (
-                "was told to end"
-                if self._is_told_to_end
-                else f"runs, process {self._pid}{self._note}"
-            )
-            state, reason = WorkerState.RUNNING, f"its program, {words}"
+            words = "was told to end" if self._is_told_to_end else "runs"
+            state = WorkerState.RUNNING
+            reason = f"its program {words}, process {self._pid}{self._note}"
         elif ending.was_asked:
             state, reason = WorkerState.STOPPED, f"its program ended as asked: {_in_words(ending)}"
         else:
@@ -250,7 +247,7 @@ class KeptCommand(KeptProgram):
             state = WorkerState.DONE if ending.exit_code == 0 else WorkerState.STOPPED
         # A good step for each second that it ran, and its end.
         is_good = ending is None or ending.exit_code == 0 or ending.was_asked
-        wall_s = self._wall_s + (0.0 if ending else time.monotonic() - self._began_s)
+        wall_s = self._wall_s + (0.0 if ending is not None else time.monotonic() - self._began_s)
         return Status(
             slot=slot,
             incarnation=self._incarnation,
