@@ -65,7 +65,7 @@ from orchestrator.run.terminal import (
 from orchestrator.view.cells import width_of, wrapped
 from orchestrator.view.live import LiveTable, Outlets, PlainLines, Watcher
 from orchestrator.view.phrases import fault_lines, section
-from workers.host.processes import start_time
+from workers.keeper.processes import start_time
 from workers.learned_limits import LimitStore
 
 _SUMMARY_NAME = "summary.json"

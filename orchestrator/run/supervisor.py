@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import wait
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -47,8 +46,6 @@ from workers.messages import Begin, Orders, Status
 #: How long one wait for a status may last: Ctrl-C and times may be late by so much.
 _WAIT_S = 0.1
 
-#: A small copy of a slot's state is read within this time; for a large one its process waits.
-_COPY_S = 0.02
 
 #: What is done so often at most. A killed head loses what was learned since the last save.
 _EVERY_S = {"look at nodes": 1.0, "show": 0.25, "save": 60.0, "dispatch": 0.2}
@@ -315,19 +312,15 @@ class Supervisor:
 
     def _order(self, name: str, slot: Slot) -> None:
         """Tell the fleet what is wanted of the slot now, if it is not what was wanted before."""
-        begin = None
+        begin = piece = None
         if needs_begin(slot):
             start = self._plans[name].spec.workload.settings.get("from")
-            copy = self.checkpoints.copy_for(name, slot.incarnation, start)
-            if wait([copy], timeout=_COPY_S).done:
-                is_first = slot.incarnation == 0
-                begin = Begin(resume=slot.resume, fresh=is_first, checkpoint=copy.result())
-            else:
-                slot = replace(slot, runs=False)  # until a later turn finds it read
+            copy, piece = self.checkpoints.copy_for(name, slot.incarnation, start)
+            begin = Begin(resume=slot.resume, fresh=slot.incarnation == 0, copy=copy)
         elif slot.begun:
             self.checkpoints.drop_copy(name)
         kept = self.checkpoints.kept(name)
-        wanted = orders_of(slot, self._shares.grant(slot), begin, kept)
+        wanted = replace(orders_of(slot, self._shares.grant(slot), begin, kept), copy=piece)
         if wanted != self._ordered.get(name):
             self._ordered[name] = wanted
             self.fleet.order(name, wanted)
@@ -385,6 +378,7 @@ class Supervisor:
         match heard:
             case Told(status=status) if slot.placed and slot.phase is not Phase.ABSENT:
                 self._take_news(slot, status)
+                self.checkpoints.note_copied(status)
                 if status.incarnation == slot.incarnation:
                     self.checkpoints.take(status)
             case Unreached(text=text) if slot.unreached_since_s is None and slot.runs:

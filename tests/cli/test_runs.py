@@ -23,7 +23,7 @@ from orchestrator.view.terminal import plain_text
 from tests.cli.conftest import Command
 from tests.factories import FACTS, STARTED_UNIX_S, add_event, event, make_row, make_snapshot, record
 from tests.scene import ROOT, only_object, orchestrator
-from workers.host.processes import start_time
+from workers.keeper.processes import start_time
 from workers.messages import Progress
 
 RUN_ID = "20261120-051500-0b76"

@@ -26,7 +26,7 @@ from tests.notify.receivers import Receiver, http_receiver
 from tests.scene import COMMAND, PATIENCE_S, orchestrator, python, wait_for
 from tests.web.scene import facts_here, put_turn
 from workers.files import locked
-from workers.host.processes import start_time
+from workers.keeper.processes import start_time
 
 pytestmark = pytest.mark.filterwarnings("ignore:'(imghdr|cgi)':DeprecationWarning")  # apprise
 RUN_ID = "20261123-101500-0b76"

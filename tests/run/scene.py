@@ -102,17 +102,12 @@ class HeadScene:
             fleet=fleet,
             outlets=self._outlets,
             learned_limits=LearnedLimits(None, self.log),
-            checkpoints=self._copies(),
+            checkpoints=CheckpointKeeper(self.folder / "states"),
             output=OutputFiles(self.folder),
             commands=self.commands,
             clock=self.clock,
             **more,
         )
-
-    def _copies(self) -> CheckpointKeeper:
-        keeper = CheckpointKeeper(self.folder / "states")
-        keeper._threads = AtOnce()  # type: ignore[assignment]
-        return keeper
 
     def _on_event(self, entry: Mapping[str, Any]) -> None:
         """Be told of an event."""

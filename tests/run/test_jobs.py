@@ -435,7 +435,7 @@ def test_after_ctrl_c_everything_is_saved_and_goes_on(new_jobs: JobsMaker) -> No
     check_ends(run)
     begin = run.fleet.begun["one"][0].begin
     assert begin is not None
-    assert begin.checkpoint is not None
+    assert begin.copy is not None
 
 
 def test_while_the_queue_cannot_be_stored_all_stands(

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from orchestrator.record.store import STORE_NAME, RunStore
 from tests.factories import FACTS, add_event, event, make_row, make_snapshot, record
-from workers.host.processes import start_time
+from workers.keeper.processes import start_time
 
 SLOTS = 5
 

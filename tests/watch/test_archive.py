@@ -33,7 +33,7 @@ from orchestrator.run.resume import environment_of
 from tests.factories import FACTS, add_event, event, make_row, make_snapshot, record
 from tests.scene import namespaced
 from tests.watch.scene import head_process
-from workers.host.processes import start_time
+from workers.keeper.processes import start_time
 from workers.messages import Progress, WorkerState
 
 #: Of a run whose head is this process.

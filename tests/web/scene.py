@@ -37,7 +37,7 @@ from tests.factories import (
     store_queue,
 )
 from tests.scene import PATIENCE_S
-from workers.host.processes import start_time
+from workers.keeper.processes import start_time
 from workers.messages import WorkerState
 
 SECONDS = 600
