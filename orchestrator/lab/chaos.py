@@ -64,25 +64,31 @@ def parse_chaos(text: str) -> ChaosPlan:
     Raises:
         UsageError: It cannot be read; the error names the part, and what may be typed.
     """
-    plan, piece = ChaosPlan(), text
-    try:
-        for piece in filter(None, ("".join(part.split()) for part in text.split(";"))):
-            found = _FORM.fullmatch(piece)
-            if found is None:
-                raise ValueError(piece)
-            if found["rate"]:
-                plan = replace(plan, oom_rate=float(found["rate"]))
-            elif found["every"]:
-                plan = replace(plan, kill_every_s=parse_duration(found["every"]))
-            else:
-                nodes = {**plan.nodes, found["node"]: parse_duration(found["at"])}
-                plan = replace(plan, nodes=nodes)
-        if plan == ChaosPlan() or plan.oom_rate > 1 or plan.kill_every_s < 1:
-            raise ValueError(piece)
-    except ValueError as error:
-        refused = f"--chaos {piece[:100]}: no such fault; valid: {_VALID}"
-        raise UsageError(one_line(refused)) from error
+    plan = ChaosPlan()
+    for piece in filter(None, ("".join(part.split()) for part in text.split(";"))):
+        found = _FORM.fullmatch(piece)
+        if found is None:
+            raise _refusal(piece)
+        if found["rate"]:
+            plan = replace(plan, oom_rate=float(found["rate"]))
+        elif found["every"]:
+            plan = replace(plan, kill_every_s=_time(piece, found["every"]))
+        else:
+            plan = replace(plan, nodes={**plan.nodes, found["node"]: _time(piece, found["at"])})
+    if plan == ChaosPlan() or plan.oom_rate > 1 or plan.kill_every_s < 1:
+        raise _refusal(text)
     return plan
+
+
+def _time(piece: str, text: str) -> float:
+    try:
+        return parse_duration(text)
+    except ValueError as error:
+        raise _refusal(piece) from error
+
+
+def _refusal(piece: str) -> UsageError:
+    return UsageError(one_line(f"--chaos {piece[:100]}: no such fault; valid: {_VALID}"))
 
 
 @dataclass(slots=True, kw_only=True)

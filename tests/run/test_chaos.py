@@ -88,7 +88,10 @@ def test_a_node_comes_back_with_all_its_workers(new_run: RunMaker) -> None:
     scene = Faulty(new_run, "node:pc2@5s", duration="60s")
     (fault,) = scene.finish()
     assert (fault["kind"], fault["target"], fault["fate"]) == ("node", "pc2", "recovered")
-    (ended,), (began,) = scene.run.events("chaos_node_ended"), scene.run.events("chaos_node_started")
+    (ended,), (began,) = (
+        scene.run.events("chaos_node_ended"),
+        scene.run.events("chaos_node_started"),
+    )
     assert began["at_s"] - ended["at_s"] >= 15, "its whole pause"
     assert fault["recovered_s"] >= 15
 
