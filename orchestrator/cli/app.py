@@ -6,7 +6,6 @@ Does not implement the verbs, nor decide how an error reaches the user (`main.py
 from __future__ import annotations
 
 import shutil
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -500,17 +499,13 @@ def tune(
     import_from_here()
     tuning = Tuning(
         here.load({"train.preset": preset}),
-        Path(here.config).read_text(encoding="utf-8"),
         rehearse=here.rehearse,
         budget_s=duration_s(budget, "--budget"),
         names=names_in(levers or ""),
         workload=workload,
     )
     is_whole = tuning.run(lambda line: typer.echo(line, err=True))
-    if here.as_json:
-        print_json(tuning.json_text())
-    else:
-        tell(tuning.text(_columns() if sys.stdout.isatty() else None))
+    print_json(tuning.json_text()) if here.as_json else tell(tuning.text())
     if not is_whole:
         raise typer.Exit(130)
 

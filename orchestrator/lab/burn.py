@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -26,7 +26,8 @@ from orchestrator.record.model import Snapshot
 from orchestrator.record.summary import summary_text
 from orchestrator.run import runner
 from orchestrator.run.environment import Environment
-from orchestrator.view.cells import clean
+from orchestrator.view.tables import Column, Table, row_of
+from orchestrator.view.terminal import plain_text, table_lines
 from workers.messages import STARVED
 
 #: Long enough for the air in a closed case to become as warm as it will.
@@ -63,6 +64,16 @@ Findings: TypeAlias = Mapping[str, tuple[bool | None, str]]
 why."""
 
 _WORDS: Final = {True: "pass", False: "fail", None: "not_judged"}
+
+_CHECKS: Final = ("verdict", "memory", "errors", "results", "temperature", "slowdown")
+_COLUMNS: Final = (
+    Column(key="phase", title="phase"),
+    Column(key="title", title="what"),
+    Column(key="slot", title="slot"),
+    *(Column(key=check, title=check) for check in _CHECKS),
+    Column(key="tflops", title="speed", unit="TFLOP/s", numeric=True),
+    Column(key="run_id", title="run"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +122,11 @@ def judge(worker: WorkerCourse) -> Findings:
     }
 
 
-def verdict_of(phase: Phase, workers: Collection[Findings], *, is_whole: bool) -> bool | None:
-    """Return the verdict on workers in a phase: none failed, its purpose judged, and ended."""
-    if any(is_good is False for findings in workers for is_good, _ in findings.values()):
+def verdict_of(phase: Phase, findings: Findings, *, is_whole: bool) -> bool | None:
+    """Return the verdict on a worker in a phase: nothing failed, its purpose judged, and ended."""
+    if any(is_good is False for is_good, _ in findings.values()):
         return False
-    needed = {findings[check][0] for findings in workers for check in phase.purpose}
-    return True if is_whole and needed == {True} else None
+    return True if is_whole and all(findings[check][0] for check in phase.purpose) else None
 
 
 def _memory(held: Sequence[float], cap_bytes: int | None) -> tuple[bool | None, str]:
@@ -270,23 +280,23 @@ def burn(
     """
     first = make_environment(config)
     device = "cpu" if all(plan.spec.device == "cpu" for plan in first.plans) else "cuda"
-    planned = planned_runs(config, device, heat_s, wanted)
-    done: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
+    left = [*planned_runs(config, device, heat_s, wanted)]
+    is_whole = True
     try:
-        for run in planned:
+        while left and is_whole:
+            run = left.pop(0)
             length = format_duration(run.config.run.duration_s)
             _say(f"Phase {run.phase.number} of 3, {run.title}: {length}", sys.stderr)
             environment = make_environment(run.config)
             # The lines about scaling are printed by the first run only.
-            environment = replace(environment, lines=()) if done else environment
-            done.append(_run(run, environment, options))
-            if not done[-1]["whole"]:
-                break
+            environment = replace(environment, lines=()) if rows else environment
+            of_run, is_whole = _run(run, environment, options)
+            rows += of_run
     finally:
-        result = result_dict(done, is_whole=len(done) == len(planned) and done[-1]["whole"])
-        if done:
-            text = summary_text(result) if options.json else "\n".join(result_lines(result))
-            _say(text, sys.stdout)
+        result = result_dict(rows, is_whole=is_whole and not left)
+        if rows:
+            _say(summary_text(result) if options.json else result_text(result), sys.stdout)
     return int(result["exit_code"])
 
 
@@ -301,69 +311,61 @@ class _LastSnapshot:
     close = update
 
 
-def _run(run: PlannedRun, environment: Environment, options: runner.Options) -> dict[str, Any]:
+def _run(
+    run: PlannedRun, environment: Environment, options: runner.Options
+) -> tuple[list[dict[str, Any]], bool]:
+    """Return the rows of a run, and whether it ran to its end."""
     watcher = _LastSnapshot()
-    code = runner.run(environment, replace(options, judge=watcher))
+    is_whole = runner.run(environment, replace(options, judge=watcher)) != _EXIT_INTERRUPTED
     run_id = "" if watcher.last is None else watcher.last.run_id
     workers = workers_of(Path(run.config.run.dir) / run_id, run.config.run.duration_s)
-    return run_dict(run, run_id, [*workers], is_whole=code != _EXIT_INTERRUPTED)
+    return [judged(run, run_id, worker, is_whole=is_whole) for worker in workers], is_whole
 
 
-def run_dict(
-    run: PlannedRun, run_id: str, workers: Iterable[WorkerCourse], *, is_whole: bool
-) -> dict[str, Any]:
-    """Return a run as JSON knows it: of each worker the verdict, and why it is no pass."""
-    judged = [(worker, judge(worker)) for worker in workers]
-    verdict = verdict_of(run.phase, [findings for _, findings in judged], is_whole=is_whole)
+def judged(run: PlannedRun, run_id: str, worker: WorkerCourse, *, is_whole: bool) -> dict[str, Any]:
+    """Return a worker as JSON knows it: its verdict in a run, each check, and why it is no pass."""
+    findings, speeds = judge(worker), worker.known("tflops")
     return {
         "phase": run.phase.number,
         "title": run.title,
         "run_id": run_id,
-        "verdict": _WORDS[verdict],
-        "whole": is_whole,
-        "workers": [
-            {
-                "slot": worker.row["slot"],
-                "verdict": _WORDS[verdict_of(run.phase, [findings], is_whole=is_whole)],
-                "tflops": fmean(worker.known("tflops")) if worker.known("tflops") else None,
-                **{check: _WORDS[is_good] for check, (is_good, _) in findings.items()},
-                "reasons": [f"{check}: {text}" for check, (ok, text) in findings.items() if not ok],
-            }
-            for worker, findings in judged
+        "slot": worker.row["slot"],
+        "verdict": _WORDS[verdict_of(run.phase, findings, is_whole=is_whole)],
+        **{check: _WORDS[is_good] for check, (is_good, _) in findings.items()},
+        "tflops": fmean(speeds) if speeds else None,
+        "reasons": [
+            f"{check}: {text}" for check, (is_good, text) in findings.items() if not is_good
         ],
     }
 
 
-def result_dict(runs: Sequence[Mapping[str, Any]], *, is_whole: bool) -> dict[str, Any]:
+def result_dict(rows: Sequence[Mapping[str, Any]], *, is_whole: bool) -> dict[str, Any]:
     """Return the burn-in as JSON knows it, in which `null` is unknown.
 
     The keys are a promise to scripts: names and order stay, `schema` counts up if they must not.
     """
-    verdicts = {run["verdict"] for run in runs}
+    verdicts = {row["verdict"] for row in rows}
     outcome = "fail" if "fail" in verdicts else "pass" if verdicts == {"pass"} else "not_judged"
     code = int(outcome != "pass")
     if not is_whole:
         outcome, code = "interrupted", _EXIT_INTERRUPTED
-    return {"schema": 2, "outcome": outcome, "exit_code": code, "runs": list(runs)}
+    return {"schema": 2, "outcome": outcome, "exit_code": code, "workers": list(rows)}
 
 
-def result_lines(result: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the result for people: of each worker the verdict, and below it why it is no pass."""
-    for run in result["runs"]:
-        yield f"\nPhase {run['phase']}, {run['title']}, run {run['run_id']}: {_word(run)}"
-        for worker in run["workers"]:
-            speed = "" if worker["tflops"] is None else f", {worker['tflops']:.3g} TFLOP/s"
-            yield f"  {_word(worker)}  {clean(worker['slot'])}{speed}"
-            yield from (f"        {clean(reason)}" for reason in worker["reasons"])
+def result_text(result: Mapping[str, Any]) -> str:
+    """Return the result for people: a row for each worker and run, and below why it is no pass."""
+    rows = []
+    for row in result["workers"]:
+        words = {check: str(row[check]).replace("_", " ").upper() for check in _CHECKS}
+        speed = None if row["tflops"] is None else f"{row['tflops']:.3g}"
+        key, texts = f"{row['phase']} {row['slot']}", {**words, "tflops": speed}
+        rows.append(row_of(_COLUMNS, key, row, texts, reason="; ".join(row["reasons"])))
+    table = plain_text(table_lines(Table(name="burn", columns=_COLUMNS, rows=tuple(rows)), None))
     words = {
         "not_judged": "NOT JUDGED: nothing failed, but the purpose of a phase could not be judged",
         "interrupted": "Interrupted: the results are incomplete, and the rest was not judged",
     }
-    yield f"\n{words.get(result['outcome'], result['outcome'].upper())}"
-
-
-def _word(judged: Mapping[str, Any]) -> str:
-    return str(judged["verdict"]).replace("_", " ").upper()
+    return f"{table}\n\n{words.get(result['outcome'], result['outcome'].upper())}"
 
 
 def _say(text: str, stream: Any) -> None:  # noqa: ANN401 - a file

@@ -42,18 +42,10 @@ def test_what_needs_a_card_says_so_without_one() -> None:
     assert "without a card" in without.reason
 
 
-def test_time_that_others_have_the_processor_counts_where_a_loader_waits_for_it_too() -> None:
-    own, other = trials(), trials(loader_workers=2)
-    assert own["loader_workers=1"].counts_waiting
-    assert own["prefetch=4 with loader_workers 1"].counts_waiting
-    assert not own["micro=8"].counts_waiting
-    assert other["micro=8"].counts_waiting
-
-
 def test_levers_are_named_by_key_or_by_key_and_value() -> None:
     found = list(trials().values())
-    named = levers.named(found, ["optimizer", "precision=fp32"], "--levers")
+    named = levers.named(found, ["optimizer", "precision=fp32"])
     assert {each.lever for each in named} == {"optimizer", "precision"}
     assert [each.setting for each in named if each.lever == "precision"] == ["fp32"]
     with pytest.raises(UsageError, match="--levers names 'precison', which is none; valid: micro"):
-        levers.named(found, ["precison"], "--levers")
+        levers.named(found, ["precison"])

@@ -66,11 +66,8 @@ def test_a_tuning_leaves_verdicts_and_your_file_though_a_process_dies(tmp_path: 
     result = json.loads(output)
     (folder,) = tmp_path.glob("tunings/*")
     assert result == json.loads((folder / "tune.json").read_text())
-    assert list(result["rows"][0]) == [
-        "lever", "setting", "speed_ratio", "speed_low", "speed_high", "rounds", "peak_bytes",
-        "parity_class", "loss_gap", "verdict", "reason", "samples_per_s", "peak_delta_bytes",
-        "host_bytes", "host_delta_bytes", "once_s",
-    ]  # fmt: skip
+    assert result["model"] == "gpt-nano"
+    assert result["whole"]
 
     micro, tf32, killed = result["rows"]
     assert micro["speed_ratio"] > 0

@@ -1,8 +1,8 @@
 """The levers that `tune` measures, as data. Pure.
 
-A lever is a key of `train:` or of `workload:` with the values that are tried. Off is what the
-user's own file says, and on another value. To add a lever, add a line to `_LEVERS`. Whether this
-machine can run it is told by the kind of device, or by the process that tries it.
+A lever is a key of `train:` with the values that are tried. Off is what the user's own file says,
+and on another value. To add a lever, add a line to `_LEVERS`. Whether this machine can run it is
+told by the kind of device, or by the process that tries it.
 """
 
 from __future__ import annotations
@@ -31,10 +31,7 @@ class _Lever:
 
 
 _EXACT, _NUMERIC, _OBJECTIVE = ParityClass.EXACT, ParityClass.NUMERIC, ParityClass.OBJECTIVE
-
-_ON_CARDS: Final = "it says nothing without a card, and this device is the CPU"
 _LOADER: Final = {"loader_workers": 1}
-_AVERAGE: Final = {"ema_decay": 0.99}
 
 #: In the order in which they are measured: first those of which most is expected.
 _LEVERS: Final = (
@@ -56,7 +53,7 @@ _LEVERS: Final = (
     _Lever("packing", False, (True,), _OBJECTIVE),
     _Lever("adapter", "none", ("lora", "dora"), _OBJECTIVE),
     _Lever("ema_decay", None, (0.99,), _OBJECTIVE),
-    _Lever("ema_on", "device", ("host",), _OBJECTIVE, beside=_AVERAGE),
+    _Lever("ema_on", "device", ("host",), _OBJECTIVE, beside={"ema_decay": 0.99}),
     _Lever("dropout", 0.0, (0.1,), _OBJECTIVE),
     _Lever("label_smoothing", 0.0, (0.1,), _OBJECTIVE),
     _Lever("r_drop", 0.0, (0.5,), _OBJECTIVE, beside={"dropout": 0.1}),
@@ -102,17 +99,17 @@ def for_rehearsal(trials: Sequence[Trial]) -> list[Trial]:
     return list(first.values())
 
 
-def named(trials: Sequence[Trial], names: Sequence[str], where: str) -> list[Trial]:
+def named(trials: Sequence[Trial], names: Sequence[str]) -> list[Trial]:
     """Return the trials that are named, by key or by `key=value`; all if none is named.
 
     Raises:
-        UsageError: A name fits no lever; `where` is where it stands.
+        UsageError: A name fits no lever.
     """
     valid = {name for each in trials for name in (each.lever, each.name)}
     if unknown := [name for name in names if name not in valid]:
         keys = ", ".join(dict.fromkeys(each.lever for each in trials))
         raise UsageError(
-            f"{where} names {unknown[0]!r}, which is none; valid: {keys}, or one as KEY=VALUE"
+            f"--levers names {unknown[0]!r}, which is none; valid: {keys}, or one as KEY=VALUE"
         )
     return [each for each in trials if not names or {each.lever, each.name} & {*names}]
 
@@ -124,18 +121,6 @@ def matmul_trials() -> list[Trial]:
     ]
 
 
-def together(several: Sequence[Trial]) -> Trial:
-    """Return one trial with the changes of several."""
-    is_exact = all(each.parity_class is _EXACT for each in several)
-    return Trial(
-        lever="all chosen",
-        setting=" + ".join(each.name for each in several),
-        changes={key: value for each in several for key, value in each.changes.items()},
-        parity_class=_EXACT if is_exact else _NUMERIC,
-        counts_waiting=any(each.counts_waiting for each in several),
-    )
-
-
 def _trials_of(lever: _Lever, own: Mapping[str, Any], *, on_card: bool) -> Iterator[Trial]:
     now = own.get(lever.key)
     for value in (lever.usual, *lever.values):
@@ -144,20 +129,17 @@ def _trials_of(lever: _Lever, own: Mapping[str, Any], *, on_card: bool) -> Itera
             continue
         needed = {} if is_usual else lever.beside or {}
         beside = {key: other for key, other in needed.items() if own.get(key) in _OFF}
-        changes = {**beside, lever.key: value}
-        loaders = {own.get("loader_workers"), changes.get("loader_workers", 0)}
+        words = [_text_of(value), *(f"{key} {_text_of(other)}" for key, other in beside.items())]
         trial = Trial(
             lever=lever.key,
-            setting=" with ".join(
-                [_text_of(value), *(f"{key} {_text_of(other)}" for key, other in beside.items())]
-            ),
-            changes=changes,
+            setting=" with ".join(words),
+            changes={**beside, lever.key: value},
             parity_class=lever.parity,
             slow=lever.slow,
-            counts_waiting=loaders != {0},
         )
         if value in lever.on_cards and not on_card:
-            trial.verdict, trial.reason = LeverVerdict.UNAVAILABLE, _ON_CARDS
+            trial.verdict = LeverVerdict.UNAVAILABLE
+            trial.reason = "it says nothing without a card, and this device is the CPU"
         yield trial
 
 
