@@ -442,7 +442,16 @@ def burn(
     options = runner.Options(
         json=new.as_json, plain=new.plain, wait_for_nodes=False, apply_power_limit=apply_power_limit
     )
-    raise typer.Exit(verb.burn(loaded, new.environment, heat_s, phase or (1, 2, 3), options))
+    devices = {plan.spec.device for plan in new.environment(loaded).plans}
+    result = verb.burn(
+        verb.planned_runs(loaded, devices, heat_s, phase or (1, 2, 3)),
+        new.environment,
+        options,
+        lambda line: typer.echo(line, err=new.as_json),
+    )
+    if new.as_json:
+        print_json(result)
+    raise typer.Exit(result["exit_code"])
 
 
 @app.command()
@@ -494,7 +503,7 @@ def tune(
     ),
 ) -> None:
     """Measure what each setting brings here; write tuned.yaml."""
-    from orchestrator.lab.tune.tuning import Tuning, names_in
+    from orchestrator.lab.tune import Tuning, names_in
 
     import_from_here()
     tuning = Tuning(

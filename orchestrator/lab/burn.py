@@ -6,8 +6,6 @@ judged, and that is never a pass. Does not measure anything itself, and sets not
 
 from __future__ import annotations
 
-import contextlib
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -23,11 +21,9 @@ from orchestrator.record import history
 from orchestrator.record.archive import read_events
 from orchestrator.record.folders import summary_of
 from orchestrator.record.model import Snapshot
-from orchestrator.record.summary import summary_text
 from orchestrator.run import runner
 from orchestrator.run.environment import Environment
-from orchestrator.view.tables import Column, Table, row_of
-from orchestrator.view.terminal import plain_text, table_lines
+from orchestrator.view.cells import clean
 from workers.messages import STARVED
 
 #: Long enough for the air in a closed case to become as warm as it will.
@@ -49,8 +45,6 @@ _HELD_LEAST_PCT: Final = 90.0
 _HOT_C: Final = 80.0
 _SUSTAINED_S: Final = 30.0
 _SUSTAINED_PCT: Final = 10.0
-#: Of one minute: a card may change its clocks once in a while.
-_THROTTLE_MOST_PCT: Final = 5.0
 
 #: A worker climbs to its cap first: this share of a run is not judged for memory.
 _WARM_UP_SHARE: Final = 0.2
@@ -64,16 +58,6 @@ Findings: TypeAlias = Mapping[str, tuple[bool | None, str]]
 why."""
 
 _WORDS: Final = {True: "pass", False: "fail", None: "not_judged"}
-
-_CHECKS: Final = ("verdict", "memory", "errors", "results", "temperature", "slowdown")
-_COLUMNS: Final = (
-    Column(key="phase", title="phase"),
-    Column(key="title", title="what"),
-    Column(key="slot", title="slot"),
-    *(Column(key=check, title=check) for check in _CHECKS),
-    Column(key="tflops", title="speed", unit="TFLOP/s", numeric=True),
-    Column(key="run_id", title="run"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +102,6 @@ def judge(worker: WorkerCourse) -> Findings:
         "errors": _errors(worker),
         "results": _results(worker),
         "temperature": _temperature(worker),
-        "slowdown": _slowdown(worker),
     }
 
 
@@ -149,6 +132,7 @@ def _errors(worker: WorkerCourse) -> tuple[bool | None, str]:
         f"errors of the workload: {row['steps_error']}": row["steps_error"],
         "had no memory for any step at times": not STARVED.isdisjoint(worker.told["to_state"]),
         f"restarts: {row['restarts']}": row["restarts"],
+        **{f"alarm of its card: {alarm}": True for alarm in worker.told["alarm"]},
     }
     found = [text for text, is_so in faults.items() if is_so]
     return not found, ", ".join(found) or "none"
@@ -176,16 +160,6 @@ def _temperature(worker: WorkerCourse) -> tuple[bool | None, str]:
     return is_good, f"{text}, {hot_pct:.0f} % of the time"
 
 
-def _slowdown(worker: WorkerCourse) -> tuple[bool | None, str]:
-    throttle = worker.known("throttle_pct")
-    found = [f"alarm: {name}" for name in dict.fromkeys(worker.told["alarm"])]
-    if max(throttle, default=0.0) > _THROTTLE_MOST_PCT:
-        found.append(f"the card slowed itself down for {max(throttle):.0f} % of a minute")
-    if found:
-        return False, ", ".join(found)
-    return (True, "none") if throttle else (None, "no sensor tells it")
-
-
 def workers_of(folder: Path, length_s: float) -> Iterator[WorkerCourse]:
     """Yield every worker of a run that is over.
 
@@ -195,12 +169,11 @@ def workers_of(folder: Path, length_s: float) -> Iterator[WorkerCourse]:
     if summary is None:
         raise ArchiveError(f"{folder} has no summary.json: nothing is known of this run")
     events = read_events(folder, ["counting", "alarm_raised", "checks_ended", "state"])
-    began_s = next((each.at_unix_s for each in events if each.event == "counting"), None)
+    # A run that never counted has no samples of that time.
+    began_s = next((each.at_unix_s for each in events if each.event == "counting"), None) or 0.0
     count = max(1, min(_SAMPLES_MOST, round(length_s)))
-    keys = ("reserved_bytes", "temperature_c", "throttle_pct", "tflops")
-    courses: Mapping[str, Mapping[str, history.Buckets]] = {}
-    if began_s is not None:
-        courses = history.courses(folder, keys, began_s, began_s + length_s, count)
+    keys = ("reserved_bytes", "temperature_c", "tflops")
+    courses = history.courses(folder, keys, began_s, began_s + length_s, count)
     for row in summary["workers"]:
         of_slot = [each.details for each in events if each.slot == row["slot"]]
         yield WorkerCourse(
@@ -230,12 +203,12 @@ class PlannedRun:
 
 
 def planned_runs(
-    config: Config, device: str, heat_s: float, wanted: Collection[int]
+    config: Config, devices: Collection[str], heat_s: float, wanted: Collection[int]
 ) -> tuple[PlannedRun, ...]:
     """Return the runs of the phases with the wanted numbers.
 
-    `device` is `cuda` or `cpu`. `heat_s` is the length of the second phase; the others are never
-    longer.
+    `devices` are those of the workers, `cuda` or `cpu`. `heat_s` is the length of the second phase;
+    the others are never longer.
     """
     workload: dict[str, Any] = {"name": "matmul"}
     nodes = config.model_dump()["nodes"]
@@ -247,7 +220,7 @@ def planned_runs(
         "nodes": {name: {**node, "dtype": None} for name, node in nodes.items()},
     }
     runs = []
-    for dtype in _TYPES[device]:
+    for dtype in _TYPES["cuda" if "cuda" in devices else "cpu"]:
         precise_s, own = min(heat_s, _PRECISION_S), {**workload, "dtype": dtype}
         precise = _changed(config, precise_s, workload=own, **caps)
         runs.append(PlannedRun(phase=PHASES[0], dtype=dtype, config=precise))
@@ -267,37 +240,33 @@ def _changed(config: Config, length_s: float, **changes: Any) -> Config:  # noqa
 
 
 def burn(
-    config: Config,
+    planned: Sequence[PlannedRun],
     make_environment: Callable[[Config], Environment],
-    heat_s: float,
-    wanted: Collection[int],
     options: runner.Options,
-) -> int:
-    """Run the phases, print the result, and return the exit code: 0 only for PASS.
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """Run the phases and return the result; `say` is told of each run and each worker.
 
     Raises:
-        OrchestratorError: A run could not be run; the result of those before it is printed.
+        OrchestratorError: A run could not be run; those before it were told.
     """
-    first = make_environment(config)
-    device = "cpu" if all(plan.spec.device == "cpu" for plan in first.plans) else "cuda"
     rows: list[dict[str, Any]] = []
-    left = [*planned_runs(config, device, heat_s, wanted)]
     is_whole = True
-    try:
-        while left and is_whole:
-            run = left.pop(0)
-            length = format_duration(run.config.run.duration_s)
-            _say(f"Phase {run.phase.number} of 3, {run.title}: {length}", sys.stderr)
-            environment = make_environment(run.config)
-            # The lines about scaling are printed by the first run only.
-            environment = replace(environment, lines=()) if rows else environment
-            of_run, is_whole = _run(run, environment, options)
-            rows += of_run
-    finally:
-        result = result_dict(rows, is_whole=is_whole and not left)
-        if rows:
-            _say(summary_text(result) if options.json else result_text(result), sys.stdout)
-    return int(result["exit_code"])
+    for run in planned:
+        length = format_duration(run.config.run.duration_s)
+        say(f"Phase {run.phase.number} of 3, {run.title}: {length}")
+        environment = make_environment(run.config)
+        # The lines about scaling are printed by the first run only.
+        environment = replace(environment, lines=()) if rows else environment
+        of_run, is_whole = _run(run, environment, options)
+        rows += of_run
+        for row in of_run:
+            say(row_line(row))
+        if not is_whole:
+            break
+    result = result_dict(rows, is_whole=is_whole)
+    say(f"\n{_words(result['outcome'])}")
+    return result
 
 
 class _LastSnapshot:
@@ -352,23 +321,11 @@ def result_dict(rows: Sequence[Mapping[str, Any]], *, is_whole: bool) -> dict[st
     return {"schema": 2, "outcome": outcome, "exit_code": code, "workers": list(rows)}
 
 
-def result_text(result: Mapping[str, Any]) -> str:
-    """Return the result for people: a row for each worker and run, and below why it is no pass."""
-    rows = []
-    for row in result["workers"]:
-        words = {check: str(row[check]).replace("_", " ").upper() for check in _CHECKS}
-        speed = None if row["tflops"] is None else f"{row['tflops']:.3g}"
-        key, texts = f"{row['phase']} {row['slot']}", {**words, "tflops": speed}
-        rows.append(row_of(_COLUMNS, key, row, texts, reason="; ".join(row["reasons"])))
-    table = plain_text(table_lines(Table(name="burn", columns=_COLUMNS, rows=tuple(rows)), None))
-    words = {
-        "not_judged": "NOT JUDGED: nothing failed, but the purpose of a phase could not be judged",
-        "interrupted": "Interrupted: the results are incomplete, and the rest was not judged",
-    }
-    return f"{table}\n\n{words.get(result['outcome'], result['outcome'].upper())}"
+def row_line(row: Mapping[str, Any]) -> str:
+    """Return what people read of a worker: the verdict, and why it is no pass."""
+    speed = [] if row["tflops"] is None else [f"{row['tflops']:.3g} TFLOP/s"]
+    return clean(f"{_words(row['verdict'])}  {row['slot']}: {'; '.join([*speed, *row['reasons']])}")
 
 
-def _say(text: str, stream: Any) -> None:  # noqa: ANN401 - a file
-    """Print to a terminal that may be gone: the exit code is not."""
-    with contextlib.suppress(OSError, ValueError):
-        print(text, file=stream, flush=True)
+def _words(verdict: str) -> str:
+    return verdict.replace("_", " ").upper()

@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any, Final, cast
 
@@ -123,12 +123,11 @@ class Chaos:
         self._plan, self._seed, self._yes_really = parse_chaos(text), seed, yes_really
         self.description = one_line(f"{text} (seed {seed})")
         self._faults: list[Fault] = []
-        self._to_end, self._to_start = dict(self._plan.nodes), dict[str, float]()
+        self._due = [(at_s, node, True) for node, at_s in self._plan.nodes.items()]
         self._nodes: dict[str, str] = {}
         self._at_work: set[str] = set()
         self._chance = Random(seed)  # noqa: S311 - repeatable is what is wanted
         self._began_s = self._duration_s = self._kill_s = math.inf
-        self._began_unix_s = 0.0
 
     def check(self, environment: Environment) -> None:
         """Refuse, as a `UsageError`, faults that this environment cannot have."""
@@ -176,8 +175,7 @@ class Chaos:
         """Strike what is due, then wait for statuses."""
         elapsed_s = self._clock.monotonic_s() - self._began_s
         if 0 <= elapsed_s < self._duration_s:
-            self._start_nodes(elapsed_s)
-            self._end_nodes(elapsed_s)
+            self._end_and_start_nodes(elapsed_s)
             self._kill(elapsed_s)
         heard = self._inner.wait(timeout_s)
         self._close_what_is_back(self._clock.monotonic_s() - self._began_s)
@@ -186,7 +184,7 @@ class Chaos:
     def on_event(self, entry: Mapping[str, Any]) -> None:
         """Take in what the run writes into its event log: when it counts, and how slots change."""
         if entry["event"] == "counting":
-            self._began_s, self._began_unix_s = self._clock.monotonic_s(), self._clock.unix_s()
+            self._began_s = self._clock.monotonic_s()
             self._duration_s = float(entry["duration_s"])
             self._kill_s = self._plan.kill_every_s
         elif entry["event"] == "state" and entry["slot"]:
@@ -202,11 +200,8 @@ class Chaos:
 
     def told(self) -> list[dict[str, Any]]:
         """Return every process and node that was ended, with whether it came back."""
-        told = []
-        for fault in self._faults:
-            keys = {key: value for key, value in asdict(fault).items() if key != "waiting"}
-            told.append({**keys, "at_unix_s": self._began_unix_s + fault.at_s})
-        return told
+        keys = ("kind", "target", "at_s", "fate", "recovered_s")
+        return [{key: getattr(fault, key) for key in keys} for fault in self._faults]
 
     def _strike(self, kind: str, target: str, at_s: float, slots: Iterable[str]) -> None:
         waiting = dict.fromkeys(slots, False)
@@ -223,24 +218,22 @@ class Chaos:
             self._events.write("chaos_strike", slot=slot, kind="kill")
             self._inner.kill(slot)
 
-    def _end_nodes(self, elapsed_s: float) -> None:
-        for node in [node for node, at_s in self._to_end.items() if elapsed_s >= at_s]:
-            del self._to_end[node]
-            self._to_start[node] = elapsed_s + _NODE_PAUSE_S
-            slots = [slot for slot, its_node in self._nodes.items() if its_node == node]
-            self._strike("node", node, elapsed_s, slots)
-            self._events.write("chaos_node_ended", node=node)
-            self._inner.end_node(node)
-
-    def _start_nodes(self, elapsed_s: float) -> None:
-        for node in [node for node, at_s in self._to_start.items() if elapsed_s >= at_s]:
-            del self._to_start[node]
-            self._events.write("chaos_node_started", node=node)
-            self._inner.start_node(node)
+    def _end_and_start_nodes(self, elapsed_s: float) -> None:
+        for due in sorted(due for due in self._due if due[0] <= elapsed_s):
+            self._due.remove(due)
+            _, node, ends = due
+            self._events.write(f"chaos_node_{'ended' if ends else 'started'}", node=node)
+            if ends:
+                self._due.append((elapsed_s + _NODE_PAUSE_S, node, False))
+                slots = [slot for slot, its_node in self._nodes.items() if its_node == node]
+                self._strike("node", node, elapsed_s, slots)
+                self._inner.end_node(node)
+            else:
+                self._inner.start_node(node)
 
     def _close_what_is_back(self, elapsed_s: float) -> None:
         for fault in self._faults:
             # A slot that finished, or whose job went to another place, is not waited for.
             is_awaited = any(slot in self._nodes for slot in fault.waiting)
-            if fault.fate == "not_back" and not is_awaited and fault.target not in self._to_start:
+            if fault.fate == "not_back" and not is_awaited:
                 fault.fate, fault.recovered_s = "recovered", elapsed_s - fault.at_s

@@ -18,10 +18,10 @@ from orchestrator.lab.burn import (
     Phase,
     WorkerCourse,
     judge,
+    judged,
     planned_runs,
     result_dict,
-    result_lines,
-    run_dict,
+    row_line,
     verdict_of,
     workers_of,
 )
@@ -47,7 +47,6 @@ ROW: dict[str, Any] = {
 COURSE: dict[str, Any] = {
     "reserved_bytes": 950,
     "temperature_c": 70.0,
-    "throttle_pct": 0.0,
     "tflops": 20.0,
 }
 
@@ -64,8 +63,8 @@ def course(
     return WorkerCourse(row={**ROW, **(row or {})}, every_s=1.0, samples=samples, told=told)
 
 
-def verdict(phase: Phase, *workers: WorkerCourse, is_whole: bool = True) -> bool | None:
-    return verdict_of(phase, [judge(each) for each in workers], is_whole=is_whole)
+def verdict(phase: Phase, worker: WorkerCourse, *, is_whole: bool = True) -> bool | None:
+    return verdict_of(phase, judge(worker), is_whole=is_whole)
 
 
 def test_a_cool_card_that_did_its_work_passes_every_check() -> None:
@@ -91,11 +90,6 @@ def test_a_cool_card_that_did_its_work_passes_every_check() -> None:
             (lambda at: 80.0 if at % 9 == 0 else 60.0, False, "11 % of the time"),
         )),
         ("temperature", {"row": {"temperature_of": "processor"}}, None, "no sensor"),
-        *(("slowdown", seen, expected, said) for seen, expected, said in (
-            ({"told": {"alarm": ["power brake"]}}, False, "alarm: power brake"),
-            ({"throttle_pct": 5.0}, True, "none"), ({"throttle_pct": None}, None, "no sensor"),
-            ({"throttle_pct": 5.1}, False, "slowed itself down"),
-        )),
         # An out-of-memory error that was survived is no error.
         *(("errors", {"row": row}, expected, said) for row, expected, said in (
             ({"steps_oom": 3, "oom_count": 5, "emergency_count": 5}, True, "none"),
@@ -104,6 +98,7 @@ def test_a_cool_card_that_did_its_work_passes_every_check() -> None:
             ({"state": "QUARANTINED", "reason": "why"}, False, "ended QUARANTINED: why"),
             ({"state": "EMERGENCY"}, False, "ended EMERGENCY"),
         )),
+        ("errors", {"told": {"alarm": ["power brake"]}}, False, "alarm of its card: power brake"),
         ("errors", {"told": {"to_state": ["EMERGENCY"]}}, False, "no memory for any step"),
         ("results", {"row": {"verify_errors": 1}}, False, "1 of 10"),
         ("results", {"row": {"verify_checks": 0}}, None, "no result was checked"),
@@ -118,13 +113,12 @@ def test_where_a_pass_ends(
     assert said in text
 
 
-def test_a_phase_cut_short_or_without_workers_has_no_pass() -> None:
-    good, bad = course(), course(temperature_c=95.0)
-    unknown = course(temperature_c=None, throttle_pct=None)
+def test_a_run_cut_short_or_without_a_sensor_is_no_pass() -> None:
+    unknown = course(temperature_c=None)
     for phase in PHASES:
-        assert verdict(phase, good, is_whole=False) is verdict(phase) is None
-        assert verdict(phase, good, bad, is_whole=False) is False
-    assert verdict(HEAT, good, unknown) is None, "its purpose has no sensor"
+        assert verdict(phase, course(), is_whole=False) is None
+        assert verdict(phase, course(temperature_c=95.0), is_whole=False) is False
+    assert verdict(HEAT, unknown) is None, "its purpose has no sensor"
     assert verdict(CAPS, unknown) is verdict(FULL, unknown) is True
 
 
@@ -169,14 +163,14 @@ def config(**changes: object) -> Config:
 def test_three_phases_in_order_and_none_longer_than_heat(
     heat_s: float, lengths_s: list[float]
 ) -> None:
-    planned = planned_runs(config(), "cuda", heat_s, {1, 2, 3})
+    planned = planned_runs(config(), {"cuda"}, heat_s, {1, 2, 3})
     assert [(run.phase.number, run.dtype) for run in planned] == [
         *((1, dtype) for dtype in ("fp32", "tf32", "fp16", "bf16")),
         (2, None),
         (3, None),
     ]
     assert [run.config.run.duration_s for run in planned] == lengths_s
-    assert [run.dtype for run in planned_runs(config(), "cpu", heat_s, {1})] == ["fp32", "fp16"]
+    assert [run.dtype for run in planned_runs(config(), {"cpu"}, heat_s, {1})] == ["fp32", "fp16"]
 
 
 def test_caps_and_heat_are_matmul_and_full_load_is_the_configuration_as_it_is() -> None:
@@ -186,18 +180,18 @@ def test_caps_and_heat_are_matmul_and_full_load_is_the_configuration_as_it_is() 
         verify={"share": 0.1},
         run={"duration": "2m"},
     )
-    caps, *_ = planned_runs(loaded, "cuda", HEAT_S, {1})
+    caps, *_ = planned_runs(loaded, {"cuda"}, HEAT_S, {1})
     assert (caps.config.workload.name, caps.config.workload.dtype) == ("matmul", "fp32")
     assert {node.dtype for node in caps.config.nodes.values()} == {None}, "a node's own would win"
     assert caps.config.verify.share == 0.25
 
-    (heat,) = planned_runs(loaded, "cuda", 600.0, {2})
+    (heat,) = planned_runs(loaded, {"cuda"}, 600.0, {2})
     assert heat.config.compute_share_mode == "none"
     assert heat.config.workload.name == "matmul"
     assert heat.config.thermal == loaded.thermal, "the governor protects the card"
     assert {node.size for node in heat.config.nodes.values()} == {8192}
 
-    (full,) = planned_runs(loaded, "cuda", HEAT_S, {3})
+    (full,) = planned_runs(loaded, {"cuda"}, HEAT_S, {3})
     changed = full.config.model_dump()
     changed["run"]["duration"] = loaded.run.duration
     assert changed == loaded.model_dump()
@@ -226,7 +220,7 @@ def test_a_run_folder_is_judged_by_what_it_has(tmp_path: Path) -> None:
     assert found["memory"] == (True, "held 95.0 % of its cap, more than 90 is due")
     assert found["temperature"][0] is False
     assert found["temperature"][1].startswith("81 C at most")
-    assert found["slowdown"] == (False, "alarm: power brake")
+    assert found["errors"] == (False, "alarm of its card: power brake")
     assert found["results"][1].endswith("no\nroom")
 
 
@@ -237,41 +231,38 @@ def _at(second: int) -> str:
     return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-def run_of(phase: int, *workers: WorkerCourse, is_whole: bool = True) -> dict[str, Any]:
-    (first, *_) = planned_runs(config(), "cpu", 60.0, {phase})
-    return run_dict(first, "20260101-120000-abcd", workers, is_whole=is_whole)
+def rows_of(phase: int, *workers: WorkerCourse, is_whole: bool = True) -> list[dict[str, Any]]:
+    (first, *_) = planned_runs(config(), {"cpu"}, 60.0, {phase})
+    return [judged(first, "20260101-120000-abcd", each, is_whole=is_whole) for each in workers]
 
 
 @pytest.mark.parametrize(
-    ("runs", "is_whole", "outcome", "exit_code"),
+    ("rows", "is_whole", "outcome", "exit_code"),
     [
-        ([run_of(1, course()), run_of(2, course())], True, "pass", 0),
-        ([run_of(1, course()), run_of(2, course(temperature_c=90.0))], True, "fail", 1),
-        ([run_of(2, course(temperature_c=None, throttle_pct=None))], True, "not_judged", 1),
-        ([run_of(3, course(), is_whole=False)], False, "interrupted", 130),
+        ([*rows_of(1, course()), *rows_of(2, course())], True, "pass", 0),
+        ([*rows_of(1, course()), *rows_of(2, course(temperature_c=90.0))], True, "fail", 1),
+        (rows_of(2, course(temperature_c=None)), True, "not_judged", 1),
+        (rows_of(3, course(), is_whole=False), False, "interrupted", 130),
+        ([], True, "not_judged", 1),
     ],
 )
 def test_only_passes_pass(
-    runs: list[dict[str, Any]], is_whole: bool, outcome: str, exit_code: int
+    rows: list[dict[str, Any]], is_whole: bool, outcome: str, exit_code: int
 ) -> None:
-    result = result_dict(runs, is_whole=is_whole)
+    result = result_dict(rows, is_whole=is_whole)
     assert (result["outcome"], result["exit_code"]) == (outcome, exit_code)
 
 
 def test_json_and_text_say_who_failed_and_what_is_unknown() -> None:
     other = course({"slot": "pc2/0", "node": "pc2", "state": HeadState.LOST.value})
-    blind = course({"slot": "pc2/1", "node": "pc2"}, temperature_c=None, throttle_pct=None)
-    result = result_dict([run_of(2, course(), other, blind)], is_whole=True)
-    (run,) = result["runs"]
-    assert [worker["verdict"] for worker in run["workers"]] == ["pass", "fail", "not_judged"]
-    assert run["workers"][2]["temperature"] == "not_judged"
-    assert run["workers"][1]["reasons"][0].startswith("errors: ended LOST")
-
-    lines = list(result_lines(result))
-    text = "\n".join(lines)
-    assert "Phase 2, heat, run 20260101-120000-abcd: FAIL" in text
-    assert "  PASS  pc1/0, 20 TFLOP/s" in text
-    assert "  FAIL  pc2/0" in text
-    assert "  NOT JUDGED  pc2/1" in text
-    assert "temperature: no sensor tells it" in text
-    assert lines[-1] == "\nFAIL"
+    blind = course({"slot": "pc2/1", "node": "pc2"}, temperature_c=None)
+    result = result_dict(rows_of(2, course(), other, blind), is_whole=True)
+    good, bad, unknown = result["workers"]
+    assert [row["verdict"] for row in (good, bad, unknown)] == ["pass", "fail", "not_judged"]
+    assert unknown["temperature"] == "not_judged"
+    assert bad["reasons"][0].startswith("errors: ended LOST")
+    assert [row_line(row) for row in (good, bad, unknown)] == [
+        "PASS pc1/0: 20 TFLOP/s",
+        f"FAIL pc2/0: 20 TFLOP/s; {bad['reasons'][0]}",
+        "NOT JUDGED pc2/1: 20 TFLOP/s; temperature: no sensor tells it",
+    ]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.lab.tune.trial import KEYS, LeverVerdict, ParityClass, Trial, chosen_of
+from orchestrator.lab.levers import KEYS, LeverVerdict, ParityClass, Trial, chosen_of
 from workers.tuning.messages import Turn
 
 OBJECTIVE = ParityClass.OBJECTIVE

@@ -1,19 +1,22 @@
-"""The verb `tune`: which levers, each against the user's own settings, and the files that stay.
+"""The verb `tune`: each lever against the user's own settings, in turns of processes that stay.
 
     STATE/tunings/ID/tune.json     header and rows, as `tune --json` prints them
     STATE/tunings/ID/tuned.yaml    the configuration with the settings that help
     STATE/tunings/ID/arms.log      what the processes printed
 
-A result holds for one card, driver, torch and model. Whether it still helps another one is for the
-reader to say.
+The baseline's process stays for the whole tuning, and that of a lever for its rounds. A process
+that refuses, dies or hangs costs its lever, and never the tuning. A result holds for one card,
+driver, torch and model. Decides no verdict (`levers`).
 """
 
 from __future__ import annotations
 
 import json
 import secrets
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any, Final
@@ -22,28 +25,97 @@ from orchestrator.config.load import dump_config
 from orchestrator.config.schema import Config
 from orchestrator.core.placement import plan_slots
 from orchestrator.errors import UsageError, one_line
-from orchestrator.lab.tune import levers
-from orchestrator.lab.tune.bench import ArmError, Bench
-from orchestrator.lab.tune.trial import LeverVerdict, Trial, chosen_of
+from orchestrator.lab import levers
+from orchestrator.lab.levers import LEAST_ROUNDS, LeverVerdict, Trial, chosen_of
 from orchestrator.run.environment import in_rehearsal, on_this_machine
 from workers.files import replace_whole
 from workers.learned_limits import default_path
 from workers.settings import ASSUMED_CONTEXT_BYTES
-from workers.tuning.messages import ArmSpec
+from workers.tuning.messages import ArmSpec, Refused, Turn, fork_context, run_arm
 from workers.units import MIB
-
-#: The workload that is tuned where nothing is trained.
-_MATMUL: Final = "matmul"
 
 #: How long a tuning takes that is given no budget, and a rehearsal of one.
 _USUAL_S: Final = 900.0
 _REHEARSAL_S: Final = 270.0
 
-#: The baseline and a lever load torch, take their first steps and six rounds: half a minute.
-_LEAST_S: Final = 60.0
+#: A process that is told to end has so long for it.
+_END_S: Final = 5.0
 
-#: Of the budget: no round begins later.
-_LAST: Final = 0.95
+#: For an answer of an arm; the longest compilation that was measured took 170 s.
+_PATIENCE_S: Final = 300.0
+
+#: Beside other programs, ratios of turns of 2.5 s scattered twice as far as those of 0.5 s
+#: (measured).
+_TURN_S: Final = 0.4
+
+#: An interval of so many rounds of 5 % of noise is 1 % wide on either side.
+_MOST_ROUNDS: Final = 120
+
+
+class ArmError(Exception):
+    """An arm refused, died, or did not answer."""
+
+
+class _Arm:
+    """One process, or several that work at the same time."""
+
+    def __init__(self, spec: ArmSpec, copies: int = 1) -> None:
+        context = fork_context()
+        self._members = []
+        for _ in range(copies):
+            ours, theirs = context.Pipe()
+            # Not a daemon: those may have no children, and a loader has some. It ends when the
+            # connection does.
+            process = context.Process(target=run_arm, args=(theirs, spec), name=spec.spec.slot)
+            process.start()
+            theirs.close()
+            self._members.append((ours, process))
+
+    def turn(self) -> Turn:
+        """Have all of its processes work together; speeds and memory are added.
+
+        Raises:
+            ArmError: One cannot, or has ended.
+        """
+        turns: list[Turn] = []
+        for connection, _ in self._members:
+            with suppress(BrokenPipeError, ConnectionResetError):  # its last words can be received
+                connection.send(_TURN_S)
+        try:
+            for connection, _ in self._members:
+                if not connection.poll(_PATIENCE_S):
+                    raise ArmError(f"it gave no answer for {_PATIENCE_S:.0f} s")
+                answer = connection.recv()
+                if isinstance(answer, Refused):
+                    raise ArmError(answer.reason)
+                turns.append(answer)
+        except (EOFError, ConnectionResetError) as error:
+            raise ArmError(self._end()) from error
+        speed, peak_bytes = (
+            sum(each.speed for each in turns),
+            sum(each.peak_bytes for each in turns),
+        )
+        return replace(turns[0], speed=speed, peak_bytes=peak_bytes)
+
+    def close(self) -> None:
+        """Close the connections, which ends the processes once their turn is over, or kill them."""
+        for connection, _ in self._members:
+            connection.close()
+        for _, process in self._members:
+            process.join(_END_S)
+            if process.is_alive():
+                process.kill()
+                process.join(_END_S)
+
+    def _end(self) -> str:
+        """Return how the first process that has ended did so."""
+        for _, process in self._members:
+            process.join(_END_S)
+            code = process.exitcode
+            if code is not None:
+                how = signal.Signals(-code).name if code < 0 else str(code)
+                return f"its process was ended by {how}"
+        return "its connection was lost"
 
 
 class Tuning:
@@ -68,19 +140,11 @@ class Tuning:
             workload: `train` or `matmul`.
 
         Raises:
-            UsageError: A lever is named that there is none of, the budget ends before a lever can
-                be judged, or this machine leaves a worker no memory.
+            UsageError: A lever is named that there is none of, or this machine leaves a worker no
+                memory.
         """
-        budget_s = budget_s or (_REHEARSAL_S if rehearse else _USUAL_S)
-        if budget_s < _LEAST_S:
-            raise UsageError(
-                f"--budget {budget_s:g}s ends before any lever has had its rounds; the least is "
-                f"{_LEAST_S:g}s"
-            )
-        if workload not in {"train", _MATMUL}:
-            raise UsageError(
-                f"--workload {workload}: no levers are known of it; valid: train, {_MATMUL}"
-            )
+        if workload not in {"train", "matmul"}:
+            raise UsageError(f"--workload {workload} has no levers; valid: train, matmul")
         self._config = config
         environment = in_rehearsal(config, None) if rehearse else on_this_machine(config)
         spec = plan_slots(environment.config, environment.target)[0].spec
@@ -94,18 +158,19 @@ class Tuning:
             train = train.model_copy(update={"precision": "fp32"})
         self._own = train.model_dump()
         work = replace(spec.workload, name=workload)
-        if not self.trains:
-            work = replace(work, dtype="fp32")
+        work = work if self.trains else replace(work, dtype="fp32")
         self._spec = replace(spec, duty=None, workload=work)
         known = levers.train_trials(train, on_card=on_card) if self.trains else None
         self.trials = levers.named(known or levers.matmul_trials(), names)
         if rehearse and self.trains and not names:
             self.trials = levers.for_rehearsal(self.trials)
         self._began_s = time.monotonic()
-        self._last_s = self._began_s + _LAST * budget_s
+        self._last_s = self._began_s + (budget_s or (_REHEARSAL_S if rehearse else _USUAL_S))
         tune_id = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
         self.folder = default_path().parent / "tunings" / tune_id
         self.folder.mkdir(mode=0o700, parents=True)
+        self._arm: _Arm | None = None
+        """Of the baseline."""
         self.result: dict[str, Any] = {}
         """As `tune --json` prints it, once it has run."""
 
@@ -118,11 +183,11 @@ class Tuning:
             UsageError: The user's own settings cannot be measured here.
         """
         possible = [each for each in self.trials if each.verdict is not LeverVerdict.UNAVAILABLE]
-        bench, is_whole = Bench(self._arm), False
+        is_whole = False
         try:
-            subject = bench.baseline().subject
+            subject = self._baseline().subject
             for place, trial in enumerate(possible):
-                self._measure(bench, trial, 1 / (len(possible) - place))
+                self._measure(trial, 1 / (len(possible) - place))
                 left_s = max(0.0, self._last_s - time.monotonic())
                 say(f"{trial.name}: {trial.verdict}, {left_s:.0f} s left")
             is_whole = True
@@ -135,28 +200,59 @@ class Tuning:
             if not any(trial.rounds for trial in possible):
                 raise
         finally:
-            bench.close()
+            self._close()
         self._write(subject, chosen_of(possible), is_whole=is_whole)
         return is_whole
 
-    def _arm(self, trial: Trial | None) -> ArmSpec:
-        slot = f"tune/{'baseline' if trial is None else trial.name}"
-        spec, log = replace(self._spec, slot=slot), self.folder / "arms.log"
-        if not self.trains:
-            return ArmSpec(spec=spec, log=log)
-        keys = self._own if trial is None else {**self._own, **trial.changes}
-        return ArmSpec(spec=spec, log=log, settings=keys)
+    def _spec_of(self, trial: Trial | None) -> ArmSpec:
+        """Return the arm of a lever, or of the baseline."""
+        name, changes = ("baseline", {}) if trial is None else (trial.name, trial.changes)
+        return ArmSpec(
+            spec=replace(self._spec, slot=f"tune/{name}"),
+            log=self.folder / "arms.log",
+            settings={**self._own, **changes} if self.trains else {},
+        )
 
-    def _measure(self, bench: Bench, trial: Trial, share: float) -> None:
-        """Measure a lever for a share of the time that is left."""
-        now_s, lost = time.monotonic(), None
+    def _baseline(self) -> Turn:
+        """Return a turn of the baseline, whose process is started if there is none."""
+        try:
+            self._arm = self._arm or _Arm(self._spec_of(None))
+            return self._arm.turn()
+        except ArmError as error:
+            self._close()
+            raise ArmError(f"the baseline: {error}") from error
+
+    def _close(self) -> None:
+        if self._arm is not None:
+            self._arm.close()
+        self._arm = None
+
+    def _measure(self, trial: Trial, share: float) -> None:
+        """Measure a lever for a share of the time that is left, and judge it.
+
+        Nothing but the clock ends the rounds: an interval that is looked at again and again until
+        it pleases holds less than it promises.
+        """
+        lost, now_s = None, time.monotonic()
+        until_s = now_s + share * (self._last_s - now_s)
         if now_s >= self._last_s:
             return
+        arm = _Arm(self._spec_of(trial), trial.copies)
         try:
-            bench.measure(trial, now_s + share * (self._last_s - now_s), self._last_s)
+            arm.turn()  # not counted: a CPU then keeps memory between steps that are alike
+            while trial.rounds < _MOST_ROUNDS and time.monotonic() < (
+                until_s if trial.rounds >= LEAST_ROUNDS else self._last_s
+            ):
+                # Who begins changes with each round.
+                if trial.rounds % 2:
+                    own, other = arm.turn(), self._baseline()
+                else:
+                    other, own = self._baseline(), arm.turn()
+                trial.take(own, other)
         except ArmError as error:
             lost = str(error)
         finally:  # what was measured before Ctrl-C counts
+            arm.close()
             if lost or trial.rounds:
                 trial.judge(lost, in_fp32=self._own["precision"] == "fp32")
 
@@ -169,7 +265,7 @@ class Tuning:
             "tune_id": self.folder.name,
             # What it holds for.
             **subject,
-            "model": self._own["preset"] if self.trains else _MATMUL,
+            "model": self._own["preset"] if self.trains else "matmul",
             "duration_s": round(time.monotonic() - self._began_s, 1),
             "whole": is_whole,
             "rows": [trial.to_json() for trial in self.trials],

@@ -1,4 +1,8 @@
-"""One lever at one setting: what is tried, what was measured, and what that is called. Pure.
+"""The levers that `tune` measures, as data; and what a measurement of one is called. Pure.
+
+A lever is a key of `train:` with the values that are tried. Off is what the user's own file says,
+and on another value. To add a lever, add a line to `_LEVERS`. Whether this machine can run it is
+told by the kind of device, or by the process that tries it.
 
 Each round gives one ratio of speeds: a turn of the lever against the turn of the baseline beside
 it. Who begins changes with each round (A B B A ...), so that a machine that becomes slower favours
@@ -8,12 +12,14 @@ neither. Does not measure.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from statistics import NormalDist, median
 from typing import Any, Final
 
+from orchestrator.errors import UsageError
+from workers.training.settings import TrainSettings
 from workers.tuning.messages import Turn
 
 #: A share of the speed: differences of at most this count as none.
@@ -89,8 +95,6 @@ class Trial:
     """`None`: nothing is trained."""
     copies: int = 1
     """Workers at once."""
-    slow: bool = False
-    """Whether it compiles, for which a rehearsal has no time."""
     verdict: LeverVerdict = LeverVerdict.TOO_FEW_ROUNDS
     """UNAVAILABLE from the beginning where this kind of device cannot run it."""
     reason: str = "not begun before the tuning ended; give it a longer --budget"
@@ -210,3 +214,127 @@ def chosen_of(trials: Sequence[Trial]) -> list[Trial]:
         if is_free and trial.helps:
             taken.append(trial)
     return taken
+
+
+@dataclass(frozen=True, slots=True)
+class _Lever:
+    key: str
+    usual: Any
+    """What a training has without the lever, and what `auto` stands for."""
+    values: Sequence[Any]
+    parity: ParityClass
+    on_cards: Sequence[Any] = ()
+    """The values that say nothing without a card."""
+    beside: Mapping[str, Any] | None = None
+    """Other keys without which it does nothing."""
+
+
+_EXACT, _NUMERIC, _OBJECTIVE = ParityClass.EXACT, ParityClass.NUMERIC, ParityClass.OBJECTIVE
+_LOADER: Final = {"loader_workers": 1}
+
+#: In the order in which they are measured: first those of which most is expected.
+_LEVERS: Final = (
+    _Lever("precision", "fp32", ("bf16", "tf32", "fp16"), _NUMERIC, ("tf32",)),
+    _Lever("optimizer", "adamw-foreach", ("adamw-fused", "adamw-loop", "adamw-8bit"), _NUMERIC),
+    _Lever("recompute", "none", ("all",), _EXACT),
+    _Lever("activations_on_host", False, (True,), _EXACT),
+    _Lever("states_on_host", 0, (50, 100), _EXACT),
+    _Lever("attention", "auto", ("math", "efficient", "flash", "cudnn"), _NUMERIC, ("cudnn",)),
+    _Lever("channels_last", False, (True,), _NUMERIC),
+    _Lever("cudnn_benchmark", False, (True,), _NUMERIC, (True, False)),
+    _Lever("loader_workers", 0, (1, 2), _EXACT),
+    _Lever("prefetch", 2, (4,), _EXACT, beside=_LOADER),
+    _Lever("persistent", True, (False,), _EXACT, beside=_LOADER),
+    _Lever("pin", True, (False,), _EXACT, (True, False)),
+    _Lever("non_blocking", True, (False,), _EXACT, (True, False), beside={"pin": True}),
+    _Lever("ram_cache", False, (True,), _EXACT),
+    _Lever("bucketing", False, (True,), _OBJECTIVE),
+    _Lever("packing", False, (True,), _OBJECTIVE),
+    _Lever("adapter", "none", ("lora", "dora"), _OBJECTIVE),
+    _Lever("ema_decay", None, (0.99,), _OBJECTIVE),
+    _Lever("ema_on", "device", ("host",), _OBJECTIVE, beside={"ema_decay": 0.99}),
+    _Lever("dropout", 0.0, (0.1,), _OBJECTIVE),
+    _Lever("label_smoothing", 0.0, (0.1,), _OBJECTIVE),
+    _Lever("r_drop", 0.0, (0.5,), _OBJECTIVE, beside={"dropout": 0.1}),
+    _Lever("layer_decay", 1.0, (0.9,), _OBJECTIVE),
+    _Lever("deterministic", False, (True,), _NUMERIC),
+    _Lever("set_to_none", True, (False,), _EXACT),
+    _Lever("compile", "off", ("block", "model"), _NUMERIC),
+)
+
+#: Takes minutes to begin.
+_COMPILES: Final = "compile"
+
+#: Values of a key with which it is off, so that a lever that needs it brings it along.
+_OFF: Final = (None, False, 0, "off", "none")
+
+
+def train_trials(train: TrainSettings, *, on_card: bool) -> list[Trial]:
+    """Return one trial for each lever and value that is not the user's own."""
+    batch = train.batch
+    micro = _Lever("micro", batch, [size for size in (batch // 2, batch // 4) if size], _EXACT)
+    more = _Lever("batch", batch, (batch + batch // 2, 2 * batch), _OBJECTIVE)
+    return [
+        trial
+        for lever in (micro, *_LEVERS, more)
+        for trial in _trials_of(lever, train.model_dump(), on_card=on_card)
+    ]
+
+
+def for_rehearsal(trials: Sequence[Trial]) -> list[Trial]:
+    """Return one value of each key that tuned.yaml may get and that is quick to begin: what fits
+    into minutes on two cores.
+    """
+    first: dict[str, Trial] = {}
+    for trial in trials:
+        is_possible = trial.verdict is not LeverVerdict.UNAVAILABLE
+        if trial.parity_class in CHOSEN and is_possible and trial.lever != _COMPILES:
+            first.setdefault(trial.lever, trial)
+    return list(first.values())
+
+
+def named(trials: Sequence[Trial], names: Sequence[str]) -> list[Trial]:
+    """Return the trials that are named, by key or by `key=value`; all if none is named.
+
+    Raises:
+        UsageError: A name fits no lever.
+    """
+    valid = {name for each in trials for name in (each.lever, each.name)}
+    if unknown := [name for name in names if name not in valid]:
+        keys = ", ".join(dict.fromkeys(each.lever for each in trials))
+        raise UsageError(
+            f"--levers names {unknown[0]!r}, which is none; valid: {keys}, or one as KEY=VALUE"
+        )
+    return [each for each in trials if not names or {each.lever, each.name} & {*names}]
+
+
+def matmul_trials() -> list[Trial]:
+    """Return the trials of matmul: several workers at once, against one."""
+    return [
+        Trial(lever="workers", setting=str(count), changes={}, copies=count) for count in (2, 3)
+    ]
+
+
+def _trials_of(lever: _Lever, own: Mapping[str, Any], *, on_card: bool) -> Iterator[Trial]:
+    now = own.get(lever.key)
+    for value in (lever.usual, *lever.values):
+        is_usual = value == lever.usual
+        if now == value or (now == "auto" and is_usual):
+            continue
+        needed = {} if is_usual else lever.beside or {}
+        beside = {key: other for key, other in needed.items() if own.get(key) in _OFF}
+        words = [_text_of(value), *(f"{key} {_text_of(other)}" for key, other in beside.items())]
+        trial = Trial(
+            lever=lever.key,
+            setting=" with ".join(words),
+            changes={**beside, lever.key: value},
+            parity_class=lever.parity,
+        )
+        if value in lever.on_cards and not on_card:
+            trial.verdict = LeverVerdict.UNAVAILABLE
+            trial.reason = "it says nothing without a card, and this device is the CPU"
+        yield trial
+
+
+def _text_of(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) or value is None else str(value)
