@@ -115,15 +115,6 @@ def test_an_override_reaches_a_node_with_dots_in_its_name(file: Path) -> None:
     )
 
 
-def test_aliases_save_typing_and_share_nothing(file: Path) -> None:
-    file.write_text(
-        "nodes:\n  a: &pc {gpu: h200, workers: 2, vram_per_worker_gib: 8}\n  b: *pc\n",
-        encoding="utf-8",
-    )
-    config = load_config(str(file), ["nodes.a.workers=3"])
-    assert (config.nodes["a"].workers, config.nodes["b"].workers) == (3, 2)
-
-
 def test_a_byte_order_mark_and_windows_line_ends_are_no_trouble(file: Path) -> None:
     file.write_bytes(b"\xef\xbb\xbf" + yaml.safe_dump(SMALL).replace("\n", "\r\n").encode())
     assert load_config(str(file)) == config_from_data(SMALL)
