@@ -86,6 +86,8 @@ def read_text(path: str, usual: str, typed: str, missing: str) -> str:
         raise refusal(path, reason, f"{typed} with the path of a {usual}") from None
     if len(raw) > MAX_FILE_BYTES:
         raise refusal(path, "is larger than 1 MiB", f"{typed} with the path of a {usual}")
+    if b"\0" in raw:
+        raise refusal(path, "is a binary file", "a YAML text file in UTF-8")
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -166,7 +166,7 @@ LAUGHS = "a: &a [1,1,1,1,1,1,1,1,1,1]\n" + "".join(
         (f"%YAML {'9' * 5000}.1\n---\na: 1\n", 1, None, "an escape or a version number in it"),
         (b"a: 1\nb: \x01\n", 2, None, "is not YAML: special characters are not allowed"),
         (b"a: 1\nb: \xff\n", 2, None, "is not UTF-8 text; valid: the file saved again"),
-        ("a: 1\nb: ü\n".encode("utf-16"), 1, None, "is not UTF-8 text; valid: the file saved again"),
+        ("a: 1\nb: ü\n".encode("utf-16"), None, None, "is a binary file; valid: a YAML text file"),
         (b"#" * (1024 * 1024 + 1), None, None, "is larger than 1 MiB; valid: --config PATH"),
         ("a:\n  " + "[" * 500_000, 2, None, "is nested deeper than 32 levels"),
         ("a: " + "{a: " * 40 + "}" * 40, 1, None, "is nested deeper than 32 levels"),

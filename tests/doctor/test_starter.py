@@ -142,13 +142,13 @@ def processor(ram_gib: int, cores: int) -> MachineFacts:
         (with_cards(card_facts(), SMALL), {"gpus": 2, "gpu": "rtx-3070", "vram_gib": 7.66, "workers": 2 * 2}, None),
         (
             with_cards(card_facts(), DISPLAY), {"gpus": 1, "gpu": "rtx-3090", "workers": 7},
-            "Too small beside that: NVIDIA GeForce GT 1030; start Ray there with CUDA_VISIBLE_DEVICES=0.",
+            "too small beside that: NVIDIA GeForce GT 1030; start Ray with CUDA_VISIBLE_DEVICES=0",
         ),
         (with_cards(OLD), {"dtype": "fp32"}, None),
         # Half of the free memory goes to workers on a processor.
         (
             processor(24, 8), {"gpu": "cpu", "gpus": 0, "workers": 8, "vram_per_worker_gib": 1.0},
-            "# Here: no NVIDIA card was found: workers run on the processor.",
+            "no NVIDIA card: 8 workers x 1.00 GiB on the processor",
         ),
         (processor(2, 8), {"workers": 4, "vram_per_worker_gib": 0.25}, None),
         (processor(8, 2), {"workers": 2, "vram_per_worker_gib": 1.0}, None),
@@ -175,8 +175,7 @@ def test_no_number_of_the_reference_pair_is_left_in_the_nodes() -> None:
     text, _, _ = written(workstation(cards=(unknown,)))
     nodes = text[text.index("\nnodes:") : text.index("\nworkload:")]
     assert not re.search(r"3\.30|23\.10|= 56|0\.99|3090 really|4 x 1\.7", nodes)
-    assert "7 x 3.94 = 27.58 of the 31.00 GiB that this card shows (89%)." in nodes
-    assert "# Here: 7 x 2 = 14." in nodes
+    assert "    vram_per_worker_gib: 3.94" in nodes
 
 
 def test_what_stands_outside_of_the_nodes_stays() -> None:
