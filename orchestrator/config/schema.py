@@ -258,24 +258,6 @@ class RunConfig(_Section):
         """Length of the run in seconds."""
         return parse_duration(self.duration)
 
-    @model_validator(mode="after")
-    def _ordered(self) -> RunConfig:
-        """Refuse times that contradict each other: with these, one of two alarms could never
-        appear.
-        """
-        for shorter, longer in (
-            ("restart_backoff_s", "restart_backoff_max_s"),
-            ("poll_s", "stale_after_s"),
-            ("stale_after_s", "hang_timeout_s"),
-        ):
-            if getattr(self, shorter) > getattr(self, longer):
-                raise ValueError(
-                    f"{shorter} {getattr(self, shorter):g} is longer than {longer} "
-                    f"{getattr(self, longer):g}; "
-                    f"valid: {shorter} at most {longer}"
-                )
-        return self
-
 
 class NotifyConfig(_Section):
     """What `run` and `notify` tell by mail or chat.
