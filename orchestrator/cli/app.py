@@ -514,7 +514,7 @@ def tune(
         workload=workload,
     )
     is_whole = tuning.run(lambda line: typer.echo(line, err=True))
-    print_json(tuning.json_text()) if here.as_json else tell(tuning.text())
+    print_json(tuning.result) if here.as_json else tell(tuning.text())
     if not is_whole:
         raise typer.Exit(130)
 

@@ -142,9 +142,8 @@ class Chaos:
         others = [node for node in config.nodes if node != config.head_node]
         for node in self._plan.nodes:
             if node not in others:
-                why = "carries the head" if node == config.head_node else "is no node here"
                 valid = ", ".join(others) or "none, the head's node is the only one"
-                raise UsageError(one_line(f"--chaos node:{node} {why}; valid: {valid}"))
+                raise UsageError(one_line(f"--chaos node:{node} cannot be; valid: {valid}"))
 
     def around(self, fleet: Fleet, events: EventLog, clock: Clock) -> Fleet:
         """Return the fleet with the faults; nothing is struck before the run counts."""

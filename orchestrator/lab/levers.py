@@ -125,15 +125,6 @@ class Trial:
         """Pairs of a turn of the lever and one of the baseline."""
         return len(self.speeds)
 
-    @property
-    def helps(self) -> bool:
-        """Whether tuned.yaml gets it: it is faster, or takes less memory and is surely no slower,
-        and trains the same.
-        """
-        is_faster = self.verdict is LeverVerdict.FASTER
-        is_less = self.verdict is LeverVerdict.LESS_MEMORY and (self.speed_low or 0) >= 1 - RESOLVE
-        return (is_faster or is_less) and self.parity_class in CHOSEN
-
     def take(self, own: Turn, baseline: Turn) -> None:
         """Take in a round."""
         self.speeds.append((own.speed, baseline.speed))
@@ -207,11 +198,17 @@ def parity_gap(losses: Sequence[float], baseline: Sequence[float]) -> float | No
 
 
 def chosen_of(trials: Sequence[Trial]) -> list[Trial]:
-    """Return the levers to use, the fastest first, one for each key."""
+    """Return what tuned.yaml gets, the fastest first, one for each key: what is faster, or takes
+    less memory and is surely no slower, and trains the same.
+    """
     taken: list[Trial] = []
     for trial in sorted(trials, key=lambda trial: -(trial.speed_ratio or 0.0)):
+        is_less = trial.verdict is LeverVerdict.LESS_MEMORY
+        helps = trial.verdict is LeverVerdict.FASTER or (
+            is_less and (trial.speed_low or 0.0) >= 1 - RESOLVE
+        )
         is_free = not any(trial.changes.keys() & other.changes.keys() for other in taken)
-        if is_free and trial.helps:
+        if helps and is_free and trial.parity_class in CHOSEN:
             taken.append(trial)
     return taken
 
@@ -241,12 +238,9 @@ _LEVERS: Final = (
     _Lever("states_on_host", 0, (50, 100), _EXACT),
     _Lever("attention", "auto", ("math", "efficient", "flash", "cudnn"), _NUMERIC, ("cudnn",)),
     _Lever("channels_last", False, (True,), _NUMERIC),
-    _Lever("cudnn_benchmark", False, (True,), _NUMERIC, (True, False)),
     _Lever("loader_workers", 0, (1, 2), _EXACT),
     _Lever("prefetch", 2, (4,), _EXACT, beside=_LOADER),
-    _Lever("persistent", True, (False,), _EXACT, beside=_LOADER),
     _Lever("pin", True, (False,), _EXACT, (True, False)),
-    _Lever("non_blocking", True, (False,), _EXACT, (True, False), beside={"pin": True}),
     _Lever("ram_cache", False, (True,), _EXACT),
     _Lever("bucketing", False, (True,), _OBJECTIVE),
     _Lever("packing", False, (True,), _OBJECTIVE),
@@ -258,12 +252,8 @@ _LEVERS: Final = (
     _Lever("r_drop", 0.0, (0.5,), _OBJECTIVE, beside={"dropout": 0.1}),
     _Lever("layer_decay", 1.0, (0.9,), _OBJECTIVE),
     _Lever("deterministic", False, (True,), _NUMERIC),
-    _Lever("set_to_none", True, (False,), _EXACT),
     _Lever("compile", "off", ("block", "model"), _NUMERIC),
 )
-
-#: Takes minutes to begin.
-_COMPILES: Final = "compile"
 
 #: Values of a key with which it is off, so that a lever that needs it brings it along.
 _OFF: Final = (None, False, 0, "off", "none")
@@ -288,7 +278,7 @@ def for_rehearsal(trials: Sequence[Trial]) -> list[Trial]:
     first: dict[str, Trial] = {}
     for trial in trials:
         is_possible = trial.verdict is not LeverVerdict.UNAVAILABLE
-        if trial.parity_class in CHOSEN and is_possible and trial.lever != _COMPILES:
+        if trial.parity_class in CHOSEN and is_possible and trial.lever != "compile":
             first.setdefault(trial.lever, trial)
     return list(first.values())
 
@@ -306,13 +296,6 @@ def named(trials: Sequence[Trial], names: Sequence[str]) -> list[Trial]:
             f"--levers names {unknown[0]!r}, which is none; valid: {keys}, or one as KEY=VALUE"
         )
     return [each for each in trials if not names or {each.lever, each.name} & {*names}]
-
-
-def matmul_trials() -> list[Trial]:
-    """Return the trials of matmul: several workers at once, against one."""
-    return [
-        Trial(lever="workers", setting=str(count), changes={}, copies=count) for count in (2, 3)
-    ]
 
 
 def _trials_of(lever: _Lever, own: Mapping[str, Any], *, on_card: bool) -> Iterator[Trial]:

@@ -11,7 +11,6 @@ driver, torch and model. Decides no verdict (`levers`).
 
 from __future__ import annotations
 
-import json
 import secrets
 import signal
 import time
@@ -27,6 +26,7 @@ from orchestrator.core.placement import plan_slots
 from orchestrator.errors import UsageError, one_line
 from orchestrator.lab import levers
 from orchestrator.lab.levers import LEAST_ROUNDS, LeverVerdict, Trial, chosen_of
+from orchestrator.record.summary import summary_text
 from orchestrator.run.environment import in_rehearsal, on_this_machine
 from workers.files import replace_whole
 from workers.learned_limits import default_path
@@ -81,16 +81,19 @@ class _Arm:
         for connection, _ in self._members:
             with suppress(BrokenPipeError, ConnectionResetError):  # its last words can be received
                 connection.send(_TURN_S)
-        try:
-            for connection, _ in self._members:
+        for connection, process in self._members:
+            try:
                 if not connection.poll(_PATIENCE_S):
                     raise ArmError(f"it gave no answer for {_PATIENCE_S:.0f} s")
                 answer = connection.recv()
-                if isinstance(answer, Refused):
-                    raise ArmError(answer.reason)
-                turns.append(answer)
-        except (EOFError, ConnectionResetError) as error:
-            raise ArmError(self._end()) from error
+            except (EOFError, ConnectionResetError) as error:
+                process.join(_END_S)
+                code = process.exitcode or 0
+                how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+                raise ArmError(f"its process was ended by {how}") from error
+            if isinstance(answer, Refused):
+                raise ArmError(answer.reason)
+            turns.append(answer)
         speed, peak_bytes = (
             sum(each.speed for each in turns),
             sum(each.peak_bytes for each in turns),
@@ -106,16 +109,6 @@ class _Arm:
             if process.is_alive():
                 process.kill()
                 process.join(_END_S)
-
-    def _end(self) -> str:
-        """Return how the first process that has ended did so."""
-        for _, process in self._members:
-            process.join(_END_S)
-            code = process.exitcode
-            if code is not None:
-                how = signal.Signals(-code).name if code < 0 else str(code)
-                return f"its process was ended by {how}"
-        return "its connection was lost"
 
 
 class Tuning:
@@ -160,8 +153,9 @@ class Tuning:
         work = replace(spec.workload, name=workload)
         work = work if self.trains else replace(work, dtype="fp32")
         self._spec = replace(spec, duty=None, workload=work)
-        known = levers.train_trials(train, on_card=on_card) if self.trains else None
-        self.trials = levers.named(known or levers.matmul_trials(), names)
+        several = [Trial(lever="workers", setting=str(n), changes={}, copies=n) for n in (2, 3)]
+        known = levers.train_trials(train, on_card=on_card) if self.trains else several
+        self.trials = levers.named(known, names)
         if rehearse and self.trains and not names:
             self.trials = levers.for_rehearsal(self.trials)
         self._began_s = time.monotonic()
@@ -271,16 +265,12 @@ class Tuning:
             "rows": [trial.to_json() for trial in self.trials],
             "chosen": changes,
         }
-        replace_whole(self.folder / "tune.json", self.json_text())
+        replace_whole(self.folder / "tune.json", summary_text(self.result))
         if self.trains:
             train = self._config.train.model_copy(update=changes)
             tuned = dump_config(self._config.model_copy(update={"train": train}))
             notes = "".join(f"# {trial.name}: {_figures(trial)}\n" for trial in chosen)
             replace_whole(self.folder / "tuned.yaml", notes + tuned)
-
-    def json_text(self) -> str:
-        """Return the result as `tune --json` prints it."""
-        return json.dumps(self.result, indent=2, allow_nan=False)
 
     def text(self) -> str:
         """Return what people read: the rows, what helps first, then what was chosen."""
