@@ -46,7 +46,7 @@ _PATIENCE_S: Final = 300.0
 
 #: Beside other programs, ratios of turns of 2.5 s scattered twice as far as those of 0.5 s
 #: (measured).
-_TURN_S: Final = 0.4
+_TURN_S: Final = 0.3
 
 #: An interval of so many rounds of 5 % of noise is 1 % wide on either side.
 _MOST_ROUNDS: Final = 120
@@ -233,7 +233,6 @@ class Tuning:
             return
         arm = _Arm(self._spec_of(trial), trial.copies)
         try:
-            arm.turn()  # not counted: a CPU then keeps memory between steps that are alike
             while trial.rounds < _MOST_ROUNDS and time.monotonic() < (
                 until_s if trial.rounds >= LEAST_ROUNDS else self._last_s
             ):

@@ -41,6 +41,12 @@ _UNIT_FLOP: Final = 1e9
 #: So that no schedule of the learning rate ends within a tuning.
 _STEPS: Final = 1_000_000
 
+#: Before the first turn: the first step of a process takes memory that no later one takes, and may
+#: compile; a CPU keeps memory between steps after eight that are alike, and is up to a third slower
+#: until then (measured). After so many seconds no more of them begin.
+_WARM_STEPS: Final = 10
+_WARM_S: Final = 4.0
+
 
 def serve(connection: Connection, spec: ArmSpec) -> None:
     """Do a turn for each message. What goes wrong is answered as `Refused`, and ends the process."""
@@ -50,7 +56,7 @@ def serve(connection: Connection, spec: ArmSpec) -> None:
         device = open_device(spec.spec)
         on_card, multiplies = device.info.kind == "cuda", spec.spec.workload.name == "matmul"
         work: Products | Training = (Products if multiplies else Training)(spec, device)
-        work.timed_step()  # it takes memory that no later one takes, and may compile
+        _warm(work)
         while True:
             if on_card:
                 with device.enforced():
@@ -73,6 +79,14 @@ def serve(connection: Connection, spec: ArmSpec) -> None:
             reason = f"does not fit the cap: {failure.text}"
     with suppress(BrokenPipeError, ConnectionResetError):
         connection.send(Refused(reason))
+
+
+def _warm(work: Products | Training) -> None:
+    until_s, steps = time.monotonic() + _WARM_S, 0
+    while not steps or (steps < _WARM_STEPS and time.monotonic() < until_s):
+        work.timed_step()
+        work.device.step_peak_bytes()  # by which a device knows steps that are alike
+        steps += 1
 
 
 def _turn(work: Products | Training, seconds: float) -> Turn:

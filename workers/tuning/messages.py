@@ -58,7 +58,7 @@ class Turn:
     losses: tuple[float, ...]
     """Of the first optimiser steps since its process began; empty for matmul."""
     peak_bytes: int
-    """The highest use of the device by tensors in a step, the first of the process aside."""
+    """The highest use of the device by tensors in a step of it."""
     subject: Mapping[str, str | None]
     """What it holds for: `device`, `card` (its UUID), `driver`, `torch`."""
 
