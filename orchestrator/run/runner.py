@@ -89,8 +89,8 @@ class Faults(Protocol):
     def on_event(self, entry: Mapping[str, Any]) -> None:
         """Take in what the run writes into its event log."""
 
-    def told(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Return the injected faults of a run that is over, and their counts by kind."""
+    def told(self) -> list[dict[str, Any]]:
+        """Return the injected faults of a run that is over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -455,13 +455,11 @@ class _Record:
         self, snapshot: Snapshot, outcome: str, code: int, error: str | None = None
     ) -> dict[str, Any]:
         chaos = self.options.chaos
-        faults, counts = ([], []) if chaos is None else chaos.told()
+        faults = [] if chaos is None else chaos.told()
         started = datetime.fromtimestamp(self.started_at_unix_s, UTC).isoformat(
             timespec="milliseconds"
         )
-        return summary_dict(
-            snapshot, outcome, code, started, error, faults=faults, fault_counts=counts
-        )
+        return summary_dict(snapshot, outcome, code, started, error, faults=faults)
 
     def _write(self, summary: dict[str, Any]) -> str:
         """Write the summary if the folder can take it; return where it is, or why it is not."""

@@ -49,7 +49,7 @@ class Meter:
     """Throughput of one slot over its last statuses."""
 
     best_tflops: float | None = None
-    """Most that was sustained, in this run or before."""
+    """Most that was sustained in this run."""
     tflops: float | None = None
     """Sustained TFLOP/s: work over wall time, pauses for the duty included; `None` if the workload
     counts none.
@@ -84,18 +84,13 @@ class Meter:
         wall_s, flop = status.wall_s - began_s, counts.work_flop - flop_before
         self.duty = min(1.0, (counts.busy_s - busy_before_s) / wall_s) if wall_s > 0 else None
         self.tflops = flop / wall_s / 1e12 if wall_s > 0 and flop > 0 else None
-        if not is_first:
-            self.remember(self.tflops)
+        if not is_first and self.tflops is not None:
+            self.best_tflops = max(self.tflops, self.best_tflops or 0.0)
 
     @property
     def sm_clock_mhz(self) -> int | None:
         """Highest clock in the window: an idle card lowers its clock, and no work was done then."""
         return max((clock for *_, clock in self._window if clock is not None), default=None)
-
-    def remember(self, tflops: float | None) -> None:
-        """Measure against what was done in earlier runs, too."""
-        if tflops is not None and tflops > (self.best_tflops or 0.0):
-            self.best_tflops = tflops
 
 
 def _is_at_work(slot: Slot) -> bool:

@@ -424,10 +424,8 @@ class Supervisor:
         self._slots[name] = after
         self._changed[name] = None
         if after.status is not None and after.news_at_s not in {None, before.news_at_s}:
-            meter, spec = self._meters[name], self._plans[name].spec
-            meter.add(after.status)
-            meter.remember(self.learned_limits.best_tflops(spec, after.status))
-            self.learned_limits.take(spec, after.status, meter.best_tflops)
+            self._meters[name].add(after.status)
+            self.learned_limits.take(after.status)
         if after.phase is not before.phase:
             self._cards_wait = True
             if after.phase in _OVER:

@@ -89,8 +89,7 @@ AT = "2026-01-01T00:00:00Z"
 KEYS = (
     "schema run_id outcome exit_code started_at duration_s nodes_planned nodes_seen workers_planned steps_ok steps_oom "
     "steps_oom_probe steps_error success_rate oom_count emergency_count restart_count "
-    "tflops_total verify_checks verify_errors workers notices faults "
-    "fault_counts"
+    "tflops_total verify_checks verify_errors workers notices faults"
 )
 
 
