@@ -12,13 +12,10 @@ import sqlite3
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
 
 from orchestrator.record.archive import (
-    EVENTS_MOST,
     StoredEvent,
     events_of,
-    read_events,
     reading,
 )
 from orchestrator.record.model import FIELDS
@@ -47,11 +44,6 @@ _OF_ALL = (
     f"WITH sums AS (SELECT at_unix_s{{sums}} FROM samples {_SLICE} GROUP BY at_unix_s) "  # noqa: S608 - constants
     f"SELECT '' AS slot, {_PART}{{figures}} FROM sums GROUP BY part"
 )
-# SQLite takes the other columns from the line of the minimum.
-_CURVES = (
-    "SELECT slot, train_step AS step, min(at_unix_s) AS at_unix_s, loss, samples_per_s FROM samples "
-    "WHERE train_step > 0 GROUP BY slot, train_step"
-)
 #: For all samples: a run may last for days.
 _READING_MOST_S = 120.0
 
@@ -60,10 +52,6 @@ SAMPLED_NUMBERS = tuple(key for key, each in FIELDS.items() if each.sampled and 
 
 #: What the course of a whole run is told by.
 TOTALS = ("tflops", "allocated_bytes", "oom_count", "temperature_c", "samples_per_s")
-
-
-Curve: TypeAlias = dict[int, dict[str, float]]
-"""Figures of a training by its optimiser steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,33 +117,10 @@ def sampled_between(folder: Path) -> tuple[float, float] | None:
     return None if _number(first) is None or _number(last) is None else (float(first), float(last))
 
 
-def training_curves(folder: Path) -> dict[str, Curve]:
-    """Return what is known of each optimiser step of each slot that trains, by slot and step.
-
-    `loss` and `samples_per_s` at the first sample of a step, and the figures of its validation.
-    """
-    curves: dict[str, Curve] = {}
-    with reading(folder) as store:
-        points = [(line["slot"], dict(line)) for line in store.execute(_CURVES)]
-    told = read_events(folder, ("evaluated",))
-    points += [(event.slot, {"at_unix_s": event.at_unix_s, **event.details}) for event in told]
-    for slot, values in points:
-        known = {key: number for key in values if (number := _number(values[key])) is not None}
-        curve = curves.setdefault(slot, {})
-        point = curve.setdefault(int(known.pop("step", 0)), {})
-        known.pop("worker_at_unix_s", None)
-        point |= {key: point.get(key, value) for key, value in known.items()}
-    return {slot: dict(sorted(curve.items())) for slot, curve in curves.items()}
-
-
-def state_spans(folder: Path, slot: str) -> tuple[Span, ...]:
-    """Return the states of a slot one after the other, from its first change on."""
-    with reading(folder) as store:
-        return _spans(events_of(store, "event = 'state' AND slot = ?", [slot], EVENTS_MOST))
-
-
 def all_state_spans(folder: Path) -> dict[str, tuple[Span, ...]]:
-    """Return the same of all slots, by slot; of very many changes the last ones."""
+    """Return the states of each slot one after the other, from its first change on, by slot; of
+    very many changes the last ones.
+    """
     changes: dict[str, list[StoredEvent]] = {}
     with reading(folder) as store:
         for event in events_of(store, "event = 'state' AND slot IS NOT NULL", (), _CHANGES_MOST):

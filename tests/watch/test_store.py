@@ -24,7 +24,7 @@ from orchestrator.record.store import (
     ProgressLine,
     RunStore,
 )
-from orchestrator.view.live import Outlets
+from orchestrator.run.supervisor import Outlets
 from tests.factories import FACTS, event, make_row, make_snapshot, record
 from tests.scene import ROOT, namespaced
 from tests.watch.scene import Clock, head_process
