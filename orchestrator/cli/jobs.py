@@ -230,9 +230,12 @@ def list_jobs(queue: OfQueue, json_output: bool = AS_JSON) -> None:
     folder = queue.folder
     snapshot = snapshot_of(folder)
     if json_output:
-        print_json(view.queue_object(snapshot))
+        print_json(view.queue_object(snapshot, view.current(snapshot)))
         return
-    tell(view.jobs_table(snapshot), f"run {folder.name}: {view.summary_line(snapshot)}")
+    tell(
+        view.jobs_table(snapshot, view.current(snapshot)),
+        f"run {folder.name}: {view.summary_line(snapshot)}",
+    )
     if snapshot.held is not None:
         tell("`python -m orchestrator jobs release` lets it go on")
     if any(standing.state not in ENDED for standing in snapshot.standings):
@@ -254,21 +257,13 @@ def show(queue: OfQueue, job: str = _JOB, json_output: bool = AS_JSON) -> None:
 
 @app.command()
 @shared
-def results(
-    queue: OfQueue,
-    as_csv: bool = Option(False, "--csv", help="As CSV, with a column for each setting."),
-    json_output: bool = AS_JSON,
-) -> None:
+def results(queue: OfQueue, json_output: bool = AS_JSON) -> None:
     """Show what came out of every job, the best of a metric first."""
-    if as_csv and json_output:
-        raise UsageError("--csv and --json exclude each other")
     snapshot = snapshot_of(queue.folder)
     if json_output:
-        print_json(view.results_object(snapshot))
-    elif as_csv:
-        typer.echo(view.results_csv(snapshot))
+        print_json(view.queue_object(snapshot, view.best_first(snapshot)))
     else:
-        tell(view.results_table(snapshot), f"files: {snapshot.files}/JOB")
+        tell(view.jobs_table(snapshot, view.best_first(snapshot)), f"files: {snapshot.files}/JOB")
 
 
 @app.command()
