@@ -82,10 +82,7 @@ _CREATE: Final = (
     ) WITHOUT ROWID""",
     f"PRAGMA user_version = {SCHEMA_VERSION}",
 )
-_PUT: Final = {
-    table: f"INSERT INTO {table} VALUES (?, ?) ON CONFLICT DO UPDATE SET value = excluded.value"  # noqa: S608 - names of this module
-    for table in _KEYS
-}
+_PUT: Final = "INSERT INTO {} VALUES (?, ?) ON CONFLICT DO UPDATE SET value = excluded.value"
 # The last sample of a run may fall on the moment of the one before it.
 _PUT_SAMPLE: Final = f"INSERT OR REPLACE INTO samples VALUES (?{', ?' * len(_SAMPLED)})"  # noqa: S608 - question marks
 
@@ -351,7 +348,7 @@ class RunStore:
         connection.execute(f"PRAGMA synchronous = {'FULL' if is_of_queue else 'NORMAL'}")
         connection.execute("BEGIN IMMEDIATE")
         for (table, key), text in self._waiting.items():
-            connection.execute(_PUT[table], (key, text))
+            connection.execute(_PUT.format(table), (key, text))
         connection.executemany(_PUT_SAMPLE, self._samples)
         connection.execute("COMMIT")
 
