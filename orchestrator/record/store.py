@@ -1,8 +1,8 @@
-"""The store of a run, `run.sqlite`: its slots, the jobs of its queue, samples, and answered commands.
+"""The store of a run, `run.sqlite`: its slots, the jobs of its queue, samples, answered commands.
 
-The head alone writes it. What it is given waits in memory until `commit`, once a turn, writes all of
-it in one transaction, before the head acts: a reader never sees half of a turn, and a killed head
-loses at most the turn it was in. While the disk is full or the file is locked, `problem` says so,
+The head alone writes it. What it is given waits in memory until `commit`, once a turn, writes it in
+one transaction, before the head acts: a reader never sees half of a turn, and a killed head loses
+at most the turn it was in. While the disk is full or the file is locked, `problem` says so,
 the run goes on, and the next success writes what has waited. A turn that changes jobs would survive
 a power cut; of other turns a power cut may take the last seconds. Does not say what a reader makes
 of it (`archive.py`, `jobs.py`, `history.py`), and keeps no events (`events.py`).
