@@ -6,11 +6,13 @@ Does not implement the verbs, nor decide how an error reaches the user (`main.py
 from __future__ import annotations
 
 import shutil
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import typer
+from rich.console import Console
 from typer import Argument, Option
 
 from orchestrator.cli import jobs, jobs_run
@@ -231,9 +233,6 @@ def report(
     html: Path | None = Option(
         None, help="Into one file for a browser, charts included.", metavar="FILE"
     ),
-    curves: Path | None = Option(
-        None, help="Loss and validation over steps, as CSV.", metavar="DIR"
-    ),
 ) -> None:
     """Show one run: how it ended, its table, what happened.
 
@@ -241,16 +240,13 @@ def report(
     """
     from orchestrator.cli.runs import report_json, report_text
     from orchestrator.view import html_report
-    from orchestrator.view.curves import write_curves
 
-    if text + json_output + (html is not None) + (curves is not None) > 1:
-        raise UsageError("--text, --json, --html and --curves exclude each other")
+    if text + json_output + (html is not None) > 1:
+        raise UsageError("--text, --json and --html exclude each other")
     folder = where.run(run_id)
     if html is not None:
         html_report.write_report(html, folder)
         tell(str(html))
-    elif curves is not None:
-        tell(*write_curves(folder, curves))
     elif json_output:
         print_json(report_json(folder))
     else:
@@ -322,28 +318,18 @@ def top(
     once: bool = Option(
         False, "--once", help="Print one frame and end, as where there is no terminal."
     ),
-    sort: str | None = Option(
-        None, help="By which; -COLUMN turns the order. Default: worst first.", metavar="COLUMN"
-    ),
-    wanted: str | None = Option(
-        None, "--filter", help='Such as "state:backoff !pc1".', metavar="WORDS"
-    ),
-    json_output: bool = AS_JSON,
-    read_only: bool = Option(
-        False, "--read-only", help="Without the keys that send commands to the run."
-    ),
 ) -> None:
-    """Follow a run from any terminal. `?` lists the keys."""
-    from orchestrator.view.top import screen
+    """Follow a run from any terminal; the last line lists the keys."""
+    from orchestrator.cli.runs import table_text
 
-    view = screen.view_of(sort, wanted)
     folder = where.run(run_id)
-    if json_output:
-        print_json(screen.frame_json(folder, view))
-    elif once or not screen.is_terminal():
-        tell(screen.frame_text(folder, view, _columns()))
+    is_screen = sys.stdin.isatty() and sys.stdout.isatty() and Console(stderr=True).is_interactive
+    if once or not is_screen:
+        tell(table_text(folder, _columns()))
     else:
-        screen.watch(folder, view, read_only=read_only)
+        from orchestrator.view.top import Top  # Textual takes half a second to load
+
+        Top(folder).run()
 
 
 @app.command()
@@ -397,9 +383,9 @@ def web(
 
     Prints the address, which opens the page.
     """
-    from orchestrator.view.web import serving
+    from orchestrator.view.web import server
 
-    serving.serve(where.runs, run_id, tell, port=port, bind=bind, control=control)
+    server.serve(where.runs, run_id, tell, port=port, bind=bind, control=control)
 
 
 @app.command()

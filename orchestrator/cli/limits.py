@@ -13,7 +13,7 @@ from typing import Any, Final
 from orchestrator.cli.printing import Part
 from orchestrator.config.duration import format_duration
 from orchestrator.errors import ArchiveError
-from orchestrator.view.cells import clean, number, whole
+from orchestrator.view.cells import clean, number
 from orchestrator.view.phrases import counted
 from orchestrator.view.tables import Column, Table, TableRow, row_of
 from workers.learned_limits import EXPIRY_S, LimitStore
@@ -74,7 +74,7 @@ def shown(told: Mapping[str, Any]) -> Part:
 def _row(limit: Mapping[str, Any]) -> TableRow:
     texts = {
         "cap_bytes": _bytes(limit["cap_bytes"]),
-        "size": whole(limit["size"]),
+        "size": number(limit["size"]),
         "unit_bytes": _bytes(limit["unit_bytes"]),
         "age_s": _roughly(limit["age_s"]),
         "expires_in_s": _roughly(limit["expires_in_s"]),

@@ -18,7 +18,7 @@ from orchestrator.config.schema import Config, WorkloadConfig
 from orchestrator.core.slot import HeadState
 from orchestrator.errors import ArchiveError
 from orchestrator.record import history
-from orchestrator.record.archive import read_events
+from orchestrator.record.events import read_events
 from orchestrator.record.folders import summary_of
 from orchestrator.record.model import Snapshot
 from orchestrator.run import runner

@@ -27,7 +27,7 @@ from orchestrator.lab.burn import (
 )
 from orchestrator.record.store import STORE_NAME, RunStore
 from orchestrator.record.summary import summary_dict, write_summary
-from tests.factories import FACTS, event, make_row, make_snapshot, record
+from tests.factories import FACTS, add_event, event, make_row, make_snapshot, record
 
 CAPS, HEAT, FULL = PHASES
 SECONDS = 600
@@ -207,12 +207,14 @@ def test_a_run_folder_is_judged_by_what_it_has(tmp_path: Path) -> None:
         "reserved_bytes": 950,
     }
     row = make_row(slot="pc1/0", node="pc1", device="cuda", **card)
-    store.event({**event(name="counting", duration_s=40.0), "at": _at(0)})
+    add_event(store, {**event(name="counting", duration_s=40.0), "at": _at(0)})
     for second in range(40):
-        store.slots([record("pc1/0", state=row.state.value, row=row.to_dict())])
+        store.slots([record(row=row)])
         store.update(make_snapshot(row, elapsed_s=float(second)))
-    store.event({**event(name="alarm_raised", alarm="power brake"), "slot": "pc1/0", "at": _at(9)})
-    store.event({**event(name="checks_ended", text="no\nroom"), "slot": "pc1/0", "at": _at(9)})
+    add_event(
+        store, {**event(name="alarm_raised", alarm="power brake"), "slot": "pc1/0", "at": _at(9)}
+    )
+    add_event(store, {**event(name="checks_ended", text="no\nroom"), "slot": "pc1/0", "at": _at(9)})
     store.end("good", 0, None, ())
     write_summary(tmp_path / "summary.json", summary_dict(make_snapshot(row), "good", 0, ""))
     (worker,) = workers_of(tmp_path, 40.0)
