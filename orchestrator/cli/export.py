@@ -32,6 +32,9 @@ def export(
         NoClusterError: The checkpoints are on another PC, which does not answer.
         OrchestratorError: The process that writes has ended early.
     """
+    to = to.expanduser().absolute()
+    if to.exists() and not (to.is_dir() and not any(to.iterdir())):
+        raise UsageError(f"{to} is there already; name a new folder, or remove that one")
     stored = read_run(folder)
     facts = stored.facts
     config = config_from_text(facts.config_yaml, f"the configuration of run {facts.run_id}")

@@ -114,14 +114,6 @@ def test_candidates_are_of_the_workload_in_any_version(store: LimitStore) -> Non
     assert store.candidates("mine.steps:Mlp", NOW_S + EXPIRY_S) == ()
 
 
-def test_clearing_takes_all_and_counts_the_good(path: Path, store: LimitStore) -> None:
-    store.remember(limit(1), limit(2, card="RTX 3070"))
-    assert store.clear(NOW_S + EXPIRY_S) == 0
-    assert kept(path) == []
-    store.remember(limit(4))
-    assert (store.clear(NOW_S), kept(path), store.problem) == (1, [], None)
-
-
 def test_writers_at_once_lose_nothing(path: Path, store: LimitStore) -> None:
     names = ["first", "second"]
     program = [sys.executable, "-c", WRITER, str(path)]

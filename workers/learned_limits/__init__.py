@@ -164,16 +164,6 @@ class LimitStore:
                 known[f"{limit.key.card} {limit.key.dtype} {limit.key.workload}"] = limit
             self._write(known)
 
-    def clear(self, now_unix_s: float) -> int:
-        """Delete all limits; return how many had not expired."""
-        self.problem, count = None, 0
-        if self.path.exists():
-            with self._told("written"), self._locked():
-                known = self._read(now_unix_s)
-                self._write({})
-                self.problem, count = None, len(known)
-        return count
-
     def _read(self, now_unix_s: float) -> dict[str, StoredLimit]:
         """Return the limits that have not expired; of a damaged file those that are whole."""
         stored, limits, is_whole = {}, {}, True
@@ -194,7 +184,7 @@ class LimitStore:
         if not is_whole or not isinstance(stored, dict):
             self.problem = (
                 f"learned limits: {self.path} is damaged: what is whole in it is used, and the next "
-                "run writes it anew; to begin afresh: python -m orchestrator limits --clear"
+                "run writes it anew; to begin afresh, delete it"
             )
         return limits
 

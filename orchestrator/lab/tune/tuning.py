@@ -104,7 +104,7 @@ class Tuning:
             )
         self._file = config_from_text(file_text, "the configuration")
         self._file_text, self._rules = file_text, config.tune
-        environment = in_rehearsal(config, None) if rehearse else on_this_machine(config)
+        environment = in_rehearsal(config) if rehearse else on_this_machine(config)
         config = environment.config
         spec = plan_slots(config, environment.target)[0].spec
         on_card = spec.device == "cuda"
