@@ -102,10 +102,7 @@ def run(
             stays=stay, sweeps=sampled_sweeps(read, queue), jobs=on_target(added, config, target)
         )
         return runner.Options(
-            json=here.as_json,
-            plain=here.plain,
-            wait_for_nodes=True,
-            queue=of_queue,
+            json=here.as_json, plain=here.plain, wait_for_nodes=True, queue=of_queue
         )
 
     if before is not None:

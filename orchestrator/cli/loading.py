@@ -60,13 +60,11 @@ APPLY_POWER_LIMIT: Any = flag(
 
 def shared(verb: Callable[..., None]) -> Callable[..., None]:
     """Return a verb with an option for each field of the dataclasses among its parameters."""
-    own = inspect.signature(verb, eval_str=True).parameters
+    own = inspect.signature(verb, eval_str=True).parameters.values()
     groups: dict[str, Any] = {
-        name: each.annotation for name, each in own.items() if is_dataclass(each.annotation)
+        one.name: one.annotation for one in own if is_dataclass(one.annotation)
     }
-    options = [
-        (name, own[name].annotation, own[name].default) for name in own if name not in groups
-    ]
+    options = [(one.name, one.annotation, one.default) for one in own if one.name not in groups]
     for group in groups.values():
         hints = get_type_hints(group)
         options += [(field.name, hints[field.name], field.default) for field in fields(group)]

@@ -135,15 +135,15 @@ def _is_ours(process: str) -> bool:
 
 def _persistence(machine: Machine) -> Iterator[Finding]:
     cards = machine.facts.visible_cards
-    if not cards or machine.facts.is_wsl:
-        yield skip("Windows keeps the card awake" if cards else "no card")
-    elif any(card.persistence is False and not card.display for card in cards):
+    if machine.facts.is_wsl:
+        return  # Windows keeps the card awake
+    if any(card.persistence is False and not card.display for card in cards):
         yield warn(
             "off: the driver unloads an idle card, so that each start takes seconds longer and "
             "settings are lost",
             fix="sudo systemctl enable --now nvidia-persistenced || sudo nvidia-smi -pm 1",
         )
-    else:
+    elif cards:
         yield ok("the driver stays loaded between runs")
 
 
@@ -212,15 +212,13 @@ def _has_kernels(facts: MachineFacts, card: CardFacts) -> bool:
 def _cpu_governor(machine: Machine) -> Iterator[Finding]:
     governors = " and ".join(machine.facts.cpu_governors)
     is_clever = machine.facts.cpu_scaling_driver in _CLEVER_DRIVERS
-    if not governors:
-        yield skip("the kernel does not report it (a virtual machine, or WSL2)")
-    elif "powersave" in machine.facts.cpu_governors and not is_clever:
+    if "powersave" in machine.facts.cpu_governors and not is_clever:
         yield warn(
             f"{governors} holds the cores at their lowest clock; workers feed their card more "
             "slowly",
             fix="sudo cpupower frequency-set -g schedutil",
         )
-    else:
+    elif governors:
         yield ok(governors)
 
 
@@ -372,7 +370,6 @@ def _disk(here: Here) -> Iterator[Finding]:
     """Yield whether the disk has room for run folders, which this PC alone gets."""
     free = free_bytes("." if here.config is None else here.config.run.dir)
     if free is None:
-        yield skip("the free space of the run folders' disk is unknown")
         return
     found = f"{free / GIB:.1f} GiB free where run folders go; a long run takes up to 1 GiB"
     if free < _LITTLE_DISK_BYTES:

@@ -61,12 +61,7 @@ fail = partial(Finding, Verdict.FAIL)
 
 
 _TONES: Final[Mapping[Verdict, Tone]] = MappingProxyType(
-    {
-        Verdict.FAIL: Tone.BAD,
-        Verdict.WARN: Tone.WARN,
-        Verdict.OK: Tone.GOOD,
-        Verdict.SKIP: Tone.DIM,
-    }
+    {Verdict.FAIL: Tone.BAD, Verdict.WARN: Tone.WARN, Verdict.OK: Tone.GOOD, Verdict.SKIP: Tone.DIM}
 )
 _WORST_FIRST: Final = tuple(_TONES)
 _COLUMNS: Final = (

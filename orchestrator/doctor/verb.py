@@ -27,7 +27,7 @@ from orchestrator.doctor.checks import (
     Machine,
     found_by,
 )
-from orchestrator.doctor.report import Diagnosis, Finding, fail, ok, skip, warn
+from orchestrator.doctor.report import Diagnosis, Finding, Verdict, fail, ok, skip, warn
 from orchestrator.errors import ConfigError, NoClusterError, UsageError
 from orchestrator.run.terminal import own_screen
 from orchestrator.view.phrases import counted
@@ -63,10 +63,17 @@ def diagnose(
         if node is not None and config is not None and node not in config.nodes:
             valid = ", ".join(config.nodes)
             raise UsageError(f"{config_path} has no node {node!r}; valid: {valid}")
+        address = None
         try:
-            diagnosis = _of_cluster(config, findings)
+            address = head_address("auto" if config is None else config.cluster.address)
+            diagnosis = _of_cluster(config, address, findings)
         except NoClusterError as error:
-            diagnosis = _of_this_machine(config, node, [*findings, _without_cluster(config, error)])
+            without = skip(f"{error}; only this machine was looked at", check="cluster")
+            if config is not None and address is not None:
+                hint = f"if it does not run, start it on {config.head_node} with what this prints"
+                fix = f"python -m orchestrator up {config.head_node}"
+                without = replace(without, verdict=Verdict.FAIL, hint=hint, fix=fix)
+            diagnosis = _of_this_machine(config, node, [*findings, without])
     if config_path == _DEFAULT_CONFIG:
         return diagnosis
     # Commands that read the configuration are to read the one that was read here.
@@ -106,30 +113,12 @@ def _configuration(path: str, overrides: Sequence[str]) -> tuple[Config | None, 
     return config, [ok(found, check="config")]
 
 
-def _without_cluster(config: Config | None, error: NoClusterError) -> Finding:
-    """Return what to say where no cluster was asked; one that was started and is silent fails."""
-    found = f"{error}; only this machine was looked at"
-    try:
-        has_address = config is not None and bool(head_address(config.cluster.address))
-    except NoClusterError:
-        has_address = False
-    if config is None or not has_address:
-        return skip(found, check="cluster")
-    return fail(
-        found,
-        check="cluster",
-        hint=f"if it does not run, start it on {config.head_node} with what this prints",
-        fix=f"python -m orchestrator up {config.head_node}",
-    )
-
-
-def _of_cluster(config: Config | None, findings: Sequence[Finding]) -> Diagnosis:
+def _of_cluster(config: Config | None, address: str, findings: Sequence[Finding]) -> Diagnosis:
     """Look at every node.
 
     Raises:
-        NoClusterError: There is no cluster that could be asked.
+        NoClusterError: It cannot be asked.
     """
-    address = head_address("auto" if config is None else config.cluster.address)
     if config is None:
         raise NoClusterError(f"one was started at {address}, and there is no configuration")
     with connected(address, config.cluster.auth) as fleet:

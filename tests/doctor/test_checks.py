@@ -105,7 +105,6 @@ TI = card_facts(name="NVIDIA GeForce RTX 3070 Ti", total_bytes=8 * GIB)
             "sudo systemctl enable --now nvidia-persistenced || sudo nvidia-smi -pm 1",
         ),
         (workstation(cards=(card_facts(persistence=False, display=True),)), "persistence", OK, "stays loaded", None),
-        (wsl(cards=(card_facts(persistence=False),)), "persistence", SKIP, "Windows", None),
         (
             laptop(cpu_governors=("powersave",)),
             "cpu_governor", WARN, "lowest clock", "sudo cpupower frequency-set -g schedutil",
@@ -114,7 +113,6 @@ TI = card_facts(name="NVIDIA GeForce RTX 3070 Ti", total_bytes=8 * GIB)
             laptop(cpu_governors=("powersave",), cpu_scaling_driver="intel_pstate"),
             "cpu_governor", OK, "powersave", None,
         ),
-        (laptop(cpu_governors=()), "cpu_governor", SKIP, "does not report it", None),
         (workstation(), "card", OK, "23.56 GiB, driver 580.65.06, in cluster.yaml: rtx-3090", None),
         (laptop(torch=CUDA_TORCH), "torch", OK, "2.13.0+cu128, built for CUDA 12.8", None),
         (workstation(cards=(card_facts(used_bytes=21 * GIB, holders=WORKERS),)), "vram", OK, "2.56 GiB free", None),
@@ -156,13 +154,20 @@ def test_kernels_run_on_later_minor_and_major_versions(
 
 
 @pytest.mark.parametrize(
-    ("free_bytes", "verdict"), [(None, SKIP), (10**12, OK), (500 * 2**20, WARN), (2**20, FAIL)]
+    ("free_bytes", "verdict"), [(10**12, OK), (500 * 2**20, WARN), (2**20, FAIL)]
 )
 def test_the_disk_of_run_folders(
-    monkeypatch: pytest.MonkeyPatch, free_bytes: int | None, verdict: Verdict
+    monkeypatch: pytest.MonkeyPatch, free_bytes: int, verdict: Verdict
 ) -> None:
     monkeypatch.setattr(checks, "free_bytes", lambda _: free_bytes)
     assert here()["disk"].verdict is verdict
+
+
+def test_what_does_not_apply_is_not_mentioned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "free_bytes", lambda _: None)
+    sleepy = wsl(cards=(card_facts(persistence=False),), cpu_governors=())
+    found = {finding.check for finding in examine(sleepy)} | set(here())
+    assert found.isdisjoint({"persistence", "cpu_governor", "disk"})
 
 
 def test_every_failure_says_what_to_do() -> None:
