@@ -35,7 +35,7 @@ from orchestrator.errors import UsageError
 from orchestrator.record.folders import LATEST, RUNNING, list_runs, run_object
 
 if TYPE_CHECKING:
-    from orchestrator.run.runner import Faults
+    pass
 
 #: Of the verbs that only name slots.
 _COMMANDS = {
@@ -75,7 +75,7 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
     from orchestrator.record.archive import read_run
     from orchestrator.run import runner
 
-    faults: Faults | None = None
+    more_s, faults = duration_s(duration), None
     if chaos is not None:
         from orchestrator.lab.chaos import Chaos
 
@@ -95,7 +95,6 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
                 "--resume uses the run's own configuration; start a new run to change anything "
                 "but --duration"
             )
-        more_s = duration_s(duration)
         raise typer.Exit(runner.go_on(read_run(new.run(resume)), options, more_s))
     loaded = new.load_here({"run.duration": duration, "workload.name": workload})
     refuse_folder(loaded)

@@ -498,20 +498,16 @@ def output_of(runs_dir: Path, run_id: str, name: str, *, follow: bool) -> Iterat
 
 def _folder(runs_dir: Path, run_id: str, name: str) -> Path:
     """Return the run that is meant: for the name of a job, the newest with a queue."""
-    if not _is_slot(name):
+    if "/" not in name:  # as in the name of a slot
         with suppress(UsageError):
             return find_queue(runs_dir, run_id)
     return find_run(runs_dir, run_id)
 
 
-def _is_slot(name: str) -> bool:
-    return "/" in name
-
-
 def _state(folder: Path, name: str) -> tuple[str, bool]:
     """Return how a job stands, in words, and whether nothing more will be printed."""
     is_over = head_of(folder) is None
-    if not _is_slot(name) and (folder / QUEUE_NAME).is_dir():
+    if "/" not in name and (folder / QUEUE_NAME).is_dir():
         standing = standing_of(snapshot_of(folder), name)
         words = f"; it is {standing.state.value}: {standing.reason}"
         return words, is_over or standing.state in ENDED

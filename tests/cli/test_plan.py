@@ -194,15 +194,9 @@ def test_the_page_shows_what_a_plan_says(command: Command, nowhere: Path) -> Non
     assert shown in command(*typed.split()).stdout
 
 
-def step(level: int, micro: int, fits: bool, on_host: int = 5, **sizes_mib: int) -> dict[str, Any]:
+def step(level: int, micro: int, fits: bool, **sizes_mib: int) -> dict[str, Any]:
     """Return a step of a batch of 16 with so many of 6 blocks recomputed; sizes are in MiB."""
-    usual = {
-        "total": 100,
-        "activations": 60,
-        "optimizer": 20,
-        "checkpoint_copy": 5,
-        "on_host": on_host,
-    }
+    usual = {"total": 100, "activations": 60}
     sizes = {f"{part}_bytes": size * MIB for part, size in {**usual, **sizes_mib}.items()}
     split = {"memory_level": level, "micro_batch": micro, "accumulation": 16 // micro}
     return {**split, "fits": fits, **sizes}
@@ -211,16 +205,6 @@ def step(level: int, micro: int, fits: bool, on_host: int = 5, **sizes_mib: int)
 @pytest.mark.parametrize(
     ("train", "steps", "verdict", "sentence"),
     [
-        (
-            {"states_on_host": "auto"}, [step(0, 1, fits=True, on_host=25)], "fits_in_parts",
-            "fits with micro-batch 1 x accumulation 16, which takes 100 of 158 MiB",
-        ),
-        (
-            {"states_on_host": "auto"}, [step(0, 4, fits=False), step(6, 4, fits=True, on_host=25)],
-            "fits_recomputed",
-            ("fits only with recomputation of all 6 blocks, with micro-batch 4 x accumulation 4, "
-            "which takes 100 of 158 MiB"),
-        ),
         (
             {"recompute": "none"}, [step(0, 4, fits=False), step(6, 4, fits=True)], "does_not_fit",
             ("does not fit with train.recompute: none; it fits with recomputation of all 6 blocks, with "
