@@ -185,13 +185,15 @@ def _wait_for(folder: Path, job: str) -> int:
 
     That of its program, 0 where it is DONE, else 1. Ctrl-C ends this and not the job: 130.
     """
-    typer.echo(f"submitted to run {folder.name}: {job}", err=True)
-    if not _is_alive(folder):
-        typer.echo(f"the queue waits for a head: `{go_on_command(folder)}`", err=True)
+
+    def is_over() -> bool:
+        return standing_of(snapshot_of(folder), job).state in ENDED
+
     try:
-        for text in followed(
-            folder, job, lambda: standing_of(snapshot_of(folder), job).state in ENDED
-        ):
+        typer.echo(f"submitted to run {folder.name}: {job}", err=True)
+        if not _is_alive(folder):
+            typer.echo(f"the queue waits for a head: `{go_on_command(folder)}`", err=True)
+        for text in followed(folder, job, is_over):
             typer.echo(text, nl=False)
     except KeyboardInterrupt:
         see = command_for(folder, "jobs", "show", job)

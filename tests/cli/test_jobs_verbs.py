@@ -25,9 +25,11 @@ from orchestrator.jobs.model import (
     AttemptEnded,
     Cause,
     Job,
+    JobState,
     QueueHeld,
     Record,
     Said,
+    Settled,
     Submitted,
     SweepSubmitted,
     Word,
@@ -318,6 +320,9 @@ def test_a_wait_prints_what_the_job_prints_and_has_its_exit_code(
         output._add(folder.parent / "output" / "ev.log", b"o\nthree")
         why = {"at_s": STARTED_UNIX_S + 1, "job": "ev", "attempt": 1, "text": "so it ended"}
         store_queue(folder, AttemptEnded(**why, **end))
+        if code == 0:  # its files are in place
+            done = Settled(at_s=STARTED_UNIX_S + 2, job="ev", to=JobState.DONE, reason="done")
+            store_queue(folder, done)
         out, said = ended(waits)
     finally:
         waits.kill()
