@@ -33,8 +33,9 @@ from orchestrator.jobs.model import ENDED, Job, JobState, QueueHeld, Standing, S
 from orchestrator.jobs.queue import Queue
 from orchestrator.jobs.spec import from_words, keys_of, parse
 from orchestrator.jobs.sweep import JobFile, expand
-from orchestrator.record.archive import StoredEvent, StoredRun, head_of, read_events, read_run
+from orchestrator.record.archive import StoredRun, head_of, read_run
 from orchestrator.record.command_file import any_waits
+from orchestrator.record.events import StoredEvent, read_events
 from orchestrator.record.folders import (
     RUNNING,
     command_for,
@@ -43,7 +44,7 @@ from orchestrator.record.folders import (
     go_on_command,
     list_runs,
 )
-from orchestrator.record.jobs import QUEUE_NAME, QueueReader, QueueSnapshot, queue_of
+from orchestrator.record.jobs import QUEUE_NAME, QueueSnapshot, queue_of, queue_snapshot
 from orchestrator.record.output import Follower, last_lines
 from orchestrator.record.store import RunFacts
 from orchestrator.run.earlier import fetch_weights
@@ -90,7 +91,7 @@ def run(
     runs_dir = Path(base.run.dir)
     waits_in = here.mode if stay and file is None else ""
     before = None if new else _queue_before(runs_dir, waits_in)
-    queue = Queue() if before is None else queue_of(before.folder / QUEUE_NAME)
+    queue = Queue() if before is None else queue_of(before.folder)
     read = None if file is None else read_file(file, base, queue.jobs)
     jobs: Sequence[Job] = () if read is None else expand(read)
     fetch_starts(read, runs_dir)
@@ -159,7 +160,7 @@ def submit(
     expanded = expand(file)
     fetch_starts(file, folder.parent)
     added = not_known(expanded, known)
-    sweeps = sampled_sweeps(file, queue_of(folder / QUEUE_NAME))
+    sweeps = sampled_sweeps(file, queue_of(folder))
     if wait and (json_output or sweeps or len(expanded) != 1):
         raise UsageError("--wait is for one job, and excludes --json")
     if added or sweeps:
@@ -307,7 +308,7 @@ def snapshot_of(folder: Path) -> QueueSnapshot:
     except ArchiveError:
         rows = ()  # nothing has begun yet
     now_s = time.time()
-    snapshot = QueueReader(folder).look(rows, now_s, is_alive=_is_alive(folder))
+    snapshot = queue_snapshot(folder, rows, now_s, is_alive=_is_alive(folder))
     snapshot = snapshot or QueueSnapshot(standings=(), now_s=now_s)
     names = {standing.job.name for standing in snapshot.standings}
     more = [
@@ -372,7 +373,7 @@ def _queue_before(runs_dir: Path, waits_in: str = "") -> StoredRun | None:
                 "orchestrator jobs submit FILE; or begin another: --new"
             )
         mode = None if listed.run is None else listed.run.facts.mode
-        is_over = queue_of(folder).is_over and not any_waits(folder)
+        is_over = queue_of(listed.folder).is_over and not any_waits(folder)
         return None if is_over and mode != waits_in else read_run(listed.folder)
     return None
 

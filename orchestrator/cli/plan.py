@@ -27,9 +27,6 @@ from workers.units import GIB, MIB
 
 _Told: TypeAlias = Mapping[str, Any]
 
-#: So many nodes are named, the others are counted.
-_MOST_NAMES = 3
-
 #: Shown where there is something.
 _OPTIONAL = {"average_bytes", "on_host_bytes"}
 
@@ -168,9 +165,7 @@ def _training_parts(training: _Told) -> Iterator[Part]:
         yield f"Not known, so the run finds out by itself: {one_line(training['not_planned'])}"
         return
     for cap in training["caps"]:
-        names = ", ".join(cap["nodes"][:_MOST_NAMES])
-        if more := cap["nodes"][_MOST_NAMES:]:
-            names += f" and {len(more)} more"
+        names = ", ".join(cap["nodes"])
         yield from ("", f"{names}: cap about {cap['cap_bytes'] / MIB:.0f} MiB, {cap['device']}")
         yield _steps_table(cap["steps"], training["blocks"])
         yield f"{names}: {cap['sentence']}"

@@ -16,7 +16,7 @@ from typing import Final, TypeAlias
 from orchestrator.jobs.codec import event_name
 from orchestrator.jobs.model import Assigned, AttemptEnded, Rested
 from orchestrator.record import history
-from orchestrator.record.archive import StoredEvent, read_events
+from orchestrator.record.events import StoredEvent, read_events
 from orchestrator.record.history import SAMPLED_NUMBERS, Buckets, Span
 from orchestrator.record.model import FIELDS
 from orchestrator.record.output import last_lines
@@ -81,7 +81,7 @@ def course_of(folder: Path, slot: str, last_s: float = math.inf) -> Json:
     between = _between(folder, last_s)
     found: _Found = {}
     if between is not None:
-        found = history.buckets(folder, slot, SAMPLED_NUMBERS, *between, PARTS)
+        found = history.courses(folder, SAMPLED_NUMBERS, *between, PARTS, slot).get(slot, {})
     return _course_of(folder, slot, between, found)
 
 
@@ -97,7 +97,7 @@ def courses_of(folder: Path, slots: Iterable[str], parts: int) -> dict[str, Json
 def _course_of(folder: Path, slot: str, between: _Between, found: _Found) -> Json:
     keys = [*dict.fromkeys([*_FIRST, *found])]
     charts = [_chart(key, found[key], _label(key), found) for key in keys if key in found]
-    spans = history.state_spans(folder, slot)[-_SPANS_MOST:]
+    spans = history.state_spans(folder, slot).get(slot, ())[-_SPANS_MOST:]
     errors = read_events(folder, ("workload_error",), slot=slot, limit=1)
     course = _course(between, found, charts)
     return {

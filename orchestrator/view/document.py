@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any, Final, TypeAlias
 
-from orchestrator.record.archive import Frame, Freshness, StoredEvent
+from orchestrator.record.archive import Frame, Freshness
+from orchestrator.record.events import StoredEvent
 from orchestrator.record.summary import SCHEMA
 from orchestrator.view.alerts import Alert
 from orchestrator.view.cells import clean, clock, shorten

@@ -30,7 +30,7 @@ from orchestrator.jobs.model import (
     Rested,
     Standing,
 )
-from orchestrator.record.archive import StoredEvent
+from orchestrator.record.events import StoredEvent
 from orchestrator.record.jobs import QueueSnapshot
 from orchestrator.record.model import Row, Snapshot, finite
 from orchestrator.view.cells import clean, clock, moment

@@ -63,13 +63,16 @@ class Outlets:
 
     def show(self, snapshot: Snapshot) -> None:
         """Show the run as it is now, and take a sample of it if one is due."""
-        for watcher in (*self.watchers, self.store):
+        for watcher in self.watchers:
             watcher.update(snapshot)
+        self.store.update(snapshot)
 
     def close(self, snapshot: Snapshot) -> None:
         """Show the run as it ended."""
-        for watcher in (*self.watchers, self.store):
+        for watcher in self.watchers:
             watcher.close(snapshot)
+        self.store.update(snapshot, at_once=True)
+        self.store.commit()
 
     @property
     def problems(self) -> tuple[str, ...]:

@@ -37,7 +37,7 @@ def give(
     identity = identity or secrets.token_hex(8)
     if isinstance(order, Do):
         answer = slots.send(
-            folder, order.value, names, by=by, amount_bytes=amount_bytes, identity=identity
+            folder, order, names, by=by, amount_bytes=amount_bytes, identity=identity
         )
         if not answer.ok:
             raise UsageError(answer.error or "the head has refused it")

@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any, Final
 
 from orchestrator.config.duration import format_duration
-from orchestrator.record.archive import StoredEvent
+from orchestrator.record.events import StoredEvent
 from orchestrator.record.model import Snapshot
 from orchestrator.view.cells import (
     ELLIPSIS,

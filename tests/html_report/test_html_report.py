@@ -17,7 +17,7 @@ from orchestrator.jobs.model import Assigned, AttemptEnded, Cause, Record, Submi
 from orchestrator.record.jobs import QUEUE_NAME
 from orchestrator.record.store import STORE_NAME, RunStore
 from orchestrator.view import html_report
-from tests.factories import FACTS, STARTED_UNIX_S, event, make_job, make_row, store_queue
+from tests.factories import FACTS, STARTED_UNIX_S, add_event, event, make_job, make_row, store_queue
 from tests.web.browser import browser, needs_chromium
 from tests.web.scene import put_turn
 
@@ -43,8 +43,8 @@ def make_run(place: Path, slots: int = 2) -> Path:
     change = event(name="state", from_state="RUNNING", to_state="BACKOFF", cause=HOSTILE)
     error = event(name="workload_error", traceback=f"Traceback\n{HOSTILE}")
     for told in (change, error):
-        store.event({**told, "slot": "pc1/0"})
-    store.event(event(name="run_ended", missed=[f"pc1/0: {HOSTILE}"]))
+        add_event(store, {**told, "slot": "pc1/0"})
+    add_event(store, event(name="run_ended", missed=[f"pc1/0: {HOSTILE}"]))
     store.end("good", 0, None, ())
     return place
 
@@ -83,7 +83,7 @@ def queue(folder: Path) -> Path:
     store = RunStore(folder / STORE_NAME)
     for record in records:
         name, slot, details = event_of(record)
-        store.event({**event(name=name, **details), "slot": slot})
+        add_event(store, {**event(name=name, **details), "slot": slot})
     store.end("good", 0, None, ())
     return folder
 

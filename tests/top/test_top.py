@@ -33,7 +33,7 @@ from orchestrator.view.orders import give
 from orchestrator.view.top.app import Give, Top
 from orchestrator.view.top.view import View
 from orchestrator.view.top.widgets import Rows
-from tests.factories import FACTS, STARTED_UNIX_S, event, make_row
+from tests.factories import FACTS, STARTED_UNIX_S, add_event, event, make_row
 from tests.web.scene import put_turn, with_queue
 from workers.messages import WorkerState
 
@@ -58,7 +58,7 @@ def made(
     store.begin(FACTS if lives else gone)
     for second, rows in enumerate(looks):
         change = event(name="state", from_state="STARTING", to_state="RUNNING", cause=HOSTILE)
-        store.event({**change, "slot": rows[0].slot if rows else None})
+        add_event(store, {**change, "slot": rows[0].slot if rows else None})
         put_turn(store, float(second), rows, started_at=STARTED_UNIX_S, duration_s=30.0)
     if outcome is not None:
         store.end(outcome, 0, None, ())
@@ -241,7 +241,7 @@ def test_a_slot_shows_what_it_printed_and_all_of_its_error(tmp_path: Path) -> No
     cause = "RuntimeError: mat1 and mat2 shapes cannot be multiplied (64x512 and 256x10), in head"
     error = {**event(name="workload_error", traceback=f"Traceback:\n  {cause}"), "slot": "pc1/0"}
     store = RunStore(folder / STORE_NAME)
-    store.event(error)
+    add_event(store, error)
     store.commit()
     lines = driven(folder, (60, 60), pressed("enter"))
     assert "    epoch 1" in lines

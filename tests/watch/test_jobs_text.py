@@ -22,7 +22,7 @@ from orchestrator.jobs.model import (
     Said,
     Word,
 )
-from orchestrator.record.archive import StoredEvent
+from orchestrator.record.events import StoredEvent
 from orchestrator.record.jobs import QueueSnapshot
 from orchestrator.view import jobs as view
 from orchestrator.view.terminal import table_lines

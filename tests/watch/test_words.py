@@ -6,7 +6,7 @@ from datetime import datetime
 
 import pytest
 
-from orchestrator.record.archive import StoredEvent
+from orchestrator.record.events import StoredEvent
 from orchestrator.view.cells import wrapped
 from orchestrator.view.phrases import event_words, time_of_day, time_words
 from tests.factories import make_snapshot

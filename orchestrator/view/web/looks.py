@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
-from orchestrator.record.archive import Follower, Frame, StoredEvent
+from orchestrator.record.archive import Follower, Frame
+from orchestrator.record.events import StoredEvent
 from orchestrator.record.folders import find_run, list_runs
 from orchestrator.view.alerts import Alert, Since, alerts
 from orchestrator.view.document import EVENTS_MOST, document
