@@ -52,32 +52,31 @@ _OF_QUEUE = {"--run", "--config", "-c", "--set", "--run-dir", "--help"}
 
 OPTIONS = {
     "run": {
-        "--config", "-c", "--duration", "--local", "--rehearse", "--scale", "--workload", "--policy",
-        "--set", "--json", "--plain", "--wait-for-nodes", "--run-dir", "--resume", "--chaos", "--chaos-seed",
-        "--yes-really", "--apply-power-limit", "--help",
+        "--config", "-c", "--duration", "--local", "--rehearse", "--workload", "--set", "--json", "--plain",
+        "--wait-for-nodes", "--run-dir", "--resume", "--chaos", "--chaos-seed", "--yes-really", "--apply-power-limit",
+        "--help",
     },
-    "plan": {"--jobs", "--config", "-c", "--set", "--json", "--help"},
+    "plan": {"--config", "-c", "--set", "--json", "--help"},
     "jobs": {"--help"},
     "jobs run": {
-        "file", "--config", "-c", "--duration", "--rehearse", "--local", "--stay", "--service", "--new", "--set",
-        "--json", "--plain", "--run-dir", "--chaos", "--chaos-seed", "--yes-really", "--help",
+        "file", "--config", "-c", "--rehearse", "--local", "--stay", "--new", "--set", "--json", "--plain", "--run-dir",
+        "--help",
     },
     "jobs submit": {
-        "words", "--train", "--over", "--name", "--after", "--priority", "--hours", "--wait", "--json", *_OF_QUEUE,
+        "words", "--name", "--after", "--priority", "--hours", "--wait", "--json", *_OF_QUEUE,
     },
     "jobs list": {"--json", *_OF_QUEUE},
     "jobs show": {"job", "--json", *_OF_QUEUE},
     "jobs results": {"--json", *_OF_QUEUE},
-    "jobs fetch": {"job", "--to", *_OF_QUEUE},
     **{f"jobs {word}": {"jobs", *_OF_QUEUE} for word in ("hold", "release", "cancel", "retry")},
-    "up": {"node", "--config", "-c", "--set", "--head-address", "--exec", "--stay", "--service", "--help"},
+    "up": {"node", "--config", "-c", "--set", "--head-address", "--exec", "--stay", "--help"},
     "stop": {"--config", "-c", "--set", "--run-dir", "--node", "--help"},
     "runs": {"--config", "-c", "--set", "--run-dir", "--json", "--help"},
     "report": {
-        "run_id", "--config", "-c", "--set", "--run-dir", "--text", "--json", "--html", "--help",
+        "run_id", "--config", "-c", "--set", "--run-dir", "--json", "--html", "--help",
     },
     "export": {
-        "run_id", "slot", "--to", "--merged", "--adapter", "--average", "--best", "--config", "-c", "--set",
+        "run_id", "slot", "--to", "--adapter", "--average", "--best", "--config", "-c", "--set",
         "--run-dir", "--help",
     },
     "logs": {"name", "--run", "--follow", "-f", "--config", "-c", "--set", "--run-dir", "--help"},
@@ -86,16 +85,15 @@ OPTIONS = {
     "web": {
         "run_id", "--port", "--bind", "--control", "--config", "-c", "--set", "--run-dir", "--help",
     },
-    "pause": _NAMES_SLOTS, "unpause": _NAMES_SLOTS, "resume": _NAMES_SLOTS, "drain": _NAMES_SLOTS,
+    "pause": _NAMES_SLOTS, "unpause": _NAMES_SLOTS, "drain": _NAMES_SLOTS,
     "reinstate": _NAMES_SLOTS, "save": _NAMES_SLOTS,
     "cap": {"slot", "amount", "--run", "--config", "-c", "--set", "--run-dir", "--help"},
-    "limits": {"--clear", "--json", "--help"},
     "burn": {
         "--config", "-c", "--duration", "--phase", "--local", "--rehearse", "--set", "--json", "--plain", "--run-dir",
         "--apply-power-limit", "--help",
     },
     "tune": {
-        "--config", "-c", "--local", "--rehearse", "--preset", "--workload", "--budget", "--levers",
+        "--config", "-c", "--local", "--rehearse", "--workload", "--budget", "--levers",
         "--set", "--json", "--help",
     },
     "doctor": {"--config", "-c", "--set", "--node", "--json", "--help"},

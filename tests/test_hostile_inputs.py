@@ -37,16 +37,16 @@ _TEXTS: tuple[str, ...] = (
 
 #: Verbs with an option, to which a value is given that cannot be right.
 _OPTIONS = {
-    "run": "duration scale workload policy set chaos resume config run-dir",
-    "plan": "set jobs config",
+    "run": "duration workload set chaos resume config run-dir",
+    "plan": "set config",
     "up pc1": "set config head-address",
     "export": "to run-dir",
     "burn": "duration phase",
-    "tune": "budget levers preset",
+    "tune": "budget levers set",
     "stop": "run-dir node",
     "jobs list": "run run-dir",
-    "jobs submit": "train over hours priority after",
-    "jobs run": "duration chaos",
+    "jobs submit": "hours priority after",
+    "jobs run": "set run-dir",
     "logs pc1/0": "run",
     "top": "run-dir",
     "cap pc1/0 1GiB": "run",

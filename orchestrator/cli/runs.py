@@ -41,6 +41,13 @@ from orchestrator.view.terminal import plain_text, table_lines
 _FALLEN = frozenset({HeadState.RESTARTING, HeadState.QUARANTINED, HeadState.LOST})
 _TOLD = ("state", "node_left", "node_joined", "workload_error", "run_ended", "memory_predicted")
 
+_MEANINGS = {
+    "good": "it ran to its end and every worker did its work",
+    "degraded": "it ran to its end, but not every worker did its work well",
+    "interrupted": "it was ended before its time",
+    "failed": "an error ended it",
+}
+
 #: Into so many parts the time of a run is divided for its advice.
 _PARTS = 120
 
@@ -158,10 +165,7 @@ def _header(run: StoredRun) -> Iterator[str]:
     worked = f"worked {format_duration(run.elapsed_s)}"
     if not (run.folder / QUEUE_NAME).exists():  # a queue ends when it is empty
         worked += f" of {format_duration(facts.duration_s)}"
-    yield clean(
-        worked
-        + (f", by {run.facts.heads} heads one after the other" if run.facts.heads > 1 else "")
-    )
+    yield clean(worked + (f", by {facts.heads} heads in turn" if facts.heads > 1 else ""))
     yield clean(_outcome_words(run))
     if run.is_resumable:
         yield _resume_line(run.folder)
@@ -182,22 +186,17 @@ def _outcome_words(run: StoredRun) -> str:
         return f"outcome: running (process {run.facts.head_pid}); the state now"
     if run.was_killed:
         return (
-            "outcome: interrupted; its head ended without a summary (killed, or the machine "
-            "went down). The last state:"
+            "outcome: interrupted; its head was killed, or the machine went down. The last state:"
         )
     return _verdict({"outcome": run.outcome, "exit_code": run.exit_code, "error": run.error})
 
 
 def _verdict(ended: Mapping[str, Any]) -> str:
-    words = {
-        "good": "it ran to its end and every worker did its work",
-        "degraded": "it ran to its end, but not every worker did its work well",
-        "interrupted": "it was ended before its time",
-        "failed": "an error ended it",
-    }
-    meaning, error = words.get(str(ended.get("outcome"))), ended.get("error")
-    said = f"outcome: {ended.get('outcome')}, exit code {ended.get('exit_code')}"
-    return said + (f": {meaning}" if meaning else "") + (f" ({error})" if error else "")
+    outcome, error = str(ended.get("outcome")), ended.get("error")
+    said = f"outcome: {outcome}, exit code {ended.get('exit_code')}"
+    if outcome in _MEANINGS:
+        said += f": {_MEANINGS[outcome]}"
+    return f"{said} ({error})" if error else said
 
 
 def _is_told(event: StoredEvent) -> bool:

@@ -139,7 +139,7 @@ class Tuning:
         if workload not in {"train", "matmul"}:
             raise UsageError(f"--workload {workload} has no levers; valid: train, matmul")
         self._config = config
-        environment = in_rehearsal(config, None) if rehearse else on_this_machine(config)
+        environment = in_rehearsal(config) if rehearse else on_this_machine(config)
         spec = plan_slots(environment.config, environment.target)[0].spec
         on_card = spec.device == "cuda"
         if on_card:  # the arm that waits keeps its context on the card

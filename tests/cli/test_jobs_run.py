@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.cli.jobs_run import _queue_before
+from orchestrator.cli.jobs import _queue_before
 from orchestrator.errors import UsageError
 from orchestrator.record.archive import read_run
 from orchestrator.record.folders import command_for, go_on_command

@@ -153,7 +153,7 @@ def test_an_empty_list_says_what_to_type(command: Command, nowhere: Path) -> Non
 def test_a_killed_run_is_told_with_all_that_happened(tmp_path: Path) -> None:
     written(tmp_path)
     text = report_text(tmp_path / RUN_ID, 100)
-    assert "outcome: interrupted; its head ended without a summary" in text
+    assert "outcome: interrupted; its head was killed, or the machine went down" in text
     assert f"resume: python -m orchestrator run --resume {RUN_ID}" in text
     assert "worked 2m 5s of 5m" in text
     assert "! pc1 runs hot" in text
@@ -253,7 +253,7 @@ def test_the_verbs_tell_a_run_under_way(command: Command, tmp_path: Path) -> Non
     place = ("--run-dir", str(tmp_path))
     assert "running" in command("runs", *place).stdout
     said = f"outcome: running (process {os.getpid()})"
-    assert said in command("report", "0b76", "--text", *place).stdout
+    assert said in command("report", "0b76", *place).stdout
     assert only_object(command("report", "--json", *place).stdout)["outcome"] == "running"
 
 

@@ -77,7 +77,7 @@ def test_asking_makes_nothing(path: Path, store: LimitStore) -> None:
     assert store.candidates("matmul", NOW_S) == ()
     assert store.all(NOW_S) == ()
     store.remember()
-    assert (store.clear(NOW_S), store.problem, path.parent.exists()) == (0, None, False)
+    assert (store.problem, path.parent.exists()) == (None, False)
 
 
 def test_the_last_of_a_card_type_and_workload_is_kept(store: LimitStore) -> None:
@@ -110,14 +110,6 @@ def test_candidates_are_of_the_workload_in_any_version(store: LimitStore) -> Non
     found = store.candidates("mine.steps:Mlp", NOW_S)
     assert sorted(known.learned.size for known in found) == [1, 2, 3, 4, 6]
     assert store.candidates("mine.steps:Mlp", NOW_S + EXPIRY_S) == ()
-
-
-def test_clearing_takes_all_and_counts_the_good(path: Path, store: LimitStore) -> None:
-    store.remember(limit(1), limit(2, card="RTX 3070"))
-    assert store.clear(NOW_S + EXPIRY_S) == 0
-    assert kept(path) == []
-    store.remember(limit(4))
-    assert (store.clear(NOW_S), kept(path), store.problem) == (1, [], None)
 
 
 def test_writers_at_once_lose_nothing(path: Path, store: LimitStore) -> None:
@@ -180,7 +172,6 @@ def test_a_lock_that_is_never_given_up_costs_a_sentence(
         fcntl.flock(held, fcntl.LOCK_EX)
         store.remember(limit(2))
         assert "locked" in (store.problem or "")
-        assert (store.clear(NOW_S), "locked" in (store.problem or "")) == (0, True)
         assert sizes(store) == [1]
     store.remember(limit(3))
     assert sizes(store) == [3]
@@ -215,8 +206,6 @@ def test_a_damaged_file_is_told_and_written_anew(
     store.remember(limit(4, card="third"))
     assert (store.problem or "").startswith(told)
     assert sizes(store) == [4]
-    path.write_bytes(content)
-    assert (store.clear(NOW_S), store.problem, kept(path)) == (0, None, [])
 
 
 @pytest.fixture(scope="session")
@@ -258,7 +247,6 @@ def test_what_is_no_regular_file_is_not_touched(strange: Path, store: LimitStore
     for call in (
         lambda: store.best(KEY, NOW_S),
         lambda: store.remember(limit(1)),
-        lambda: store.clear(NOW_S),
     ):
         assert not call()
         assert "no regular file" in (store.problem or "")
@@ -269,19 +257,18 @@ def test_a_file_that_cannot_grow_costs_a_sentence(path: Path, store: LimitStore)
     """As on a full disk, after the file was made."""
     store.remember(limit(1))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    for call in (lambda: store.remember(limit(2, card="x")), lambda: store.clear(NOW_S)):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1, before[1]))
-        try:
-            assert not call()
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        assert "File too large" in (store.problem or "")
-        assert "ORCHESTRATOR_STATE_DIR" in (store.problem or "")
-        assert sizes(store) == [1]
-        assert {found.name for found in path.parent.iterdir()} == {
-            "limits.json",
-            "limits.json.lock",
-        }
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, before[1]))
+    try:
+        store.remember(limit(2, card="x"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "File too large" in (store.problem or "")
+    assert "ORCHESTRATOR_STATE_DIR" in (store.problem or "")
+    assert sizes(store) == [1]
+    assert {found.name for found in path.parent.iterdir()} == {
+        "limits.json",
+        "limits.json.lock",
+    }
 
 
 def test_without_a_home_no_folder_is_made_in_this_one(

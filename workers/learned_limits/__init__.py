@@ -139,16 +139,6 @@ class LimitStore:
                 known[f"{limit.key.card} {limit.key.dtype} {limit.key.workload}"] = limit
             self._write(known)
 
-    def clear(self, now_unix_s: float) -> int:
-        """Delete all limits; return how many had not expired."""
-        self.problem, count = None, 0
-        if self.path.exists():
-            with self._told("written"), self._locked():
-                known = self._read(now_unix_s)
-                self._write({})
-                self.problem, count = None, len(known)
-        return count
-
     def _read(self, now_unix_s: float) -> dict[str, StoredLimit]:
         """Return the limits that have not expired; none of a damaged file."""
         try:
@@ -158,7 +148,7 @@ class LimitStore:
         except ValueError:
             self.problem = (
                 f"learned limits: {self.path} is damaged, and the next run writes it anew; to begin "
-                "afresh: python -m orchestrator limits --clear"
+                "afresh, delete it"
             )
             return {}
         return {
