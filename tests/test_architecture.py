@@ -28,7 +28,7 @@ PLANTED = {
         ("orchestrator/run/terminal.py", "orchestrator.lab.burn"),
         ("orchestrator/lab/burn.py", "orchestrator.doctor.report"),
         ("orchestrator/view/notify/digest.py", "orchestrator.lab.burn"),
-        ("orchestrator/view/web/guard.py", "orchestrator.lab.tune.tuning"),
+        ("orchestrator/view/web/guard.py", "orchestrator.lab.tune"),
         ("orchestrator/view/cells.py", "orchestrator.run.terminal"),
         ("orchestrator/control/slots.py", "orchestrator.run.terminal"),
         ("orchestrator/control/slots.py", "orchestrator.view.cells"),

@@ -26,7 +26,7 @@ from orchestrator.cli.loading import duration_s
 from orchestrator.config.load import load_config
 from orchestrator.errors import ConfigError
 from orchestrator.lab.chaos import parse_chaos
-from orchestrator.lab.tune.tuning import names_in
+from orchestrator.lab.tune import names_in
 from orchestrator.record.model import STATES_WORST_FIRST
 from orchestrator.view.slots import COLUMNS
 from tests.in_child import InChild, MakeSpec

@@ -62,8 +62,8 @@ def export(
     if "refused" in told:
         raise UsageError(one_line(told["refused"]))
     yield from told["told"]
-    row = next((record.row for record in stored.slots if record.slot == slot), {})
-    if not best and told["step"] < (row.get("saved_step") or 0):
-        yield f"the run has saved step {row['saved_step']}, of which there is no checkpoint here"
+    saved = next((it.row.progress.saved_step for it in stored.slots if it.slot == slot), None)
+    if not best and told["step"] < (saved or 0):
+        yield f"the run has saved step {saved}, of which there is no checkpoint here"
     size_mib, form = told["bytes"] / MIB, told["form"]
     yield f"{to}: step {told['step']} of {slot}, {form}, {size_mib:.1f} MiB"

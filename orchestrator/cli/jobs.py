@@ -41,9 +41,10 @@ from orchestrator.jobs.model import (
     Word,
 )
 from orchestrator.jobs.sweep import expand
-from orchestrator.record.archive import StoredEvent, head_of, read_events, read_run
+from orchestrator.record.archive import head_of, read_run
+from orchestrator.record.events import StoredEvent, read_events
 from orchestrator.record.folders import command_for, go_on_command
-from orchestrator.record.jobs import QUEUE_NAME, QueueReader, QueueSnapshot, queue_of
+from orchestrator.record.jobs import QUEUE_NAME, QueueSnapshot, queue_of, queue_snapshot
 from orchestrator.record.output import Follower
 from orchestrator.run.environment import Mode
 from orchestrator.run.sampled_sweeps import sampled_sweeps
@@ -155,7 +156,7 @@ def submit(  # noqa: PLR0913 - one parameter for each option of the command
     expanded = expand(file)
     jobs_run.fetch_starts(file, folder.parent)
     added = jobs_run.not_known(expanded, known)
-    sweeps = sampled_sweeps(file, queue_of(folder / QUEUE_NAME))
+    sweeps = sampled_sweeps(file, queue_of(folder))
     if wait and (json_output or sweeps or len(expanded) != 1):
         raise UsageError("--wait is for one job, and excludes --json")
     if added or sweeps:
@@ -185,7 +186,7 @@ def _wait_for(folder: Path, job: Job) -> int:
     Raises:
         UsageError: The queue has not taken the job.
     """
-    output, reader = Follower(folder, job.name), QueueReader(folder)
+    output = Follower(folder, job.name)
     had_head, ended = True, None
     try:
         while ended is None:
@@ -193,7 +194,7 @@ def _wait_for(folder: Path, job: Job) -> int:
             if had_head and not has_head:
                 typer.echo(f"the queue waits for a head: `{go_on_command(folder)}`", err=True)
             had_head = has_head
-            standing = _submitted_one(folder, reader, job)
+            standing = _submitted_one(folder, job)
             if standing is not None and standing.state in ENDED:
                 ended = standing
             typer.echo(output.more(is_last=ended is not None), nl=False)
@@ -210,10 +211,10 @@ def _wait_for(folder: Path, job: Job) -> int:
     return code if code is not None and 0 < code <= _EXIT_MOST else 1
 
 
-def _submitted_one(folder: Path, reader: QueueReader, job: Job) -> Standing | None:
+def _submitted_one(folder: Path, job: Job) -> Standing | None:
     """Return how a job stands that was submitted; `None`: the head has not taken it yet."""
     waits = any(one.name == job.name for one in _waiting_jobs(folder))  # before the look at others
-    snapshot = reader.look((), time.time())
+    snapshot = queue_snapshot(folder, (), time.time())
     found = [one for one in snapshot.standings if one.job.name == job.name] if snapshot else []
     if found and found[0].job.id == job.id:
         return found[0]
@@ -379,7 +380,7 @@ def snapshot_of(folder: Path) -> QueueSnapshot:
     except ArchiveError:
         rows = ()  # nothing has begun yet
     now_s = time.time()
-    snapshot = QueueReader(folder).look(rows, now_s, is_alive=_is_alive(folder))
+    snapshot = queue_snapshot(folder, rows, now_s, is_alive=_is_alive(folder))
     snapshot = snapshot or QueueSnapshot(standings=(), now_s=now_s)
     names = {standing.job.name for standing in snapshot.standings}
     new = (_not_taken(job) for job in _waiting_jobs(folder) if job.name not in names)

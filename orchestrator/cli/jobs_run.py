@@ -74,7 +74,7 @@ def run(
         return
     waits_in = here.mode if stay and file is None else ""
     before = None if new else _queue_before(runs_dir, waits_in)
-    queue = Queue() if before is None else queue_of(before.folder / QUEUE_NAME)
+    queue = Queue() if before is None else queue_of(before.folder)
     read = None if file is None else read_file(file, loaded, queue.jobs)
     jobs: Sequence[Job] = () if read is None else expand(read)
     fetch_starts(read, runs_dir)
@@ -147,7 +147,7 @@ def _queue_before(runs_dir: Path, waits_in: str = "") -> StoredRun | None:
                 "orchestrator jobs submit FILE; or begin another: --new"
             )
         mode = None if listed.run is None else listed.run.facts.mode
-        is_over = queue_of(folder).is_over and not any_waits(folder)
+        is_over = queue_of(listed.folder).is_over and not any_waits(folder)
         return None if is_over and mode != waits_in else read_run(listed.folder)
     return None
 

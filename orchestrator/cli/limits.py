@@ -7,6 +7,7 @@ an `ArchiveError`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any, Final
 
 from orchestrator.cli.printing import Part
@@ -15,7 +16,7 @@ from orchestrator.errors import ArchiveError
 from orchestrator.view.cells import clean, number
 from orchestrator.view.phrases import counted
 from orchestrator.view.tables import Column, Table, TableRow, row_of
-from workers.learned_limits import EXPIRY_S, LimitStore, to_plain
+from workers.learned_limits import EXPIRY_S, LimitStore
 from workers.units import GIB, MIB
 
 _COLUMNS: Final = (
@@ -35,11 +36,11 @@ _COLUMNS: Final = (
 
 def known(store: LimitStore, now_unix_s: float) -> dict[str, Any]:
     """Return all limits for JSON, the newest first; `None` is unknown."""
-    ages_s = {limit: now_unix_s - limit.learned_at_unix_s for limit in store.all(now_unix_s)}
-    limits = [
-        {**to_plain(limit), "age_s": age_s, "expires_in_s": EXPIRY_S - age_s}
-        for limit, age_s in ages_s.items()
-    ]
+    limits = []
+    for limit in map(asdict, store.all(now_unix_s)):
+        age_s = now_unix_s - limit["learned_at_unix_s"]
+        ages_s = {"age_s": age_s, "expires_in_s": EXPIRY_S - age_s}
+        limits.append({**limit.pop("key"), **limit.pop("learned"), **limit, **ages_s})
     return _told(store, expiry_s=EXPIRY_S, limits=limits)
 
 

@@ -20,10 +20,11 @@ from orchestrator.cli.printing import Part
 from orchestrator.config.duration import format_duration
 from orchestrator.core.slot import HeadState
 from orchestrator.errors import NothingStoredError
-from orchestrator.record.archive import StoredEvent, StoredRun, missed_of, read_events, read_run
+from orchestrator.record.archive import StoredRun, missed_of, read_run
+from orchestrator.record.events import StoredEvent, read_events
 from orchestrator.record.folders import Listed, go_on_command, run_object, summary_of
-from orchestrator.record.history import all_state_spans, courses, sampled_between
-from orchestrator.record.jobs import QUEUE_NAME, QueueReader
+from orchestrator.record.history import courses, sampled_between, state_spans
+from orchestrator.record.jobs import QUEUE_NAME, queue_snapshot
 from orchestrator.record.output import last_lines, slots_with_output
 from orchestrator.record.store import STORE_NAME
 from orchestrator.record.summary import summary_dict
@@ -106,8 +107,8 @@ def report_text(folder: Path, width: int) -> str:
         if summary.get("workers"):
             lines.append(f"{STORE_NAME} is missing; summary.json has how its workers ended")
     else:
-        queue = QueueReader(run.folder).look(
-            run.snapshot().rows, time.time(), is_alive=run.outcome == "running"
+        queue = queue_snapshot(
+            run.folder, run.snapshot().rows, time.time(), is_alive=run.outcome == "running"
         )
         snapshot = run.snapshot()
         if queue is not None:
@@ -157,7 +158,10 @@ def _header(run: StoredRun) -> Iterator[str]:
     worked = f"worked {format_duration(run.elapsed_s)}"
     if not (run.folder / QUEUE_NAME).exists():  # a queue ends when it is empty
         worked += f" of {format_duration(facts.duration_s)}"
-    yield clean(worked + (f", by {run.heads} heads one after the other" if run.heads > 1 else ""))
+    yield clean(
+        worked
+        + (f", by {run.facts.heads} heads one after the other" if run.facts.heads > 1 else "")
+    )
     yield clean(_outcome_words(run))
     if run.is_resumable:
         yield _resume_line(run.folder)
@@ -214,7 +218,7 @@ def _advice(run: StoredRun) -> Iterator[str]:
     if between is None or (run.folder / QUEUE_NAME).exists():
         return
     courses_of = courses(run.folder, SAMPLED, between[0], between[1] + 0.001, _PARTS)
-    spans, ends_unix_s = all_state_spans(run.folder), run.updated_at_unix_s or between[1]
+    spans, ends_unix_s = state_spans(run.folder), run.updated_at_unix_s or between[1]
     yield from advice_lines(run.snapshot().rows, courses_of, spans, ends_unix_s)
 
 

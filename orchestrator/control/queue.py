@@ -54,10 +54,8 @@ def waiting(folder: Path) -> list[Message]:
     return messages
 
 
-def message_of(content: bytes | None) -> Message:
+def message_of(content: bytes) -> Message:
     """Return the message that a row holds; `NoMessageError` if it holds none."""
-    if content is None:
-        raise NoMessageError("it is larger than a message may be")
     try:
         return _MESSAGE.validate_python(json.loads(content), extra="forbid")
     except ValidationError as failure:

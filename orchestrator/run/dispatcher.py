@@ -46,9 +46,11 @@ from orchestrator.jobs.model import (
     Submitted,
     World,
 )
+from orchestrator.jobs.queue import Queue
 from orchestrator.record.command_file import Incoming, Row
 from orchestrator.record.events import EventLog
-from orchestrator.record.jobs import QueueSnapshot, QueueStore
+from orchestrator.record.jobs import QueueSnapshot
+from orchestrator.record.store import RunStore
 from orchestrator.run.attempts_seen import AttemptsSeen
 from orchestrator.run.background import Background
 from orchestrator.run.job_files import JobFiles
@@ -107,7 +109,9 @@ class Dispatcher:
     """Of the run, scaled if it was."""
     target: Target
     events: EventLog
-    store: QueueStore
+    store: RunStore
+    queue: Queue
+    """As it was stored; it changes in memory, and each turn stores what has changed."""
     stays: bool = False
     """Whether the run goes on when nothing is left to do."""
     before_unix_s: float | None = None
@@ -117,7 +121,6 @@ class Dispatcher:
     """Why nothing can be decided now: the queue cannot be stored."""
 
     def __post_init__(self) -> None:
-        self.queue = self.store.queue
         self._records: list[Record] = []
         """Taken by the queue, and not told of yet: the queue may not be stored."""
         self._orders: list[Order] = []
@@ -200,13 +203,12 @@ class Dispatcher:
                 self._decide(slots, nodes, away_s)
             orders = self._stored()
         except OSError as error:
-            self.problem = f"the queue of jobs cannot be stored: {error.strerror or error}"
+            self.problem = f"the queue of jobs cannot be stored: {error}"
             return ()
         self.problem, self._has_looked = None, True
         if self._at_s - self._outlook_at_s >= _OUTLOOK_EVERY_S:
             self._outlook_at_s = self._at_s
-            with suppress(OSError):  # it is for people alone
-                self.store.write_outlook(self.queue.standings.values())
+            self.store.outlook(self.queue.standings.values())
         return orders
 
     def note_ends(self, slots: Mapping[str, Slot], nodes: Collection[str]) -> None:
@@ -242,7 +244,9 @@ class Dispatcher:
         Raises:
             OSError: It is not stored; the next call tries again.
         """
-        self.store.commit()
+        self.store.queue(self.queue)
+        if not self.store.commit():
+            raise OSError(self.store.problem)
         self._incoming.remove(self._rows)
         for record in self._records:
             event, slot, details = event_of(record)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 from orchestrator.record import history
-from orchestrator.record.archive import read_events
+from orchestrator.record.events import read_events
 from orchestrator.record.history import Buckets
 from orchestrator.record.output import last_lines
 from orchestrator.view.cells import decimals_for, number
@@ -77,7 +77,7 @@ def course_of(folder: Path, slot: str, last_s: float = math.inf) -> Json:
     between = _between(folder, last_s)
     found: _Found = {}
     if between is not None:
-        found = history.buckets(folder, slot, _SAMPLED, *between, PARTS)
+        found = history.courses(folder, _SAMPLED, *between, PARTS, slot).get(slot, {})
     return _course_of(folder, slot, between, found)
 
 

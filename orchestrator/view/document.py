@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
-from orchestrator.record.archive import Frame, Freshness, StoredEvent
+from orchestrator.record.archive import Frame, Freshness
+from orchestrator.record.events import StoredEvent
 from orchestrator.record.summary import SCHEMA
 from orchestrator.view.alerts import Alert
 from orchestrator.view.cells import clean, clock, moment, shorten

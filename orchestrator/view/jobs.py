@@ -24,7 +24,7 @@ from orchestrator.jobs.model import (
     Record,
     Standing,
 )
-from orchestrator.record.archive import StoredEvent
+from orchestrator.record.events import StoredEvent
 from orchestrator.record.jobs import QueueSnapshot
 from orchestrator.record.model import Row, finite
 from orchestrator.view.cells import clean, clock, moment

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from orchestrator.record.archive import Follower, Frame, StoredEvent
+from orchestrator.record.archive import Follower, Frame
+from orchestrator.record.events import StoredEvent
 from orchestrator.view.alerts import Alert, Since, alerts
 from orchestrator.view.jobs import summary_line
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from orchestrator.config.duration import format_duration
-from orchestrator.record.archive import StoredEvent
+from orchestrator.record.events import StoredEvent
 from orchestrator.record.model import Snapshot
 from orchestrator.view.cells import ELLIPSIS, clean, moment, number, share_pct
 from workers.units import MIB

@@ -17,7 +17,7 @@ from textual.binding import Binding, BindingType
 from textual.widgets import DataTable, Static
 
 from orchestrator.errors import ArchiveError
-from orchestrator.record.archive import StoredEvent
+from orchestrator.record.events import StoredEvent
 from orchestrator.view.alerts import Alert
 from orchestrator.view.cells import SEPARATOR, clean, clock, shorten
 from orchestrator.view.document import event_line, mark

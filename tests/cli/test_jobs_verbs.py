@@ -8,8 +8,10 @@ import re
 import shlex
 import shutil
 import signal
+import sqlite3
 import subprocess
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +40,7 @@ from orchestrator.jobs.model import (
     Word,
 )
 from orchestrator.jobs.sweep import expand
-from orchestrator.record.jobs import QUEUE_STORE, QueueReader, QueueStore
+from orchestrator.record.jobs import queue_snapshot
 from orchestrator.record.output import OutputFiles
 from orchestrator.record.store import STORE_NAME, RunStore
 from orchestrator.view.terminal import plain_text
@@ -46,6 +48,7 @@ from tests.cli.conftest import Command
 from tests.factories import (
     FACTS,
     STARTED_UNIX_S,
+    add_event,
     config_of,
     event,
     make_job,
@@ -97,7 +100,7 @@ def test_what_happened_to_a_job_is_shown(command: Command, folder: Path) -> None
     store.begin(replace(FACTS, run_id=RUN_ID))
     for name in ("lr-0", "lr-1"):
         kind, slot, details = event_of(begun(name))
-        store.event({**event(name=kind, **details), "slot": slot})
+        add_event(store, {**event(name=kind, **details), "slot": slot})
     store.end("interrupted", 130, None, ())
     lines = command("jobs", "show", "lr-0").stdout.splitlines()
     (happened,) = lines[lines.index("what happened") + 1 :]
@@ -241,22 +244,23 @@ def test_what_cannot_be_is_one_sentence(
 
 
 def test_a_store_that_is_a_pipe_is_refused_at_once(command: Command, folder: Path) -> None:
-    (folder / QUEUE_STORE).unlink()
-    os.mkfifo(folder / QUEUE_STORE)
+    (folder.parent / STORE_NAME).unlink()
+    os.mkfifo(folder.parent / STORE_NAME)
     done = command("jobs", "list")
     assert done.returncode == 2
-    assert "jobs.sqlite cannot be read" in done.stderr
+    assert "run.sqlite cannot be read" in done.stderr
 
 
 @pytest.mark.parametrize("words", [("list",), ("run",), ("submit", "--", "true")])
 def test_a_queue_of_an_earlier_version_is_refused_with_what_to_do(
     command: Command, folder: Path, words: tuple[str, ...]
 ) -> None:
-    (folder / QUEUE_STORE).rename(folder / "journal.jsonl")
+    with closing(sqlite3.connect(folder.parent / STORE_NAME)) as store:
+        store.execute("PRAGMA user_version = 2")
     done = command("jobs", *words)
     assert done.returncode == 2
-    assert "is a queue of an earlier version of this program" in done.stderr
-    assert "begin another queue with `jobs run FILE --new`" in done.stderr
+    assert "was written by another version of this program" in done.stderr
+    assert "`jobs run FILE --new`" in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 
@@ -278,23 +282,22 @@ def test_files_of_a_job_are_fetched_into_a_new_folder(command: Command, folder: 
 
 
 def test_a_reader_takes_in_what_is_new(folder: Path) -> None:
-    reader = QueueReader(folder.parent)
-    before = reader.look((), 0.0)
+    before = queue_snapshot(folder.parent, (), 0.0)
     store_queue(folder, submitted(make_job("more")))
-    after = reader.look((), 0.0)
+    after = queue_snapshot(folder.parent, (), 0.0)
     assert before is not None
     assert after is not None
     assert [len(picture.standings) for picture in (before, after)] == [2, 3]
-    whole = QueueReader(folder.parent).look((), 0.0)
-    assert whole == after
 
 
 def test_what_the_head_expects_is_shown_of_jobs_that_wait(folder: Path) -> None:
     told = (make_standing(name, reason="pc1 is taken", expected_start_s=9.0) for name in "ab")
     waits = make_standing("lr-1", reason="pc1 is taken", expected_start_s=9.0)
     runs = make_standing("lr-0", "RUNNING", reason="must not be shown")
-    QueueStore(folder).write_outlook([*told, waits, runs])
-    picture = QueueReader(folder.parent).look((), 0.0)
+    store = RunStore(folder.parent / STORE_NAME)
+    store.outlook([*told, waits, runs])
+    store.close()
+    picture = queue_snapshot(folder.parent, (), 0.0)
     assert picture is not None
     shown = {one.job.name: (one.reason, one.expected_start_s) for one in picture.standings}
     assert shown["lr-1"] == ("pc1 is taken", 9.0)

@@ -125,7 +125,7 @@ def test_the_verb_as_an_object(limits: Command, two: LimitStore) -> None:
     assert told == {
         "card": "NVIDIA RTX 3070", "total_bytes": 24 * 2**30, "driver": "580.65.06", "torch": "2.13.0+cu130",
         "dtype": "fp16", "workload": "mine.steps:Mlp@0123456789ab", "cap_bytes": int(2.625 * 2**30), "size": 20992,
-        "fixed_bytes": 0.0, "unit_bytes": 2.5, "peak_bytes": 2**30, "best_tflops": None, "best_under": None,
+        "fixed_bytes": 0.0, "unit_bytes": 2.5, "peak_bytes": 2**30,
     }  # fmt: skip
 
 

@@ -20,9 +20,9 @@ from orchestrator.record.store import STORE_NAME, RunStore
 from orchestrator.record.summary import summary_dict, write_summary
 from orchestrator.view.terminal import plain_text
 from tests.cli.conftest import Command
-from tests.factories import FACTS, event, make_row, make_snapshot, record
+from tests.factories import FACTS, add_event, event, make_row, make_snapshot, record
 from tests.scene import ROOT, only_object, orchestrator
-from workers.host.processes import start_time
+from workers.keeper.processes import start_time
 
 RUN_ID = "20261120-051500-0b76"
 TRACEBACK = (
@@ -52,18 +52,19 @@ def written(runs: Path, run_id: str = RUN_ID, **changed: Any) -> RunStore:
     )
     store.begin(replace(here, **changed))
     snapshot = snapshot_of(run_id)
-    store.slots([record(row={**snapshot.rows[0].to_dict(), "restarts": 2})])
-    store.event(
-        {**event(name="state", to_state="RESTARTING", cause="killed\x1b[2J"), "slot": "pc1/0"}
+    store.slots([record(row=replace(snapshot.rows[0], restarts=2))])
+    add_event(
+        store,
+        {**event(name="state", to_state="RESTARTING", cause="killed\x1b[2J"), "slot": "pc1/0"},
     )
-    store.event({**event(name="state", to_state="RUNNING", cause="steady"), "slot": "pc1/0"})
-    store.event(event(name="node_left", node="pc2"))
+    add_event(store, {**event(name="state", to_state="RUNNING", cause="steady"), "slot": "pc1/0"})
+    add_event(store, event(name="node_left", node="pc2"))
     for measured_bytes in (2**30, 61 * 2**20):
         figures = {"predicted_bytes": 57 * 2**20, "measured_bytes": measured_bytes}
-        store.event({**event(name="memory_predicted", **figures), "slot": "pc1/0"})
-    store.event({**event(name="workload_error", traceback=TRACEBACK), "slot": "pc1/0"})
+        add_event(store, {**event(name="memory_predicted", **figures), "slot": "pc1/0"})
+    add_event(store, {**event(name="workload_error", traceback=TRACEBACK), "slot": "pc1/0"})
     store.update(snapshot)
-    assert store.problem is None
+    assert store.commit()
     return store
 
 
@@ -206,8 +207,9 @@ def test_faults_are_grouped_by_what_became_of_them(tmp_path: Path) -> None:
 def test_a_bad_night_is_told_by_its_last_lines(tmp_path: Path) -> None:
     store = written(tmp_path)
     for number in range(100):
-        store.event(
-            {"at": "now", "event": "workload_error", "slot": "pc1/0", "traceback": f"E: {number}"}
+        add_event(
+            store,
+            {"at": "now", "event": "workload_error", "slot": "pc1/0", "traceback": f"E: {number}"},
         )
     store.commit()
     text = report_text(tmp_path / RUN_ID, 100)

@@ -92,7 +92,7 @@ def test_slots_are_held_capped_and_saved_also_by_the_next_head(start: Starter) -
     summary = again.interrupt_when(
         lambda: all(again.rows()[slot]["steps_ok"] > steps[slot] for slot in steps), "more steps"
     )
-    assert (summary["run_id"], read_run(head.folder()).heads) == (run_id, 2)
+    assert (summary["run_id"], read_run(head.folder()).facts.heads) == (run_id, 2)
     after = {row["slot"]: row for row in summary["workers"]}
     for slot in left.slots:
-        assert after[slot.slot]["steps_ok"] > slot.counters["steps_ok"] > 0
+        assert after[slot.slot]["steps_ok"] > slot.row.counts.steps_ok > 0

@@ -17,7 +17,7 @@ import pytest
 
 from orchestrator.control.queue import put
 from orchestrator.jobs.model import ON_CARD, JobState, Said, Standing, Word
-from orchestrator.record.jobs import QUEUE_NAME, QUEUE_STORE, queue_of
+from orchestrator.record.jobs import QUEUE_NAME, queue_of
 from tests.cluster.conftest import SMALL, Head, Starter
 from tests.scene import ROOT, ended, orchestrator, python
 
@@ -129,7 +129,7 @@ class Night:
         put(self.head.folder() / QUEUE_NAME, [said])
 
     def standings(self) -> dict[str, Standing]:
-        return dict(queue_of(self.head.folder() / QUEUE_NAME).standings)
+        return dict(queue_of(self.head.folder()).standings)
 
     def trains(self) -> str | None:
         """Return a job that has a checkpoint, and is at work."""
@@ -162,7 +162,7 @@ def two_pcs(start: Starter, short_tmp: Path) -> Iterator[Night]:
 def test_a_queue_survives_the_death_of_worker_and_head(start: Starter, short_tmp: Path) -> None:
     night = Night(start, short_tmp, "--rehearse")
     first = night.begin("--stay")
-    first.wait(lambda: list(night.runs.glob(f"*/{QUEUE_NAME}/{QUEUE_STORE}")), "a queue")
+    first.wait(lambda: list(night.runs.glob(f"*/{QUEUE_NAME}")), "a queue")
     night.submit(night.file_of(NIGHT))
     first.wait(night.trains, "a checkpoint")
     name = str(night.trains())
@@ -194,7 +194,7 @@ def test_a_job_that_is_waited_for_prints_here_and_ends_with_its_code(
 ) -> None:
     night = Night(start, short_tmp, "--rehearse")
     head = night.begin("--stay")
-    head.wait(lambda: list(night.runs.glob(f"*/{QUEUE_NAME}/{QUEUE_STORE}")), "a queue")
+    head.wait(lambda: list(night.runs.glob(f"*/{QUEUE_NAME}")), "a queue")
     words = ("jobs", "submit", "--wait", "--run-dir", str(night.runs), "--", sys.executable, "-c")
     for program, code, printed in (
         ("print('good')", 0, "good\n"),

@@ -100,8 +100,8 @@ def test_a_command_is_measured_and_ends_while_it_computes() -> None:
     slot = Slot(replace(command_spec("-c", COMPUTES), device="cuda"))
     until_s = time.monotonic() + 120.0
     while "computes" not in slot.printed and time.monotonic() < until_s:
-        report = slot.slice()
-    report = slot.slice(3.0)
+        report = slot.poll()
+    report = slot.poll(3.0)
     assert report.state is WorkerState.RUNNING
     assert report.device is not None
     assert report.device.name == torch.cuda.get_device_name(0)

@@ -16,7 +16,7 @@ from orchestrator.jobs.model import Submitted
 from orchestrator.record.jobs import QUEUE_NAME
 from orchestrator.record.store import STORE_NAME, RunStore
 from orchestrator.view import html_report
-from tests.factories import FACTS, STARTED_UNIX_S, event, make_job, make_row, store_queue
+from tests.factories import FACTS, STARTED_UNIX_S, add_event, event, make_job, make_row, store_queue
 from tests.web.browser import browser, needs_chromium
 from tests.web.scene import put_turn
 
@@ -42,8 +42,8 @@ def make_run(place: Path, slots: int = 2) -> Path:
     change = event(name="state", from_state="RUNNING", to_state="BACKOFF", cause=HOSTILE)
     error = event(name="workload_error", traceback=f"Traceback\n{HOSTILE}")
     for told in (change, error):
-        store.event({**told, "slot": "pc1/0"})
-    store.event(event(name="run_ended", missed=[f"pc1/0: {HOSTILE}"]))
+        add_event(store, {**told, "slot": "pc1/0"})
+    add_event(store, event(name="run_ended", missed=[f"pc1/0: {HOSTILE}"]))
     store.end("good", 0, None, ())
     return place
 

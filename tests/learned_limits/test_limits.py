@@ -1,11 +1,10 @@
-"""Which limits fit which worker, what their plain form holds, and what tells versions of a workload apart."""
+"""Which limits fit which worker, and what tells versions of a workload apart."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import importlib
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,52 +15,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.factories import KEY, limit
-from workers.learned_limits import choose, from_plain, to_plain, workload_fingerprint
-from workers.settings import Learned, LimitKey, StoredLimit
+from workers.learned_limits import choose, workload_fingerprint
 
 GIB = 2**30
 
 LIMIT = limit()
 
-#: Numbers and texts as far as a limit may hold them; lone surrogates included.
-TEXTS = st.text(min_size=1, max_size=500)
-WHOLE = st.integers(min_value=1, max_value=2**63 - 1)
-NUMBERS = st.floats(min_value=0.0, max_value=1e18)
-LIMITS = st.builds(
-    StoredLimit,
-    key=st.builds(
-        LimitKey,
-        card=TEXTS,
-        total_bytes=st.none() | WHOLE,
-        driver=st.none() | TEXTS,
-        torch=TEXTS,
-        dtype=TEXTS,
-        workload=TEXTS,
-        cap_bytes=WHOLE,
-    ),
-    learned=st.builds(
-        Learned, size=WHOLE, fixed_bytes=st.none() | NUMBERS, unit_bytes=st.none() | NUMBERS
-    ),
-    peak_bytes=st.none() | WHOLE,
-    learned_at_unix_s=NUMBERS,
-    best_tflops=st.none() | NUMBERS,
-    best_under=st.none() | TEXTS,
-)
 CAPS = st.integers(min_value=1, max_value=2**50)
-
-
-@given(any_limit=LIMITS)
-def test_a_limit_survives_its_plain_form_and_json(any_limit: StoredLimit) -> None:
-    assert from_plain(json.loads(json.dumps(to_plain(any_limit)))) == any_limit
-
-
-def test_what_is_no_limit_is_refused() -> None:
-    for name in ("card", "torch", "dtype", "workload", "cap_bytes", "size", "learned_at_unix_s"):
-        with pytest.raises(ValueError, match=name):
-            from_plain({**to_plain(LIMIT), name: None})
-    for name in ("cap_bytes", "size"):
-        with pytest.raises(ValueError, match="above 0"):
-            from_plain({**to_plain(LIMIT), name: -1})
 
 
 @pytest.mark.parametrize(

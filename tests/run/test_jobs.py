@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -436,7 +435,7 @@ def test_after_ctrl_c_everything_is_saved_and_goes_on(new_jobs: JobsMaker) -> No
     check_ends(run)
     begin = run.fleet.begun["one"][0].begin
     assert begin is not None
-    assert begin.checkpoint is not None
+    assert begin.copy is not None
 
 
 def test_while_the_queue_cannot_be_stored_all_stands(
@@ -446,10 +445,7 @@ def test_while_the_queue_cannot_be_stored_all_stands(
     run.until_state("two", JobState.RUNNING)
     done = run.supervisor._slots["one"].counts.steps_ok
 
-    def full() -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(run.queue_store, "commit", full)
+    monkeypatch.setattr(run.store, "commit", lambda: False)
     run.say(Word.CANCEL, "two")
     run.until(30.0)
     assert any("queue of jobs" in notice for notice in run.supervisor.snapshot().notices)
@@ -469,14 +465,10 @@ def test_an_end_that_cannot_be_stored_ends_no_run(
     run = new_jobs(short("one", 100))
     run.until_state("one", JobState.RUNNING)
 
-    commit = run.queue_store.commit
-
-    def full() -> None:
-        if run.standing("one").state is JobState.DONE:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        commit()
-
-    monkeypatch.setattr(run.queue_store, "commit", full)
+    commit = run.store.commit
+    monkeypatch.setattr(
+        run.store, "commit", lambda: run.standing("one").state is not JobState.DONE and commit()
+    )
     run.until(120.0)
     assert run.standing("one").state is JobState.DONE
     assert run.standings()["one"].state is JobState.RUNNING
@@ -521,7 +513,7 @@ def test_what_waits_is_stored_at_once(new_jobs: JobsMaker) -> None:
     for number in range(300):
         put(run.queue_folder, [Submitted(at_s=0.0, job=short(f"job-{number}"))])
     statements: list[str] = []
-    run.queue_store._connection.set_trace_callback(statements.append)
+    run.store._connection.set_trace_callback(statements.append)
     run.until(1.0)
     assert len(run.standings()) == 300
     assert statements.count("COMMIT") <= 3

@@ -19,7 +19,7 @@ from orchestrator.record.archive import Follower
 from orchestrator.record.model import STATES_WORST_FIRST, Row
 from orchestrator.record.store import STORE_NAME, RunStore
 from orchestrator.view.top import Rows, Top
-from tests.factories import FACTS, STARTED_UNIX_S, event, make_row
+from tests.factories import FACTS, STARTED_UNIX_S, add_event, event, make_row
 from tests.web.scene import put_turn, with_queue
 from workers.messages import WorkerState
 
@@ -44,7 +44,7 @@ def made(
     store.begin(FACTS if lives else gone)
     for second, rows in enumerate(looks):
         change = event(name="state", from_state="STARTING", to_state="RUNNING", cause=HOSTILE)
-        store.event({**change, "slot": rows[0].slot if rows else None})
+        add_event(store, {**change, "slot": rows[0].slot if rows else None})
         put_turn(store, float(second), rows, started_at=STARTED_UNIX_S, duration_s=30.0)
     if outcome is not None:
         store.end(outcome, 0, None, ())

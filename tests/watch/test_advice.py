@@ -13,7 +13,7 @@ from orchestrator.core.slot import SlotState
 from orchestrator.record.history import Buckets, Span
 from orchestrator.record.store import STORE_NAME, RunStore
 from orchestrator.view.advice import SAMPLED, advice_lines
-from tests.factories import FACTS, event, make_row, make_snapshot, record
+from tests.factories import FACTS, add_event, event, make_row, make_snapshot, record
 from workers.messages import Progress, WorkerState
 
 GIB = 2**30
@@ -118,8 +118,8 @@ def test_the_report_names_the_right_cause_first(tmp_path: Path) -> None:
     store.begin(FACTS)
     row = make_row(**{**BUSY, **trains(data_wait_pct=55.0), "utilisation_pct": 42.0})
     begun = event(name="state", from_state=None, to_state=row.state.value, cause="")
-    store.event({**begun, "slot": row.slot, "at": "2023-11-14T22:13:20.000Z"})
-    store.slots([record(row.slot, state=row.state.value, row=row.to_dict())])
+    add_event(store, {**begun, "slot": row.slot, "at": "2023-11-14T22:13:20.000Z"})
+    store.slots([record(row=row)])
     for second in (0.0, 20.0):
         store.update(make_snapshot(row, elapsed_s=second))
     store.end("good", 0, None, ())

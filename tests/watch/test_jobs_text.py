@@ -16,7 +16,7 @@ from orchestrator.jobs.model import (
     Milestones,
     Record,
 )
-from orchestrator.record.archive import StoredEvent
+from orchestrator.record.events import StoredEvent
 from orchestrator.record.jobs import QueueSnapshot
 from orchestrator.view import jobs as view
 from orchestrator.view.tables import Table

@@ -6,7 +6,7 @@ from datetime import datetime
 
 import pytest
 
-from orchestrator.record.archive import StoredEvent
+from orchestrator.record.events import StoredEvent
 from orchestrator.view.cells import wrapped
 from orchestrator.view.document import event_line
 from orchestrator.view.phrases import event_words

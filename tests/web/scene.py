@@ -27,6 +27,7 @@ from orchestrator.view.web.server import SERVED, Site
 from tests.factories import (
     FACTS,
     GIB,
+    add_event,
     event,
     make_job,
     make_row,
@@ -35,7 +36,7 @@ from tests.factories import (
     store_queue,
 )
 from tests.scene import PATIENCE_S
-from workers.host.processes import start_time
+from workers.keeper.processes import start_time
 from workers.messages import WorkerState
 
 SECONDS = 600
@@ -93,12 +94,11 @@ def rows_at(second: float, slots: int) -> list[Row]:
 
 def put_turn(store: RunStore, second: float, rows: list[Row], **changed: object) -> None:
     """Write what one turn of the head writes."""
-    store.slots(
-        record(row.slot, node=row.node, state=row.state.value, reason=row.reason, row=row.to_dict())
-        for row in rows
-    )
+    store.slots(record(row=row) for row in rows)
     usual = {"started_at": STARTED_UNIX_S, "duration_s": 3600.0}
-    store.update(make_snapshot(*rows, elapsed_s=second, **{**usual, **changed}))
+    snapshot = make_snapshot(*rows, elapsed_s=second, **{**usual, **changed})
+    store.update(snapshot, at_once=True)
+    store.commit()
 
 
 def make_run(folder: Path, slots: int = 10, seconds: int = SECONDS) -> RunStore:
@@ -132,7 +132,7 @@ def add_state(
     """Add a change of state to the events."""
     at = datetime.fromtimestamp(STARTED_UNIX_S + second, tz=UTC)
     told = event(name="state", from_state=before, to_state=after, cause=cause)
-    store.event({**told, "at": at.isoformat().replace("+00:00", "Z"), "slot": slot})
+    add_event(store, {**told, "at": at.isoformat().replace("+00:00", "Z"), "slot": slot})
 
 
 @contextmanager

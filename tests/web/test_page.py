@@ -16,7 +16,7 @@ import pytest
 from orchestrator.control.queue import waiting
 from orchestrator.record.jobs import QUEUE_NAME
 from orchestrator.view.web.server import LOOK_EVERY_S
-from tests.factories import make_row
+from tests.factories import add_event, make_row
 from tests.scene import ROOT
 from tests.web.browser import Browser, browser, needs_chromium
 from tests.web.scene import Server, make_run, put_turn, rows_at, serving, with_queue
@@ -139,8 +139,8 @@ def test_hostile_names_reasons_and_errors_stay_text(folder: Path) -> None:
     store = make_run(folder, slots=3)
     slot = f"pc1/{HOSTILE}"
     told = {"at": "2023-11-14T22:20:00Z", "slot": slot}
-    store.event({**told, "event": "workload_error", "traceback": f"E: {HOSTILE}"})
-    store.event({**told, "event": HOSTILE, HOSTILE: HOSTILE})
+    add_event(store, {**told, "event": "workload_error", "traceback": f"E: {HOSTILE}"})
+    add_event(store, {**told, "event": HOSTILE, HOSTILE: HOSTILE})
     texts = dict.fromkeys(("reason", "gpu_name", "dtype", "policy", "gpu_uuid"), HOSTILE)
     row = make_row(slot=slot, tflops=float("inf"), **texts)
     put_turn(store, 601, [row], notices=(HOSTILE,), nodes_seen=(HOSTILE,))

@@ -26,6 +26,7 @@ from orchestrator.record.store import STORE_NAME, RunStore
 from orchestrator.view.charts import courses_of
 from orchestrator.view.web.guard import COOKIE
 from orchestrator.view.web.server import LOOK_EVERY_S, PAGE, SERVED
+from tests.factories import add_event
 from tests.scene import COMMAND, PATIENCE_S, ROOT
 from tests.web.scene import Server, facts_here, make_run, put_turn, rows_at, serving, with_queue
 
@@ -134,7 +135,7 @@ def test_a_page_is_sent_the_document_when_it_changes(folder: Path, store: RunSto
         kind, told = next(stream)
         assert (kind, told["head"]["run"], told["control"]) == ("document", RUN_ID, False)
         leased = {"at": "2026-11-23T10:00:00Z", "event": "leased", "slot": "pc1/0"}
-        store.event({**leased, "lease_bytes": 5})
+        add_event(store, {**leased, "lease_bytes": 5})
         put_turn(store, 601, rows_at(601, 10))
         while told["events"][-1]["event"] != "leased":
             _, told = next(stream)

@@ -1,29 +1,27 @@
 """What earlier runs of this user learned: the size that fits, by card and workload.
 
 One small JSON file that all processes of the user read and write. Of a card, type and workload it
-has what was learned last. Nothing here raises: of a damaged file only what is whole is read, and
-`LimitStore.problem` says so, or why a file cannot be read or written. A worker then starts without
-a learned size. A policy checks such a size with each step that starts there. Loads no torch.
+has what was learned last. Nothing here raises: `LimitStore.problem` says why a file cannot be read
+or written, or that it is damaged. A worker then starts without a learned size. A policy checks such
+a size with each step that starts there. Loads no torch.
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
-import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, fields
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import platformdirs
 
 from workers.files import locked, read_small, replace_whole
-from workers.settings import Learned, LimitKey, Scalar, StoredLimit
+from workers.settings import LimitKey, Scalar, StoredLimit
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -90,33 +88,12 @@ def choose(candidates: Iterable[StoredLimit], key: LimitKey) -> StoredLimit | No
     return next((limit for limit in candidates if limit.key.serves(key)), None)
 
 
-def to_plain(limit: StoredLimit) -> dict[str, Scalar]:
-    """Return a limit as one flat object."""
-    plain = asdict(limit)
-    return {**plain.pop("key"), **plain.pop("learned"), **plain}
-
-
-def from_plain(plain: Mapping[str, Any]) -> StoredLimit:
-    """Return the limit that `to_plain` made an object of.
-
-    Raises:
-        ValueError: Something is missing, or no value that a limit can have.
-    """
-    key, learned = (
-        {field.name: plain[field.name] for field in fields(part) if field.name in plain}
-        for part in (LimitKey, Learned)
-    )
-    limit = _adapter().validate_python({**plain, "key": key, "learned": learned})
-    if limit.learned.size < 1 or limit.key.cap_bytes < 1:
-        raise ValueError("a size and a cap are above 0")
-    return limit
-
-
 @cache
-def _adapter() -> TypeAdapter[StoredLimit]:
+def _file() -> TypeAdapter[dict[str, StoredLimit]]:
+    """Return how the file is read and written: what is no limit is refused."""
     from pydantic import TypeAdapter  # noqa: PLC0415 - only who reads the file waits for it
 
-    return TypeAdapter(StoredLimit)
+    return TypeAdapter(dict[str, StoredLimit])
 
 
 def default_path() -> Path:
@@ -175,32 +152,25 @@ class LimitStore:
         return count
 
     def _read(self, now_unix_s: float) -> dict[str, StoredLimit]:
-        """Return the limits that have not expired; of a damaged file those that are whole."""
-        stored, limits, is_whole = {}, {}, True
+        """Return the limits that have not expired; none of a damaged file."""
         try:
-            stored = json.loads(read_small(self.path, _FILE_MOST_BYTES))
+            limits = _file().validate_json(read_small(self.path, _FILE_MOST_BYTES))
         except FileNotFoundError:
             return {}
-        except (ValueError, RecursionError):
-            is_whole = False
-        for name, plain in stored.items() if isinstance(stored, dict) else ():
-            try:
-                limit = from_plain(plain)
-            except (ValueError, TypeError):
-                is_whole = False
-                continue
-            if abs(now_unix_s - limit.learned_at_unix_s) < EXPIRY_S:
-                limits[name] = limit
-        if not is_whole or not isinstance(stored, dict):
+        except ValueError:
             self.problem = (
-                f"learned limits: {self.path} is damaged: what is whole in it is used, and the next "
-                "run writes it anew; to begin afresh: python -m orchestrator limits --clear"
+                f"learned limits: {self.path} is damaged, and the next run writes it anew; to begin "
+                "afresh: python -m orchestrator limits --clear"
             )
-        return limits
+            return {}
+        return {
+            name: limit
+            for name, limit in limits.items()
+            if abs(now_unix_s - limit.learned_at_unix_s) < EXPIRY_S
+        }
 
-    def _write(self, limits: Mapping[str, StoredLimit]) -> None:
-        plain = {name: to_plain(limit) for name, limit in limits.items()}
-        replace_whole(self.path, json.dumps(plain, indent=1) + "\n")
+    def _write(self, limits: dict[str, StoredLimit]) -> None:
+        replace_whole(self.path, _file().dump_json(limits, indent=1).decode())
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -215,8 +185,9 @@ class LimitStore:
         self.problem = None
         try:
             yield
-        except OSError as failure:
+        except (OSError, ValueError) as failure:
             self.problem = (
-                f"learned limits cannot be {what}: {self.path}: {failure.strerror or failure}; "
+                f"learned limits cannot be {what}: {self.path}: "
+                f"{getattr(failure, 'strerror', None) or failure}; "
                 f"make it accessible, or name another folder in {STATE_DIR_VARIABLE}"
             )

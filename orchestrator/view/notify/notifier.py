@@ -38,7 +38,6 @@ LOCK_NAME: Final = "notify.lock"
 _LOOK_EVERY_S: Final = 2.0
 _LAST_TRIES: Final = 3
 Say: TypeAlias = Callable[[str], None]
-
 DEADLINE_S: Final = 20.0
 
 #: Severity -> what apprise calls it.

@@ -91,7 +91,7 @@ def _of_slots(frame: Frame) -> Iterator[str]:
     )
     yield from _counters("slot_steps", "Steps by how they ended.", (*_SLOT, "result"), steps)
     for key, name, text in _WORKED:
-        worked = (((slot.node, slot.slot), slot.counters.get(key)) for slot in frame.run.slots)
+        worked = (((it.row.node, it.slot), getattr(it.row.counts, key)) for it in frame.run.slots)
         yield from _counters(name, text, _SLOT, worked)
     for field in FIELDS.values():
         if field.metric and field.of == "slot":

@@ -59,7 +59,6 @@ SERVED: Final[dict[str, Any]] = {
 _BACKLOG: Final = 1_024
 _TOKEN_MOST_BYTES: Final = 200
 _TOKEN_LEAST_CHARS: Final = 20
-
 PAGE: Final = Path(__file__).parent / "page"
 
 _BODY_MOST_BYTES: Final = 64 * 2**10
@@ -237,7 +236,7 @@ def _given(command: _Command, frame: Frame) -> str:
     if isinstance(do, Do):
         amount_bytes = None if command.amount is None else parse_bytes(command.amount)
         answer = slots.send(
-            folder, do.value, names, by="web", amount_bytes=amount_bytes, identity=command.id
+            folder, do, names, by="web", amount_bytes=amount_bytes, identity=command.id
         )
         if not answer.ok:
             raise web.HTTPConflict(reason=one_line(answer.error or "the head has refused it"))

@@ -117,8 +117,8 @@ def gone_on_after_its_head_was_killed(head: Head, start: Starter, by_hand: ByHan
     assert {raylet_of(node).pid for node in ("pc1", "pc2")} == raylets
     rows = again.rows()
     for slot in stored.slots:
-        assert rows[slot.slot]["steps_ok"] >= slot.counters["steps_ok"]
-        assert rows[slot.slot]["restarts"] >= slot.counters["restarts"]
+        assert rows[slot.slot]["steps_ok"] >= slot.row.counts.steps_ok
+        assert rows[slot.slot]["restarts"] >= slot.row.restarts
     return again
 
 
