@@ -26,6 +26,7 @@ _OF_ONE: Final = f"{_OF_EACH} AND slot = :slot"
 _OF_ALL: Final = f"(SELECT '' AS slot, at_unix_s{{sums}} FROM {_OF_EACH} GROUP BY at_unix_s)"  # noqa: S608 - constants
 _BUCKETS: Final = """SELECT slot, min(:count - 1, CAST((at_unix_s - :first) / :width AS INTEGER))
     AS part{figures} FROM {samples} GROUP BY slot, part"""
+
 #: Keys whose course can be asked for.
 SAMPLED_NUMBERS: Final = tuple(
     key for key, each in FIELDS.items() if each.sampled and key != "state"

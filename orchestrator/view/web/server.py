@@ -93,7 +93,7 @@ class Site:
     """The page of the runs of one folder."""
 
     def __init__(self, runs_dir: Path, access: Access, run_id: str = "latest") -> None:
-        """Touch nothing yet. `run_id` is the run that is shown; `latest` is the newest at any time."""
+        """Touch nothing yet. `run_id` names the run; `latest` is the newest at any time."""
         self.access = access
         self.looks = 0
         """How often a run was looked at."""
