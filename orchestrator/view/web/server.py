@@ -59,7 +59,6 @@ SERVED: Final[dict[str, Any]] = {
 _BACKLOG: Final = 1_024
 _TOKEN_MOST_BYTES: Final = 200
 _TOKEN_LEAST_CHARS: Final = 20
-
 PAGE: Final = Path(__file__).parent / "page"
 
 _BODY_MOST_BYTES: Final = 64 * 2**10
@@ -94,7 +93,7 @@ class Site:
     """The page of the runs of one folder."""
 
     def __init__(self, runs_dir: Path, access: Access, run_id: str = "latest") -> None:
-        """Touch nothing yet. `run_id` is the run that is shown; `latest` is the newest at any time."""
+        """Touch nothing yet. `run_id` names the run; `latest` is the newest at any time."""
         self.access = access
         self.looks = 0
         """How often a run was looked at."""
