@@ -113,7 +113,8 @@ class ModelFolder:
                 f"{self.config.vocab_size}; take the tokenizer of this model, or call "
                 "model.resize_token_embeddings(len(tokenizer)) and save the folder again",
             )
-        self._dtype: Any = torch.float32 if settings.weights == "fp32" else "auto"
+        self._dtype: Any = "auto" if settings.weights == "as-stored" else torch.float32
+        self._quantised = _nf4(settings, library) if settings.weights == "nf4" else {}
         self._set_up(settings)
         self.seq = self._seq_of(settings)
         self.notes = tuple(self._notes(settings))
@@ -126,6 +127,10 @@ class ModelFolder:
         """
         _use_fast_kernels()
         if isinstance(torch.empty(0), FakeTensor):
+            if self._quantised:
+                raise TaskError(
+                    "the memory of weights in 4 bits (train.weights: nf4) is not planned"
+                )
             dtype = self._stored_dtype() if self._dtype == "auto" else self._dtype
             # Without data transformers cannot see that no row holds several documents, and would
             # plan for a mask and copies that a training does without.
@@ -152,12 +157,18 @@ class ModelFolder:
                 trust_remote_code=False,
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
+                **self._quantised,
             )
         except (MemoryError, RuntimeError):
             raise  # perhaps out of memory, which is answered elsewhere
         except Exception as error:
             raise refused(self.path, f"cannot be loaded: {_first_line(error)}") from error
         self._refuse_others(model, loaded)
+        for module in model.modules():
+            if hasattr(module, "support_avx512bf16_for_cpu"):
+                # Else bitsandbytes evaluates by another kernel than it trains with, in bf16, which
+                # refuses most shapes.
+                module.support_avx512bf16_for_cpu = False
         return model  # type: ignore[no-any-return]  # transformers is imported late
 
     def _refuse_others(self, model: nn.Module, loaded: Mapping[str, Any]) -> None:
@@ -210,7 +221,7 @@ class ModelFolder:
 
     def _notes(self, settings: TrainSettings) -> Sequence[str]:
         dtype = self._stored_dtype()
-        if settings.weights == "fp32" or dtype == torch.float32:
+        if settings.weights != "as-stored" or dtype == torch.float32:
             return ()
         sentence = (
             f"train.weights: as-stored trains weights in {str(dtype).removeprefix('torch.')}, "
@@ -218,6 +229,29 @@ class ModelFolder:
             "weights moved against 95 % of fp32 ones; set train.weights to fp32"
         )
         return (sentence,)
+
+
+def _nf4(settings: TrainSettings, library: ModuleType) -> dict[str, Any]:
+    """Return what loads weights in 4 bits (QLoRA, Dettmers et al., 2023).
+
+    Raises:
+        TaskError: bitsandbytes cannot be used here.
+    """
+    try:
+        importlib.import_module("bitsandbytes")
+    except Exception as error:
+        raise TaskError(
+            f"train.weights is nf4, and bitsandbytes cannot be used here ({_first_line(error)}); "
+            "pip install 'bitsandbytes>=0.50' there, or set train.weights: fp32"
+        ) from error
+    computed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(settings.precision)
+    config = library.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=computed or torch.float32,
+    )
+    # Without a map transformers takes the card by itself, before anything is counted.
+    return {"quantization_config": config, "device_map": {"": "cpu"}}
 
 
 def _use_fast_kernels() -> None:

@@ -90,8 +90,10 @@ class TrainSettings(BaseModel):
     """How many slots train, each by its own seed; `None`: the first alone trains a folder, and all
     train what is no folder.
     """
-    weights: Literal["fp32", "as-stored"] = "fp32"
-    """What that folder's weights become: fp32 masters, or the type that they are stored in."""
+    weights: Literal["fp32", "as-stored", "nf4"] = "fp32"
+    """What that folder's weights become: fp32 masters, the type that they are stored in, or 4 bits
+    below adapters.
+    """
     head: Literal["auto", "train", "frozen"] = "auto"
     """With an adapter: whether the folder's head is trained in full. `auto`: that of `hf-pairs` is.
     """
@@ -230,6 +232,12 @@ class TrainSettings(BaseModel):
             self.preset in PRESETS and self.model is not None,
             f"model: {self.model} is for preset: hf-causal or hf-pairs, and {self.preset} makes a "
             "model of its own; valid: one of them",
+        )
+        _refuse_if(
+            self.weights == "nf4" and (self.adapter == "none" or self.preset not in FOLDER_PRESETS),
+            "weights: nf4 keeps a folder's linear layers in 4 bits, which only adapters can be "
+            "trained on; valid: also set train.adapter to lora or dora, with preset: hf-causal or "
+            "hf-pairs",
         )
         _refuse_if(
             self.columns is not None and len(self.columns) not in {2, 3},
