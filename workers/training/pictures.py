@@ -81,9 +81,9 @@ class Pictures(Samples):
         named = set(EYE_CORNERS) <= set(self.points)
         return [self.points.index(name) for name in EYE_CORNERS] if named else []
 
-    def held_out(self) -> Iterator[list[Tensor]]:
-        """Yield batches of one that is never trained on, evenly spread; none: too few for that."""
-        return ([tensor[None] for tensor in self.plain(row)] for row in self._held_out)
+    def held_out(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield some that are never trained on, evenly spread; none: too few for that."""
+        return map(self.plain, self._held_out)
 
     def __getitems__(self, samples: Sequence[Sample]) -> list[tuple[Tensor, Tensor]]:
         """Return pictures (1, edge, edge) from about 0 to 1, and points (points, 2) from -1 to 1.

@@ -99,8 +99,10 @@ class TrainSettings(BaseModel):
     """
     columns: list[Annotated[str, Field(min_length=1)]] | None = None
     """`hf-pairs`: the columns of one or two texts, and of the label; `None`: the usual names."""
-    labels: Literal["auto", "classes", "numbers"] = "auto"
-    """`hf-pairs`: what a label is; `auto`: numbers if one of them has a fraction."""
+    labels: Literal["auto", "classes", "numbers", "text"] = "auto"
+    """`hf-pairs`: what a label is; `auto`: numbers if one of them has a fraction. A text is written
+    by an encoder-decoder.
+    """
     data: Annotated[str, Field(min_length=1)] | None = None
     """A file or folder of text to train on, or a folder of pictures; `None`: made text."""
     validation: Annotated[str, Field(min_length=1)] | None = None

@@ -9,14 +9,16 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from typing import Any, Final, Literal, Protocol, cast
 
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import default_collate
 
 from workers.training.batches import Batch, on_device, rows_of
 from workers.training.errors import NotLoadedError, TaskError, TrainingError
@@ -219,7 +221,9 @@ def _gpt_task(settings: TrainSettings, shape: GptShape, seed: int) -> TrainTask:
         ),
         count=next_tokens,
         blocks=blocks_of,
-        evaluate=None if unseen is None else validation(unseen, next_token_loss, next_tokens),
+        evaluate=None
+        if unseen is None
+        else Validation(samples=unseen, loss=next_token_loss, count=next_tokens, collate=filled_up),
         lr={"gpt2-small": 6e-4, "gpt2-medium": 3e-4, "gpt-1b": 2e-4}.get(settings.preset, 2e-3),
         items="tokens",
     )
@@ -251,7 +255,13 @@ def _pictures_task(settings: TrainSettings, seed: int) -> TrainTask:
     figures = {}
     if corners := pictures.eye_corners:
         figures["landmark_error_pct"] = partial(landmark_error_pct, corners=corners)
-    merits = validation(pictures.held_out, landmark_loss, rows_of, **figures)
+    merits = Validation(
+        samples=pictures.held_out,
+        loss=landmark_loss,
+        count=rows_of,
+        collate=default_collate,
+        figures=figures,
+    )
     return TrainTask(
         name=f"{settings.preset} of {len(pictures.points)} points",
         model=partial(Cnn, LANDMARKS, settings.dropout, len(pictures.points)),
@@ -271,47 +281,49 @@ def _text_of(
     if settings.data is None:
         made = MadeText(seq, vocabulary, seed)
         unseen = [made[ITEMS + place] for place in range(SAMPLES)]
-        return made, partial(_batches_of_one, unseen)
+        return made, lambda: unseen
     if settings.documents == "windows":
         own: TextData | TextDocuments = TextData(settings.data, seq)
     else:
         own = TextDocuments(settings.data, seq, settings.documents)
-    return own, partial(_batches_of_one, own.held_out) if own.held_out else None
+    return own, (lambda: own.held_out) if own.held_out else None
 
 
-def _batches_of_one(samples: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield them one by one: that never takes more memory than the training itself."""
-    return (sample[None] for sample in samples)
-
-
-def validation(
-    samples: Callable[[], Iterable[Batch]],
-    loss: Callable[[nn.Module, Batch], Tensor],
-    count: Callable[[Batch], int],
-    **figures: Callable[[nn.Module, Batch], Tensor],
-) -> Callable[[nn.Module], Mapping[str, float]]:
-    """Return a `TrainTask.evaluate` that gives the mean loss of all items of `samples`, as
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Validation:
+    """A `TrainTask.evaluate` that gives the mean loss of all items of samples, as
     `validation_loss`.
 
     Its loss is without what only a training adds to it (smoothing, dropout), so that trainings
-    whose losses mean different things are compared by it. `figures`: others, by their names; each
-    returns a sum over items, and its mean is given.
+    whose losses mean different things are compared by it.
     """
-    figures = {"validation_loss": loss, **figures}
 
-    def evaluate(model: nn.Module) -> Mapping[str, float]:
-        device = next(model.parameters()).device
+    samples: Callable[[], Iterable[Any]]
+    loss: Callable[[nn.Module, Batch], Tensor]
+    count: Callable[[Batch], int]
+    collate: Callable[[list[Any]], Batch]
+    figures: Mapping[str, Callable[[nn.Module, Batch], Tensor]] = field(default_factory=dict)
+    """Others, by their names; each returns a sum over items, and its mean is given."""
+
+    def __call__(self, model: nn.Module, rows: int = 1) -> Mapping[str, float]:
+        """Return the figures. At most `rows` samples are computed at once: with as many as a part
+        of the training has, that never takes more memory than the training itself.
+        """
+        figures = {"validation_loss": self.loss, **self.figures}
         totals, items = dict.fromkeys(figures, 0.0), 0
-        for batch in samples():
-            part = on_device(batch, device)
+        for part in self.parts(model, rows):
             for name, figure in figures.items():
                 total = figure(model, part)
-                wait_asleep(device)
+                wait_asleep(total.device)
                 totals[name] += float(total)
-            items += count(part)
+            items += self.count(part)
         return {name: total / items for name, total in totals.items()} if items else {}
 
-    return evaluate
+    def parts(self, model: nn.Module, rows: int) -> Iterator[Batch]:
+        """Yield the samples as batches of at most so many, on the device of the model."""
+        device, samples = next(model.parameters()).device, iter(self.samples())
+        while some := list(islice(samples, rows)):
+            yield on_device(self.collate(some), device)
 
 
 def next_token_loss(

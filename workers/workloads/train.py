@@ -257,11 +257,8 @@ class Train(Workload):
             return
         trainer.course.best_loss = loss
         if self._checkpoints is not None:
-            try:
-                self._checkpoints.keep_best(trainer.state(), step, figures)
-            except OSError as failure:
-                reason = f"the best checkpoint cannot be written: {failure.strerror or failure}"
-                self.context.tell("checkpoint_failed", reason=reason)
+            self._checkpoints.wait()
+            self._checkpoints.save(trainer.state(), step, best=figures)
 
     def save_soon(self) -> None:
         """Have the next `save` between two optimiser steps not wait until a checkpoint is due."""
