@@ -63,8 +63,12 @@ def checked(source: YamlSource, model: type[Model]) -> Model:
 
 #: Keys that cluster.yaml had once, and what to do instead.
 _LEFT: Final = {
+    "train.cudnn_benchmark": "no such line; cuDNN tries its kernels where train.micro is a number "
+    "and neither exact nor deterministic is true",
     "train.min_seq": "documents of unequal lengths are your own text: train.data, with "
     "train.documents: files or lines",
+    "train.persistent": "no such line; loader processes stay from epoch to epoch",
+    "train.set_to_none": "no such line; the first part of a batch replaces the sums of gradients",
     "train.start_method": "no such line; loader processes are always started by a fork server",
 }
 

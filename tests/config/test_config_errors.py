@@ -98,6 +98,8 @@ def test_the_text_these_tests_break_is_good(tmp_path: Path) -> None:
          "unknown key; did you mean workers?; valid: cpus_per_worker, dtype, gpu, gpu_share, gpus"),
         ("workload:", "train: {min_seq: 4}\nworkload:", 11, "train.min_seq",
          "has left; valid: documents of unequal lengths are your own text: train.data"),
+        ("workload:", "train: {persistent: false}\nworkload:", 11, "train.persistent",
+         "has left; valid: no such line; loader processes stay from epoch to epoch"),
         ("workload:", "train: {start_method: fork}\nworkload:", 11, "train.start_method",
          "has left; valid: no such line; loader processes are always started by a fork server"),
         ("workload:", "heat:", 11, "heat",

@@ -26,7 +26,6 @@ from workers.training.trainer import Trainer
 
 STEPS = 30
 EXACT: list[tuple[str, dict[str, Any]]] = [
-    (GPT, {"set_to_none": False}),
     (GPT, {"activations_on_host": True}),
     (GPT, {"activations_on_host": True, "precision": "bf16"}),
     (CNN, {"activations_on_host": True, "ema_on": "host"}),
@@ -205,18 +204,23 @@ def test_the_kernel_of_attention_that_really_ran_is_told() -> None:
     assert trainer(CNN).attention_kernels() == ""
 
 
-def test_cudnn_tries_its_kernels_only_if_it_is_asked_to() -> None:
-    asked = trainer(CNN, cudnn_benchmark=True)
-    assert torch.backends.cudnn.benchmark
-    plain = trainer(CNN)
-    assert not torch.backends.cudnn.benchmark
-    assert asked.identity != plain.identity
+@pytest.mark.parametrize(
+    ("keys", "searches"),
+    [
+        ({}, False),
+        ({"micro": 4}, True),
+        ({"micro": 4, "exact": True}, False),
+        ({"micro": 4, "deterministic": True}, False),
+    ],
+    ids=str,
+)
+def test_cudnn_tries_its_kernels_where_sizes_are_few(keys: dict[str, Any], searches: bool) -> None:
+    assert TrainSettings(**keys).searches_kernels is searches
 
 
-@pytest.mark.parametrize("lever", [{"cudnn_benchmark": True}, {"attention": "cudnn"}], ids=str)
-def test_what_changes_bits_is_refused_with_deterministic(lever: dict[str, Any]) -> None:
+def test_what_changes_bits_is_refused_with_deterministic() -> None:
     with pytest.raises(ValidationError, match="deterministic: true promises the same bits"):
-        TrainSettings(deterministic=True, **lever)
+        TrainSettings(deterministic=True, attention="cudnn")
 
 
 def test_heads_that_share_keys_are_counted() -> None:

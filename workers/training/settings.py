@@ -49,8 +49,8 @@ _COMPILING_S: Final[dict[CompileMode, float]] = {
 #: trainings without one.
 _FREE: Final = {
     "slots", "documents", "steps", "epochs", "validate_every", "micro", "recompute",
-    "states_on_host", "compile", "compile_mode", "loader_workers", "prefetch", "persistent",
-    "ram_cache", "pin", "non_blocking", "set_to_none", "activations_on_host", "ema_on",
+    "states_on_host", "compile", "compile_mode", "loader_workers", "prefetch", "ram_cache", "pin",
+    "non_blocking", "activations_on_host", "ema_on",
     "save_every_s", "checkpoints",
 }  # fmt: skip
 
@@ -144,9 +144,6 @@ class TrainSettings(BaseModel):
     channels_last: Literal["auto"] | bool = "auto"
     activations_on_host: bool = False
     """Keep what the backward pass needs in host memory."""
-    set_to_none: bool = True
-    """Replace sums of gradients by the first part of a batch; `False`: add to zeros."""
-    cudnn_benchmark: bool = False
     precision: Precision = "bf16"
     recompute: Literal["auto", "none", "all"] | Annotated[int, Field(ge=0)] = "auto"
     """How many blocks drop their activations and compute them again in the backward pass."""
@@ -168,8 +165,6 @@ class TrainSettings(BaseModel):
     ema_on: Literal["device", "host"] = "device"
     loader_workers: Literal["auto"] | Annotated[int, Field(ge=0, le=256)] = 0
     prefetch: Literal["auto"] | Annotated[int, Field(ge=1, le=64)] = 2
-    persistent: bool = True
-    """Keep loader processes from epoch to epoch."""
     ram_cache: bool = False
     """Keep the data set in RAM, as it was in its batches, if it fits into half of what is free."""
     pin: Literal["auto"] | bool = "auto"
@@ -196,11 +191,6 @@ class TrainSettings(BaseModel):
             self.exact and self.compile != "off",
             "exact: true promises the same bits at any memory, and where the compiler fails a "
             "training goes on without what it compiled; valid: compile: off, or exact: false",
-        )
-        _refuse_if(
-            self.deterministic and self.cudnn_benchmark,
-            "cudnn_benchmark: true takes the fastest kernel, which may be another one at the next "
-            "run, and deterministic: true promises the same bits; valid: one of them",
         )
         _refuse_if(
             self.deterministic and self.attention == "cudnn",
@@ -262,6 +252,13 @@ class TrainSettings(BaseModel):
     def most_slots(self) -> int | None:
         """How many slots may train; `None`: all."""
         return self.slots or (1 if self.preset in FOLDER_PRESETS else None)
+
+    @property
+    def searches_kernels(self) -> bool:
+        """Whether cuDNN tries its kernels at each new size, of which there are few, and takes the
+        fastest, which may be another one at the next run.
+        """
+        return self.micro != "auto" and not (self.exact or self.deterministic)
 
     @property
     def unequal(self) -> bool:

@@ -106,7 +106,7 @@ class Trainer:
         precision.set_up(
             settings.precision,
             deterministic=settings.deterministic,
-            cudnn_benchmark=settings.cudnn_benchmark,
+            cudnn_benchmark=settings.searches_kernels,
         )
         self.task = task
         self.settings = settings
@@ -126,7 +126,7 @@ class Trainer:
         self.compiling = Compiling(settings, self.model, blocks)
         self._recomputation = Recomputation(blocks)
 
-        self._accumulator = Accumulator(self.parameters, set_to_none=settings.set_to_none)
+        self._accumulator = Accumulator(self.parameters)
         optimizer = task.new_optimizer(self.model, settings)
         if settings.layer_decay < 1:
             decay_rates(optimizer, self.model, blocks, settings.layer_decay)

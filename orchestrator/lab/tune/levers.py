@@ -45,10 +45,8 @@ _LEVERS: Final = (
     _Lever("states_on_host", 0, (50, 100), _EXACT),
     _Lever("attention", "auto", ("math", "efficient", "flash", "cudnn"), _NUMERIC, ("cudnn",)),
     _Lever("channels_last", False, (True,), _NUMERIC),
-    _Lever("cudnn_benchmark", False, (True,), _NUMERIC, (True, False)),
     _Lever("loader_workers", 0, (1, 2), _EXACT),
     _Lever("prefetch", 2, (4,), _EXACT, beside=_LOADER),
-    _Lever("persistent", True, (False,), _EXACT, beside=_LOADER),
     _Lever("pin", True, (False,), _EXACT, (True, False)),
     _Lever("non_blocking", True, (False,), _EXACT, (True, False), beside={"pin": True}),
     _Lever("ram_cache", False, (True,), _EXACT),
@@ -62,7 +60,6 @@ _LEVERS: Final = (
     _Lever("r_drop", 0.0, (0.5,), _OBJECTIVE, beside={"dropout": 0.1}),
     _Lever("layer_decay", 1.0, (0.9,), _OBJECTIVE),
     _Lever("deterministic", False, (True,), _NUMERIC),
-    _Lever("set_to_none", True, (False,), _EXACT),
     _Lever("compile", "off", ("block", "model"), _NUMERIC, slow=True),
     _Lever(
         "compile_mode",
