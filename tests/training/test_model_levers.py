@@ -16,7 +16,6 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.training.scene import CNN, CPU, GPT, in_shared_memory, train, trainer
-from workers.training.errors import TaskError
 from workers.training.host_memory import power_of_two
 from workers.training.keyed_random import KeyedDropout, row_keys
 from workers.training.model_levers import FLOP_OF_ATTENTION, HostActivations
@@ -80,8 +79,6 @@ def test_smoothed_labels_are_those_of_the_definition() -> None:
     model, tokens = task.model(), torch.stack([task.dataset[0], task.dataset[1]])
     expected = 0.9 * plain(model, tokens) + 0.1 * uniform(model, tokens)
     torch.testing.assert_close(smoothed(model, tokens), expected)
-    with pytest.raises(TaskError, match=r"label_smoothing is 0\.1, and cnn-landmarks finds points"):
-        find_task(TrainSettings(preset="cnn-landmarks", data="here", label_smoothing=0.1), 0)
 
 
 def test_r_drop_adds_the_divergence_of_two_passes() -> None:

@@ -19,8 +19,8 @@ PRESETS: Final = (
     "gpt-nano", "gpt-mini", "gpt2-small", "gpt2-medium", "gpt-1b", "cnn-landmarks",
 )  # fmt: skip
 
-#: Presets that need a folder of pictures.
-PICTURE_PRESETS: Final = ("cnn-landmarks",)
+#: Presets that need a folder of pictures, and the function that makes each one's task.
+PICTURE_PRESETS: Final = {"cnn-landmarks": "workers.training.pictures:pictures_task"}
 
 #: Presets that train the model of a local folder, and the function that makes each one's task.
 FOLDER_PRESETS: Final = {

@@ -18,15 +18,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import default_collate
 
 from workers.training.batches import Batch, on_device, rows_of
 from workers.training.errors import NotLoadedError, TaskError, TrainingError
 from workers.training.host_memory import wait_asleep
 from workers.training.made_data import ITEMS, MadeText
-from workers.training.models import GPTS, LANDMARKS, Cnn, Gpt, GptShape
+from workers.training.models import GPTS, Gpt, GptShape
 from workers.training.optimizers import adamw
-from workers.training.pictures import Pictures
 from workers.training.sequences import (
     NO_TOKEN,
     PackedRows,
@@ -157,11 +155,12 @@ def find_task(settings: TrainSettings, seed: int) -> TrainTask:
     """
     if settings.preset in GPTS:
         return _gpt_task(settings, GPTS[settings.preset], seed)
-    if settings.preset in PICTURE_PRESETS:
-        return _pictures_task(settings, seed)
-    module_name, _, name = FOLDER_PRESETS.get(settings.preset, settings.preset).partition(":")
+    makers = FOLDER_PRESETS | PICTURE_PRESETS
+    module_name, _, name = makers.get(settings.preset, settings.preset).partition(":")
     try:
         own = getattr(importlib.import_module(module_name), name)
+        if settings.preset in PICTURE_PRESETS:
+            own = partial(own, seed=seed)
         task = own if isinstance(own, TrainTask) else own(settings)
     except TrainingError:
         raise
@@ -190,7 +189,7 @@ def import_task(preset: object) -> None:
 def _refuse_unused(task: TrainTask, settings: TrainSettings) -> None:
     """Raise a `TaskError` if a key is set that would change nothing."""
     in_uses = ", or name it in `uses` of the TrainTask"
-    remedy = "" if settings.preset in FOLDER_PRESETS else in_uses
+    remedy = "" if settings.preset in FOLDER_PRESETS | PICTURE_PRESETS else in_uses
     unused = dict.fromkeys(set(OWN_KEYS) - task.uses, remedy)
     if task.optimizer is not None or task.named_optimizer is not None:
         unused |= dict.fromkeys(("lr", "weight_decay", "optimizer"), ", or set it in its optimizer")
@@ -241,36 +240,6 @@ def _gpt_task(settings: TrainSettings, shape: GptShape, seed: int) -> TrainTask:
         collate=filled_up,
         shorten=shortened,
         largest=partial(longest_part, seq),
-    )
-
-
-def _pictures_task(settings: TrainSettings, seed: int) -> TrainTask:
-    for key in ("packing", "label_smoothing", "r_drop", "documents"):
-        if (value := getattr(settings, key)) != TrainSettings.model_fields[key].default:
-            raise TaskError(
-                f"train.{key} is {value}, and {settings.preset} finds points in pictures; leave "
-                f"train.{key} out"
-            )
-    pictures = Pictures(str(settings.data), LANDMARKS.edge, seed)
-    figures = {}
-    if corners := pictures.eye_corners:
-        figures["landmark_error_pct"] = partial(landmark_error_pct, corners=corners)
-    merits = Validation(
-        samples=pictures.held_out,
-        loss=landmark_loss,
-        count=rows_of,
-        collate=default_collate,
-        figures=figures,
-    )
-    return TrainTask(
-        name=f"{settings.preset} of {len(pictures.points)} points",
-        model=partial(Cnn, LANDMARKS, settings.dropout, len(pictures.points)),
-        dataset=pictures,
-        fingerprint=pictures.fingerprint,
-        loss=landmark_loss,
-        evaluate=merits if any(pictures.held_out()) else None,
-        blocks=blocks_of,
-        by_sample=True,
     )
 
 
@@ -357,28 +326,6 @@ def next_tokens(tokens: Tensor) -> int:
     return int((tokens[:, 1:] != NO_TOKEN).sum())
 
 
-def landmark_loss(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
-    """Sum the mean squared distance of coordinates over samples."""
-    pictures, points = batch
-    predicted: Tensor = model(pictures)
-    return (predicted.float() - points).square().mean(dim=(1, 2)).sum()
-
-
-def landmark_error_pct(model: nn.Module, batch: Sequence[Tensor], corners: Sequence[int]) -> Tensor:
-    """Sum over samples the mean distance of points, in per cent of that between the outer corners
-    of the eyes.
-
-    It is the normalised mean error of 300-W (Sagonas et al., 2013).
-    """
-    pictures, points = batch
-    predicted: Tensor = model(pictures)
-    left, right = (points[:, corner] for corner in corners)
-    shares: Tensor = (predicted.float() - points).norm(dim=-1).mean(dim=1) / (left - right).norm(
-        dim=-1
-    )
-    return 100.0 * shares.sum()
-
-
 def blocks_of(model: nn.Module) -> Sequence[nn.Module]:
     """Return the blocks of a preset's model."""
-    return list(cast("Gpt | Cnn", model).blocks)
+    return list(cast("Gpt", model).blocks)
