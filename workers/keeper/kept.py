@@ -31,7 +31,8 @@ _START_S: Final = 60.0
 _MESSAGE_BYTES: Final = 2**18
 _UCRED: Final = struct.Struct("3i")
 
-#: Without the worker's own folders and variables of Python: what the server imports is named.
+#: Without the worker's own folders: what the server imports is named. It heeds Python's variables, as
+#: its forks must: what they start inherits its flags, and with -I would find none of their modules.
 _SERVER: Final = """
 import json, sys
 path, name, modules, watched = json.loads(sys.argv[1])
@@ -202,7 +203,7 @@ def _start_server(name: str, server: tuple[int, str], modules: Sequence[str]) ->
     path = [str(Path(__file__).parents[2]), *sys.path]
     words = json.dumps([path, name, list(modules), list(server)])
     subprocess.run(  # noqa: S603 - our own words
-        [sys.executable, "-I", "-S", "-c", _SERVER, words],
+        [sys.executable, "-P", "-c", _SERVER, words],
         stdin=subprocess.DEVNULL,
         check=False,
         timeout=_START_S,
