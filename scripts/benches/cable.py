@@ -1,10 +1,10 @@
 """The cable between two PCs is pulled while a run, or a queue, works on both, and put back.
 
 The PCs are namespaces of network and processes on a virtual switch, each with a home and a Ray node
-of its own, which `up NODE --exec --stay` keeps. A run must show the slots of the PC behind the cut as LOST soon,
-and have them RUNNING soon after the cable's return. A program of a queue notes the time four times
-a second: two attempts must never do so at a time. Needs root and the command `ip`. Does not look at
-what a cut does to files on their way.
+of its own; `up pc2 --exec --stay` keeps the one behind the cut. A run must show the slots of that PC
+as LOST soon, and have them RUNNING soon after the cable's return. A program of a queue notes the
+time: two attempts must never do so at a time. Needs root and the command `ip`. Does not look at what
+a cut does to files on their way.
 """
 
 from __future__ import annotations
@@ -26,14 +26,13 @@ from benches.common import ROOT, Result, progress
 from orchestrator.errors import ArchiveError
 from orchestrator.record.archive import read_run
 
+_WORKERS, _LOST_S, _BACK_S, _PATIENCE_S = 2, 15.0, 60.0, 240.0
 #: Nothing outside the namespaces has a route to them.
 _ADDRESSES = {"pc1": "10.77.0.1", "pc2": "10.77.0.2"}
 _SETS = [
     *(f"--set=nodes.{pc}.host={address}" for pc, address in _ADDRESSES.items()),
-    *(f"--set=nodes.{pc}.workers=2" for pc in _ADDRESSES),
+    *(f"--set=nodes.{pc}.workers={_WORKERS}" for pc in _ADDRESSES),
 ]
-_LOST_S, _BACK_S, _PATIENCE_S = 15.0, 60.0, 240.0
-
 _HOLDER = ["unshare", "--net", "--pid", "--mount", "--fork", "--kill-child", "--mount-proc"]
 #: Orphans of a namespace become children of its first process, which reaps them by ignoring SIGCHLD.
 _FIRST_PROCESS = """
@@ -73,15 +72,15 @@ class _Pair:
     def __init__(self, folder: Path, stack: contextlib.ExitStack) -> None:
         self._folder, self._runs = folder, folder / "runs"
         self._inside = {name: _hold(stack) for name in ("switch", *_ADDRESSES)}
-        switch = str(self._inside["switch"])
         self._ip("switch", "link add bridge type bridge")
         self._ip("switch", "link set bridge up")
         for pc, address in _ADDRESSES.items():
-            self._ip(pc, f"link add eth0 type veth peer name {pc} netns {switch}")
+            peer = f"peer name {pc} netns {self._inside['switch']}"
+            self._ip(pc, f"link add eth0 type veth {peer}")
             self._ip("switch", f"link set {pc} master bridge up")
             self._ip(pc, f"address add {address}/24 dev eth0")
-            for device in ("eth0", "lo"):
-                self._ip(pc, f"link set {device} up")
+            self._ip(pc, "link set eth0 up")
+            self._ip(pc, "link set lo up")
             (folder / pc / ".ray").mkdir(parents=True, mode=0o700)
         self._start("pc1", "up", "pc1", "--exec").wait()
         shutil.copy(folder / "pc1/.ray/auth_token", folder / "pc2/.ray/auth_token")  # as scp does
@@ -93,66 +92,60 @@ class _Pair:
         self._start("pc1", "run", "--duration", "10h", "--json", "--run-dir", str(self._runs))
         _await(lambda: self._works({}), "run on both PCs")
         time.sleep(5.0)
-        self._plug(is_in=False)
+        self._plug("down")
         cut_at_s = time.monotonic()
         lost = lambda: {state for state, _ in self._slots().values()} == {"LOST"}  # noqa: E731
         lost_s = _await(lost, "loss of pc2", cut_s)
         time.sleep(max(0.0, cut_at_s + cut_s - time.monotonic()))
         before = {slot: steps for slot, (_, steps) in self._slots().items()}
-        self._plug(is_in=True)
+        self._plug("up")
         back_s = _await(lambda: self._works(before), "work on pc2")
-        late = lost_s is None or lost_s > _LOST_S
-        broken = [f"LOST after {lost_s} s"] if late and cut_s >= _LOST_S else []
+        late = cut_s >= _LOST_S and (lost_s is None or lost_s > _LOST_S)
+        broken = [f"LOST after {lost_s} s"] if late else []
         broken += [] if back_s is not None and back_s <= _BACK_S else [f"RUNNING after {back_s} s"]
         return {"cut_s": cut_s, "lost_after_s": lost_s, "back_after_s": back_s, "broken": broken}
 
     def queue(self, cut_s: float) -> dict[str, Any]:
         """Cut the cable under a program of a queue; return when its attempts were at work."""
-        notes = self._folder / "notes"
-        behind = {"command": [sys.executable, "-c", _PROGRAM, str(notes)]}
-        first = {"command": ["sleep", "30"], "nodes": ["pc1"], "priority": 1}
-        jobs = [{"name": "first", **first}, {"name": "behind", **behind}]
-        (self._folder / "night.json").write_text(
-            json.dumps({"defaults": {"cwd": str(self._folder / "pc1"), "retries": 3}, "jobs": jobs})
-        )
-        where = ("--plain", "--run-dir", str(self._runs))
-        self._start("pc1", "jobs", "run", str(self._folder / "night.json"), *where)
+        notes, night = self._folder / "notes", self._folder / "night.json"
+        # While pc1 has work for longer than pc2 would need, the program goes to pc2.
+        first = {"command": ["sleep", "20"], "nodes": ["pc1"], "priority": 1}
+        jobs = [{"name": f"first{number}", **first} for number in range(3)]
+        jobs += [{"name": "behind", "command": [sys.executable, "-c", _PROGRAM, str(notes)]}]
+        defaults = {"cwd": str(self._folder / "pc1"), "retries": 3}
+        night.write_text(json.dumps({"defaults": defaults, "jobs": jobs}))
+        self._start("pc1", "jobs", "run", str(night), "--plain", "--run-dir", str(self._runs))
         _await(notes.exists, "program")
         time.sleep(10.0)
+        self._plug("down")
         cut_unix_s = time.time()
-        self._plug(is_in=False)
         time.sleep(cut_s)
-        self._plug(is_in=True)
-        attempts: dict[str, list[float]] = {}
-
-        def has_second() -> bool:
-            attempts.clear()
-            for attempt, at_s in (line.split() for line in notes.read_text().splitlines()):
-                attempts.setdefault(attempt, []).append(float(at_s) - cut_unix_s)
-            return len(attempts) > 1
-
-        began_s = _await(has_second, "second attempt")
+        self._plug("up")
+        lines = lambda: [line.split() for line in notes.read_text().splitlines()]  # noqa: E731
+        _await(lambda: len({attempt for attempt, _ in lines()}) > 1, "second attempt")
         time.sleep(10.0)  # in which both would note the time
-        has_second()
-        spans = {attempt: (min(at_s), max(at_s)) for attempt, at_s in sorted(attempts.items())}
-        pairs = itertools.pairwise(sorted(spans.values()))
-        broken = [f"two attempts at a time: {spans}" for one, two in pairs if two[0] < one[1]]
-        broken += [] if began_s is not None or cut_s < _LOST_S else ["no second attempt"]
+        times_s: dict[str, list[float]] = {}
+        for attempt, at_unix_s in lines():
+            times_s.setdefault(attempt, []).append(round(float(at_unix_s) - cut_unix_s, 1))
+        spans = sorted((min(each), max(each)) for each in times_s.values())
+        both = [two for one, two in itertools.pairwise(spans) if two[0] < one[1]]
+        broken = [f"two attempts at a time: {spans}"] if both else []
+        broken += ["no second attempt"] if len(spans) == 1 else []
         return {"cut_s": cut_s, "attempts_at_s": str(spans), "broken": broken}
 
     def _start(self, pc: str, *words: str) -> subprocess.Popen[bytes]:
         home, scripts = str(self._folder / pc), Path(sys.executable).parent
         own = {"HOME": home, "RAY_TMPDIR": home, "PATH": f"{scripts}:{os.environ['PATH']}"}
+        command = [sys.executable, "-m", "orchestrator", *words, *_SETS]
         with (self._folder / f"{pc}.log").open("ab") as stream:
             return subprocess.Popen(
-                [*self._enter(pc, "--net", "--pid", "--mount"),
-                 sys.executable, "-m", "orchestrator", *words, *_SETS],
+                [*self._enter(pc, "--net", "--pid", "--mount"), *command],
                 env=os.environ | own, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream,
             )  # fmt: skip
 
-    def _plug(self, *, is_in: bool) -> None:
-        """Put pc2's cable into the switch, or pull it: pc2 has no carrier, pc1 gets no answer."""
-        self._ip("switch", f"link set pc2 {'up' if is_in else 'down'}")
+    def _plug(self, how: str) -> None:
+        """Pull pc2's cable out of the switch: pc2 has no carrier, pc1 no answer; or put it back."""
+        self._ip("switch", f"link set pc2 {how}")
 
     def _ip(self, where: str, words: str) -> None:
         subprocess.run([*self._enter(where, "--net"), "ip", *words.split()], check=True)
@@ -163,12 +156,14 @@ class _Pair:
     def _works(self, before: dict[str, float]) -> bool:
         """Say whether each slot of pc2 is RUNNING and has done more steps than `before`."""
         slots = self._slots()
-        return len(slots) == 2 and all(
+        works = [
             state == "RUNNING" and steps > before.get(slot, 0.0)
             for slot, (state, steps) in slots.items()
-        )
+        ]
+        return len(works) == _WORKERS and all(works)
 
     def _slots(self) -> dict[str, tuple[str, float]]:
+        """Return state and good steps of pc2's slots."""
         with contextlib.suppress(ArchiveError, StopIteration):  # nothing is stored yet
             stored = read_run(next(self._runs.glob("*/head.json")).parent)
             slots = (slot for slot in stored.slots if slot.node == "pc2")

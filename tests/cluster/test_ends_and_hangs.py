@@ -101,8 +101,8 @@ class Slot:
         self.orders = Orders(begin=Begin())
         self.events: list[WorkerEvent] = []
 
-    def poll(self) -> Status:
-        status = self.actor.poll(self.orders, 0.2)
+    def poll(self, wait_s: float = 0.2) -> Status:
+        status = self.actor.poll(self.orders, wait_s)
         begun = status.incarnation == self.orders.incarnation
         self.orders = replace(
             self.orders,
