@@ -33,6 +33,8 @@ _SETS = [
     *(f"--set=nodes.{pc}.host={address}" for pc, address in _ADDRESSES.items()),
     *(f"--set=nodes.{pc}.workers={_WORKERS}" for pc in _ADDRESSES),
 ]
+#: pc2 has no carrier then, and pc1 gets no answer.
+_CUT, _PLUG = "link set pc2 down", "link set pc2 up"
 _HOLDER = ["unshare", "--net", "--pid", "--mount", "--fork", "--kill-child", "--mount-proc"]
 #: Orphans of a namespace become children of its first process, which reaps them by ignoring SIGCHLD.
 _FIRST_PROCESS = """
@@ -92,13 +94,13 @@ class _Pair:
         self._start("pc1", "run", "--duration", "10h", "--json", "--run-dir", str(self._runs))
         _await(lambda: self._works({}), "run on both PCs")
         time.sleep(5.0)
-        self._plug("down")
+        self._ip("switch", _CUT)
         cut_at_s = time.monotonic()
         lost = lambda: {state for state, _ in self._slots().values()} == {"LOST"}  # noqa: E731
         lost_s = _await(lost, "loss of pc2", cut_s)
         time.sleep(max(0.0, cut_at_s + cut_s - time.monotonic()))
         before = {slot: steps for slot, (_, steps) in self._slots().items()}
-        self._plug("up")
+        self._ip("switch", _PLUG)
         back_s = _await(lambda: self._works(before), "work on pc2")
         late = cut_s >= _LOST_S and (lost_s is None or lost_s > _LOST_S)
         broken = [f"LOST after {lost_s} s"] if late else []
@@ -117,11 +119,14 @@ class _Pair:
         self._start("pc1", "jobs", "run", str(night), "--plain", "--run-dir", str(self._runs))
         _await(notes.exists, "program")
         time.sleep(10.0)
-        self._plug("down")
+        self._ip("switch", _CUT)
         cut_unix_s = time.time()
         time.sleep(cut_s)
-        self._plug("up")
-        lines = lambda: [line.split() for line in notes.read_text().splitlines()]  # noqa: E731
+        self._ip("switch", _PLUG)
+
+        def lines() -> list[list[str]]:
+            return [line.split() for line in notes.read_text().splitlines()]
+
         _await(lambda: len({attempt for attempt, _ in lines()}) > 1, "second attempt")
         time.sleep(10.0)  # in which both would note the time
         times_s: dict[str, list[float]] = {}
@@ -142,10 +147,6 @@ class _Pair:
                 [*self._enter(pc, "--net", "--pid", "--mount"), *command],
                 env=os.environ | own, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream,
             )  # fmt: skip
-
-    def _plug(self, how: str) -> None:
-        """Pull pc2's cable out of the switch: pc2 has no carrier, pc1 no answer; or put it back."""
-        self._ip("switch", f"link set pc2 {how}")
 
     def _ip(self, where: str, words: str) -> None:
         subprocess.run([*self._enter(where, "--net"), "ip", *words.split()], check=True)

@@ -22,7 +22,7 @@ from orchestrator.cluster.actor import WorkerActor
 from tests.command.scenes import is_gone
 from tests.scene import MIB, Patience, spec_of, wait_for
 from workers.messages import Begin, EndCause, Orders, Status, Verdict, VerdictCause, WorkerEvent
-from workers.settings import WorkerSpec
+from workers.settings import Scalar, WorkerSpec
 from workers.workloads.base import StepResult, Workload, WorkloadContext
 
 #: Steps before something happens: the process has told something by then.
@@ -230,7 +230,9 @@ def test_a_training_whose_processes_are_killed_at_once_leaves_nothing(
     moment: str, short_tmp: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(short_tmp))
-    keys = {"preset": "gpt-nano", "seq": 32, "batch": 4, "micro": 2, "loader_workers": 1}
+    keys: dict[str, Scalar] = {
+        "preset": "gpt-nano", "seq": 32, "batch": 4, "micro": 2, "loader_workers": 1,
+    }  # fmt: skip
     spec = spec_of(budget_bytes=512 * MIB, name="train", policy="adaptive")
     workload = replace(spec.workload, settings=keys)
     slot = Slot(replace(spec, workload=workload))
