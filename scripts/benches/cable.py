@@ -1,10 +1,10 @@
 """The cable between two PCs is pulled while a run, or a queue, works on both, and put back.
 
-The PCs are namespaces of network and processes on a virtual switch, each with a home and a Ray node
-of its own; `up pc2 --exec --stay` keeps the one behind the cut. A run must show the slots of that PC
-as LOST soon, and have them RUNNING soon after the cable's return. A program of a queue notes the
-time: two attempts must never do so at a time. Needs root and the command `ip`. Does not look at what
-a cut does to files on their way.
+The PCs are namespaces of network and processes on a virtual switch, each with a home and a Ray
+node of its own; `up pc2 --exec --stay` keeps the one behind the cut. A run must show the slots of
+that PC as LOST soon, and have them RUNNING soon after the cable's return. A program of a queue notes
+the time: two attempts must never do so at a time. Needs root and the command `ip`. Does not look at
+what a cut does to files on their way.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 them, and when.
 
 An actor is asked as Ray would ask it, without Ray. Whether a silent process is to be ended is
-decided as the head does (`core/silence.py`), with a limit of 5 s. The ways and the hangs are those of
+decided as the head does (`core/silence.py`), with a limit of 5 s. The hangs are those of
 `test_ends_and_hangs.py`, which also ends a process in twenty ways.
 
     python -m tests.cluster.ends OUT.json [ends=50] [hangs=40] [pairs=200] [errors=100000]
@@ -156,7 +156,7 @@ def _why(status: Status) -> str | None:
 
 
 def _pairs(count: int, seed: int = 1) -> dict[str, Any]:
-    """Have processes compute steps of drawn lengths beside drawn numbers of others, for 40 s each."""
+    """Have processes compute steps of drawn lengths, a drawn number of them at once, for 40 s."""
     chance, broken = random.Random(seed), list[str]()  # noqa: S311 - repeatable is what is wanted
     done, longest_s, loads = 0, 0.0, list[int]()
     while done < count:

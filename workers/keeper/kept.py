@@ -31,8 +31,8 @@ _START_S: Final = 60.0
 _MESSAGE_BYTES: Final = 2**18
 _UCRED: Final = struct.Struct("3i")
 
-#: Without the worker's own folders: what the server imports is named. It heeds Python's variables, as
-#: its forks must: what they start inherits its flags, and with -I would find none of their modules.
+#: Without the worker's own folders: what the server imports is named. It heeds Python's variables,
+#: as its forks must: what they start inherits its flags, and with -I would find no module.
 _SERVER: Final = """
 import json, sys
 path, name, modules, watched = json.loads(sys.argv[1])

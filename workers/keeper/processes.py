@@ -26,9 +26,9 @@ _STARTTIME_FIELD: Final = 19
 #: Between two looks at what was told to end.
 _LOOK_S: Final = 0.01
 
-#: Python's processes that remove what others leave when they have ended, and how long they may take.
-#: Killed with them, one would leave semaphores and shared memory in /dev/shm, and the other the
-#: folder of its sockets (`workers/training/loader_server.py`).
+#: Python's processes that remove what others leave when they have ended, and how long they may
+#: take. Killed with them, one would leave semaphores and shared memory in /dev/shm, and the other
+#: the folder of its sockets (`workers/training/loader_server.py`).
 _TIDIERS: Final = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver")
 _TIDYING_S: Final = 1.0
 
