@@ -67,23 +67,20 @@ OPTIONS = {
     },
     "jobs list": {"--json", *_OF_QUEUE},
     "jobs show": {"job", "--json", *_OF_QUEUE},
-    "jobs results": {"--csv", "--json", *_OF_QUEUE},
+    "jobs results": {"--json", *_OF_QUEUE},
     **{f"jobs {word}": {"jobs", *_OF_QUEUE} for word in ("hold", "release", "cancel", "retry")},
     "up": {"node", "--config", "-c", "--set", "--head-address", "--exec", "--stay", "--help"},
     "stop": {"--config", "-c", "--set", "--run-dir", "--node", "--help"},
     "runs": {"--config", "-c", "--set", "--run-dir", "--json", "--help"},
     "report": {
-        "run_id", "--config", "-c", "--set", "--run-dir", "--json", "--html", "--curves", "--help",
+        "run_id", "--config", "-c", "--set", "--run-dir", "--json", "--html", "--help",
     },
     "export": {
         "run_id", "slot", "--to", "--adapter", "--average", "--best", "--config", "-c", "--set",
         "--run-dir", "--help",
     },
     "logs": {"name", "--run", "--follow", "-f", "--config", "-c", "--set", "--run-dir", "--help"},
-    "top": {
-        "run_id", "--once", "--sort", "--filter", "--config", "-c", "--set", "--run-dir", "--json", "--read-only",
-        "--help",
-    },
+    "top": {"run_id", "--once", "--config", "-c", "--set", "--run-dir", "--help"},
     "notify": {"run_id", "--once", "--test", "--config", "-c", "--set", "--run-dir", "--help"},
     "web": {
         "run_id", "--port", "--bind", "--control", "--config", "-c", "--set", "--run-dir", "--help",

@@ -48,15 +48,15 @@ _OPTIONS = {
     "jobs submit": "hours priority after",
     "jobs run": "set run-dir",
     "logs pc1/0": "run",
-    "top": "filter run-dir",
+    "top": "run-dir",
     "cap pc1/0 1GiB": "run",
     "notify": "run-dir",
     "report": "run-dir html",
 }
 #: Verbs that only read a run folder.
 _READERS = (
-    *("runs", "report", "report --json", "report --html r.html", "report --curves c", "top --once"),
-    *("logs pc1/0", "logs a-job", "top --json", "jobs list", "jobs show a-job", "jobs results"),
+    *("runs", "report", "report --json", "report --html r.html", "top --once"),
+    *("logs pc1/0", "logs a-job", "jobs list", "jobs show a-job", "jobs results"),
     *("stop", "pause pc1/0", "export latest pc1/0 --to e", "run --resume 0b76", "runs --json"),
 )
 _STORED = (

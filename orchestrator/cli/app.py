@@ -6,11 +6,13 @@ Does not implement the verbs, nor decide how an error reaches the user (`main.py
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
+from rich.console import Console
 from typer import Argument, Option
 
 from orchestrator.cli import jobs
@@ -178,7 +180,6 @@ def report(
     run_id: str = RUN_ID,
     json_output: bool = AS_JSON,
     html: Path | None = value("FILE", "Into one file for a browser, charts included."),
-    curves: Path | None = value("DIR", "Loss and validation over steps, as CSV."),
 ) -> None:
     """Show one run: how it ended, its table, what happened.
 
@@ -186,16 +187,13 @@ def report(
     """
     from orchestrator.cli.runs import report_json, report_text
     from orchestrator.view import html_report
-    from orchestrator.view.curves import write_curves
 
-    if json_output + (html is not None) + (curves is not None) > 1:
-        raise UsageError("--json, --html and --curves exclude each other")
+    if json_output and html is not None:
+        raise UsageError("--json and --html exclude each other")
     folder = where.run(run_id)
     if html is not None:
         html_report.write_report(html, folder)
         tell(str(html))
-    elif curves is not None:
-        tell(*write_curves(folder, curves))
     elif json_output:
         print_json(report_json(folder))
     else:
@@ -249,22 +247,18 @@ def top(
     where: Where,
     run_id: str = RUN_ID,
     once: bool = flag("--once", "Print one frame and end, as where there is no terminal."),
-    sort: str | None = value("COLUMN", "-COLUMN turns the order. Default: worst first."),
-    wanted: str | None = value("WORDS", 'Such as "state:backoff !pc1".', None, "--filter"),
-    json_output: bool = AS_JSON,
-    read_only: bool = flag("--read-only", "Without the keys that send commands to the run."),
 ) -> None:
-    """Follow a run from any terminal. `?` lists the keys."""
-    from orchestrator.view.top import screen
+    """Follow a run from any terminal; the last line lists the keys."""
+    from orchestrator.cli.runs import table_text
 
-    view = screen.view_of(sort, wanted)
     folder = where.run(run_id)
-    if json_output:
-        print_json(screen.frame_json(folder, view))
-    elif once or not screen.is_terminal():
-        tell(screen.frame_text(folder, view, _columns()))
+    is_screen = sys.stdin.isatty() and sys.stdout.isatty() and Console(stderr=True).is_interactive
+    if once or not is_screen:
+        tell(table_text(folder, _columns()))
     else:
-        screen.watch(folder, view, read_only=read_only)
+        from orchestrator.view.top import Top  # Textual takes half a second to load
+
+        Top(folder).run()
 
 
 @app.command()
@@ -312,9 +306,9 @@ def web(
 
     Prints the address, which opens the page.
     """
-    from orchestrator.view.web import serving
+    from orchestrator.view.web import server
 
-    serving.serve(where.runs, run_id, tell, port=port, bind=bind, control=control)
+    server.serve(where.runs, run_id, tell, port=port, bind=bind, control=control)
 
 
 @app.command()

@@ -29,7 +29,7 @@ from orchestrator.config.yaml_source import read_text
 from orchestrator.control.queue import Message, put, waiting
 from orchestrator.core.placement import Target
 from orchestrator.errors import ArchiveError, UsageError
-from orchestrator.jobs.model import ENDED, Job, JobState, QueueHeld, Standing, Submitted, Word
+from orchestrator.jobs.model import ENDED, Job, JobState, QueueHeld, Said, Standing, Submitted, Word
 from orchestrator.jobs.queue import Queue
 from orchestrator.jobs.spec import from_words, keys_of, parse
 from orchestrator.jobs.sweep import JobFile, expand
@@ -51,8 +51,6 @@ from orchestrator.run.earlier import fetch_weights
 from orchestrator.run.prediction import least_room_of
 from orchestrator.run.sampled_sweeps import prepared, sampled_sweeps
 from orchestrator.view import jobs as view
-from orchestrator.view.orders import give
-from orchestrator.view.phrases import counted
 
 #: A queue ends when it is empty. This only bounds it where nothing ever ends.
 _LONGEST: Final = "365d"
@@ -215,9 +213,12 @@ def list_jobs(queue: OfQueue, json_output: bool = AS_JSON) -> None:
     folder = queue.folder
     snapshot = snapshot_of(folder)
     if json_output:
-        print_json(view.queue_object(snapshot))
+        print_json(view.queue_object(snapshot, view.current(snapshot)))
         return
-    tell(view.jobs_table(snapshot), f"run {folder.name}: {view.summary_line(snapshot)}")
+    tell(
+        view.jobs_table(snapshot, view.current(snapshot)),
+        f"run {folder.name}: {view.summary_line(snapshot)}",
+    )
     if snapshot.held is not None:
         tell("`python -m orchestrator jobs release` lets it go on")
     if any(standing.state not in ENDED for standing in snapshot.standings):
@@ -242,21 +243,13 @@ def show(queue: OfQueue, job: str = _JOB, json_output: bool = AS_JSON) -> None:
 
 @app.command()
 @shared
-def results(
-    queue: OfQueue,
-    as_csv: bool = flag("--csv", "As CSV, with a column for each setting."),
-    json_output: bool = AS_JSON,
-) -> None:
+def results(queue: OfQueue, json_output: bool = AS_JSON) -> None:
     """Show what came out of every job, the best of a metric first."""
-    if as_csv and json_output:
-        raise UsageError("--csv and --json exclude each other")
     snapshot = snapshot_of(queue.folder)
     if json_output:
-        print_json(view.results_object(snapshot))
-    elif as_csv:
-        typer.echo(view.results_csv(snapshot))
+        print_json(view.queue_object(snapshot, view.best_first(snapshot)))
     else:
-        tell(view.results_table(snapshot), f"files: {snapshot.files}/JOB")
+        tell(view.jobs_table(snapshot, view.best_first(snapshot)), f"files: {snapshot.files}/JOB")
 
 
 def _add_word(word: Word, summary: str, jobs: Any) -> None:  # noqa: ANN401 - as typer's
@@ -279,15 +272,16 @@ _add_word(Word.RELEASE, "Let held jobs, or the whole queue, go on.", _JOBS_OR_QU
 
 
 def _say(folder: Path, word: Word, names: Sequence[str]) -> None:
-    by = getpass.getuser()
-    if names:
-        snapshot = snapshot_of(folder)
-        named = [standing_of(snapshot, name).job.name for name in dict.fromkeys(names)]
-        tell(f"{give(folder, word, named, by=by)}, in the queue of run {folder.name}")
-    else:
+    by, now_s, snapshot = getpass.getuser(), time.time(), snapshot_of(folder)
+    named = [standing_of(snapshot, name).job.name for name in dict.fromkeys(names)]
+    message: Message = [
+        Said(at_s=now_s, id=secrets.token_hex(8), word=word, job=name, by=by) for name in named
+    ]
+    if not named:
         reason = f"{by} holds it" if word is Word.HOLD else None
-        _put(folder, [QueueHeld(at_s=time.time(), reason=reason, id=secrets.token_hex(8))])
-        tell(f"{word}: the whole queue of run {folder.name}")
+        message = [QueueHeld(at_s=now_s, reason=reason, id=secrets.token_hex(8))]
+    _put(folder, message)
+    tell(f"{word}: {', '.join(named) or 'the whole queue'}, in the queue of run {folder.name}")
     _tell_if_dead(folder)
 
 
@@ -351,9 +345,7 @@ def _is_alive(folder: Path) -> bool:
 
 def _tell_if_dead(folder: Path) -> None:
     if not _is_alive(folder):
-        count = len(waiting(folder / QUEUE_NAME))
-        taken = f"; {counted(count, 'command')} waiting" if count else ""
-        tell(f"its head is not running{taken}: `{go_on_command(folder)}` goes on")
+        tell(f"its head is not running: `{go_on_command(folder)}` goes on")
 
 
 def _queue_before(runs_dir: Path, waits_in: str = "") -> StoredRun | None:

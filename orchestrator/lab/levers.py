@@ -227,7 +227,6 @@ class _Lever:
 
 
 _EXACT, _NUMERIC, _OBJECTIVE = ParityClass.EXACT, ParityClass.NUMERIC, ParityClass.OBJECTIVE
-_LOADER: Final = {"loader_workers": 1}
 
 #: In the order in which they are measured: first those of which most is expected.
 _LEVERS: Final = (
@@ -239,7 +238,7 @@ _LEVERS: Final = (
     _Lever("attention", "auto", ("math", "efficient", "flash", "cudnn"), _NUMERIC, ("cudnn",)),
     _Lever("channels_last", False, (True,), _NUMERIC),
     _Lever("loader_workers", 0, (1, 2), _EXACT),
-    _Lever("prefetch", 2, (4,), _EXACT, beside=_LOADER),
+    _Lever("prefetch", 2, (4,), _EXACT, beside={"loader_workers": 1}),
     _Lever("pin", True, (False,), _EXACT, (True, False)),
     _Lever("ram_cache", False, (True,), _EXACT),
     _Lever("bucketing", False, (True,), _OBJECTIVE),

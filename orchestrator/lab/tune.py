@@ -159,7 +159,9 @@ class Tuning:
         if rehearse and self.trains and not names:
             self.trials = levers.for_rehearsal(self.trials)
         self._began_s = time.monotonic()
-        self._last_s = self._began_s + (budget_s or (_REHEARSAL_S if rehearse else _USUAL_S))
+        budget_s = budget_s or (_REHEARSAL_S if rehearse else _USUAL_S)
+        # The levers share the first part; what is left is for those that lack rounds then.
+        self._shared_s, self._last_s = (self._began_s + part * budget_s for part in (0.85, 1.0))
         tune_id = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
         self.folder = default_path().parent / "tunings" / tune_id
         self.folder.mkdir(mode=0o700, parents=True)
@@ -228,7 +230,7 @@ class Tuning:
         it pleases holds less than it promises.
         """
         lost, now_s = None, time.monotonic()
-        until_s = now_s + share * (self._last_s - now_s)
+        until_s = now_s + share * (self._shared_s - now_s)
         if now_s >= self._last_s:
             return
         arm = _Arm(self._spec_of(trial), trial.copies)

@@ -1,5 +1,4 @@
-"""The diary of a run, `events.jsonl`: one JSON object a line, written as the event happens, and read
-back.
+"""The diary of a run, `events.jsonl`: one JSON object a line, written at once, and read back.
 
 Does not say which events there are. structlog's global configuration is left alone.
 """

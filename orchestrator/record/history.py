@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Final
 
 from orchestrator.record.events import read_events
 from orchestrator.record.model import FIELDS
@@ -26,11 +26,6 @@ _OF_ONE: Final = f"{_OF_EACH} AND slot = :slot"
 _OF_ALL: Final = f"(SELECT '' AS slot, at_unix_s{{sums}} FROM {_OF_EACH} GROUP BY at_unix_s)"  # noqa: S608 - constants
 _BUCKETS: Final = """SELECT slot, min(:count - 1, CAST((at_unix_s - :first) / :width AS INTEGER))
     AS part{figures} FROM {samples} GROUP BY slot, part"""
-# SQLite takes the other columns from the line of the minimum.
-_CURVES: Final = (
-    "SELECT slot, train_step, min(at_unix_s), loss, samples_per_s FROM samples "
-    "WHERE train_step > 0 GROUP BY slot, train_step"
-)
 
 #: Keys whose course can be asked for.
 SAMPLED_NUMBERS: Final = tuple(
@@ -39,10 +34,6 @@ SAMPLED_NUMBERS: Final = tuple(
 
 #: What the course of a whole run is told by.
 TOTALS: Final = ("tflops", "allocated_bytes", "oom_count", "temperature_c", "samples_per_s")
-
-
-Curve: TypeAlias = dict[int, dict[str, float]]
-"""Figures of a training by its optimiser steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,25 +95,6 @@ def sampled_between(folder: Path) -> tuple[float, float] | None:
             "SELECT (SELECT min(at_unix_s) FROM samples), (SELECT max(at_unix_s) FROM samples)"
         ).fetchone()
     return None if first is None else (float(first), float(last))
-
-
-def training_curves(folder: Path) -> dict[str, Curve]:
-    """Return what is known of each optimiser step of each slot that trains, by slot and step.
-
-    `loss` and `samples_per_s` at the first sample of a step, and the figures of its validation.
-    """
-    curves: dict[str, Curve] = {}
-    with reading(folder) as store:
-        for slot, step, at_unix_s, loss, samples_per_s in store.execute(_CURVES):
-            told = {"at_unix_s": at_unix_s, "loss": loss, "samples_per_s": samples_per_s}
-            curves.setdefault(slot, {})[step] = _numbers(told)
-    for event in read_events(folder, ("evaluated",)):
-        known = _numbers({"at_unix_s": event.at_unix_s, **event.details})
-        known.pop("worker_at_unix_s", None)
-        curve = curves.setdefault(str(event.slot), {})
-        step = int(known.pop("step", 0))
-        curve[step] = known | curve.get(step, {})
-    return {slot: dict(sorted(curve.items())) for slot, curve in curves.items()}
 
 
 def state_spans(folder: Path, slot: str | None = None) -> dict[str, tuple[Span, ...]]:

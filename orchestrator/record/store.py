@@ -1,8 +1,8 @@
-"""The store of a run, `run.sqlite`: its slots, the jobs of its queue, samples, and answered commands.
+"""The store of a run, `run.sqlite`: its slots, the jobs of its queue, samples, answered commands.
 
-The head alone writes it. What it is given waits in memory until `commit`, once a turn, writes all of
-it in one transaction, before the head acts: a reader never sees half of a turn, and a killed head
-loses at most the turn it was in. While the disk is full or the file is locked, `problem` says so,
+The head alone writes it. What it is given waits in memory until `commit`, once a turn, writes it in
+one transaction, before the head acts: a reader never sees half of a turn, and a killed head loses
+at most the turn it was in. While the disk is full or the file is locked, `problem` says so,
 the run goes on, and the next success writes what has waited. A turn that changes jobs would survive
 a power cut; of other turns a power cut may take the last seconds. Does not say what a reader makes
 of it (`archive.py`, `jobs.py`, `history.py`), and keeps no events (`events.py`).
@@ -82,10 +82,7 @@ _CREATE: Final = (
     ) WITHOUT ROWID""",
     f"PRAGMA user_version = {SCHEMA_VERSION}",
 )
-_PUT: Final = {
-    table: f"INSERT INTO {table} VALUES (?, ?) ON CONFLICT DO UPDATE SET value = excluded.value"  # noqa: S608 - names of this module
-    for table in _KEYS
-}
+_PUT: Final = "INSERT INTO {} VALUES (?, ?) ON CONFLICT DO UPDATE SET value = excluded.value"
 # The last sample of a run may fall on the moment of the one before it.
 _PUT_SAMPLE: Final = f"INSERT OR REPLACE INTO samples VALUES (?{', ?' * len(_SAMPLED)})"  # noqa: S608 - question marks
 
@@ -351,7 +348,7 @@ class RunStore:
         connection.execute(f"PRAGMA synchronous = {'FULL' if is_of_queue else 'NORMAL'}")
         connection.execute("BEGIN IMMEDIATE")
         for (table, key), text in self._waiting.items():
-            connection.execute(_PUT[table], (key, text))
+            connection.execute(_PUT.format(table), (key, text))
         connection.executemany(_PUT_SAMPLE, self._samples)
         connection.execute("COMMIT")
 

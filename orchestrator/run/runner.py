@@ -53,7 +53,7 @@ from orchestrator.run.environment import Environment, Mode
 from orchestrator.run.learned_limits import LearnedLimits
 from orchestrator.run.resume import Past
 from orchestrator.run.run_dir import CheckpointKeeper
-from orchestrator.run.supervisor import Clock, Commands, Supervisor, answers_before
+from orchestrator.run.supervisor import Clock, Commands, Outlets, Supervisor, answers_before
 from orchestrator.run.terminal import (
     Interrupts,
     Screen,
@@ -63,7 +63,7 @@ from orchestrator.run.terminal import (
     write_report,
 )
 from orchestrator.view.cells import width_of, wrapped
-from orchestrator.view.live import LiveTable, Outlets, PlainLines, Watcher
+from orchestrator.view.live import LiveTable, PlainLines, Watcher
 from orchestrator.view.phrases import fault_lines, section
 from workers.keeper.processes import start_time
 from workers.learned_limits import LimitStore

@@ -30,9 +30,10 @@ from orchestrator.core.user_commands import EFFECTS, CommandRefusedError, events
 from orchestrator.errors import NothingStoredError, PreflightError, UsageError
 from orchestrator.record.archive import read_answers
 from orchestrator.record.command_file import Incoming, Row
+from orchestrator.record.events import EventLog
 from orchestrator.record.model import Snapshot
 from orchestrator.record.output import OutputFiles
-from orchestrator.record.store import COMMANDS_KNOWN, CommandRecord, RunFacts
+from orchestrator.record.store import COMMANDS_KNOWN, CommandRecord, RunFacts, RunStore
 from orchestrator.run import dispatcher as jobs
 from orchestrator.run.dispatcher import Dispatcher
 from orchestrator.run.learned_limits import LearnedLimits
@@ -40,7 +41,7 @@ from orchestrator.run.node_watch import NodeWatch
 from orchestrator.run.resume import Past, rules_of
 from orchestrator.run.run_dir import CheckpointKeeper
 from orchestrator.run.snapshot import Meter, Recorder, row_of
-from orchestrator.view.live import GAPS, Outlets
+from orchestrator.view.live import Watcher
 from workers.messages import Begin, Orders, Status
 
 #: How long one wait for a status may last: Ctrl-C and times may be late by so much.
@@ -58,6 +59,8 @@ _CATCH_UP_S = 2.0
 #: A slot in one of these phases gets no process any more, whatever happens.
 _OVER = frozenset({Phase.QUARANTINED, Phase.DONE})
 
+_GAPS = "the records of this run have gaps: they could not be written for a while"
+
 
 class Clock:
     """The clock of this machine; tests derive others."""
@@ -73,6 +76,44 @@ class Clock:
     def sleep(self, duration_s: float) -> None:
         """Return after this many seconds."""
         time.sleep(duration_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outlets:
+    """Where a run is written down and shown.
+
+    A full disk ends none of it: `problems` says what is wrong.
+    """
+
+    watchers: Sequence[Watcher]
+    events: EventLog
+    store: RunStore
+
+    def show(self, snapshot: Snapshot) -> None:
+        """Show the run as it is now, and take a sample of it if one is due."""
+        for watcher in self.watchers:
+            watcher.update(snapshot)
+        self.store.update(snapshot)
+
+    def close(self, snapshot: Snapshot) -> None:
+        """Show the run as it ended."""
+        for watcher in self.watchers:
+            watcher.close(snapshot)
+        self.store.update(snapshot, at_once=True)
+        self.store.commit()
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """One sentence for each sink that cannot be written now, or lacks records of a time when it
+        could not.
+        """
+        now = tuple(text for text in (self.store.problem, self.events.problem) if text is not None)
+        return now or ((_GAPS,) * self.incomplete)
+
+    @property
+    def incomplete(self) -> bool:
+        """Whether the records of this run are incomplete."""
+        return self.store.incomplete or self.events.incomplete
 
 
 @dataclass(kw_only=True, eq=False)
@@ -203,7 +244,7 @@ class Supervisor:
             if self.dispatcher is None
             else tuple(self.dispatcher.shortfalls())
         )
-        return (*sentences, *((GAPS,) * incomplete))
+        return (*sentences, *((_GAPS,) * incomplete))
 
     def _over(self) -> bool:
         if self.interrupted():

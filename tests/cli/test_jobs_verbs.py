@@ -200,7 +200,6 @@ def test_hold_and_release_without_a_job_are_about_the_queue(command: Command, fo
         (("submit", "--prioritty", "3", "--", "echo", "hi"), "No such option"),
         (("submit", "python", "train.py", "--lr", "1"), "No such option: --lr"),
         (("submit", "--name", "x", "none.yaml"), "is a job file"),
-        (("results", "--csv", "--json"), '"error": "--csv and --json exclude each other"'),
     ],
 )
 @pytest.mark.usefixtures("folder")

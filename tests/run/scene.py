@@ -23,9 +23,8 @@ from orchestrator.record.store import STORE_NAME, RunStore
 from orchestrator.run.learned_limits import LearnedLimits
 from orchestrator.run.resume import Past
 from orchestrator.run.run_dir import CheckpointKeeper
-from orchestrator.run.supervisor import Commands, Supervisor
+from orchestrator.run.supervisor import Commands, Outlets, Supervisor
 from orchestrator.run.terminal import Interrupts
-from orchestrator.view.live import Outlets
 from tests.factories import facts_of
 from tests.run.scripted_fleet import ScriptedFleet, VirtualClock
 from workers.messages import Verdict

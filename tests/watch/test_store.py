@@ -18,7 +18,7 @@ import pytest
 from orchestrator.record.archive import read_answers, read_run
 from orchestrator.record.events import EventLog
 from orchestrator.record.store import SAMPLES_KEPT, STORE_NAME, CommandRecord, RunStore
-from orchestrator.view.live import Outlets
+from orchestrator.run.supervisor import Outlets
 from tests.factories import FACTS, make_row, make_snapshot, record
 from tests.scene import ROOT, namespaced
 from tests.watch.scene import Clock, head_process

@@ -22,9 +22,8 @@ from orchestrator.jobs.model import Submitted
 from orchestrator.record.jobs import QUEUE_NAME
 from orchestrator.record.model import STATES_WORST_FIRST, Row
 from orchestrator.record.store import STORE_NAME, RunFacts, RunStore
-from orchestrator.view.web.guard import Access
-from orchestrator.view.web.server import Site
-from orchestrator.view.web.serving import SERVED
+from orchestrator.view.web.guard import COOKIE, Access
+from orchestrator.view.web.server import SERVED, Site
 from tests.factories import (
     FACTS,
     GIB,
@@ -185,7 +184,8 @@ class Server:
     def ask(self, path: str, token: str | None = None, **more: Any) -> Answer:
         """Ask as a program does: with the token of the page, or another one; "" sends none."""
         token = self.site.access.token if token is None else token
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        headers = {"Origin": self.url, "Cookie": f"{COOKIE}={token}"}
+        headers["Authorization"] = f"Bearer {token}"
 
         async def asked() -> Answer:
             async with self.session.request(
@@ -201,7 +201,7 @@ class Server:
 
     def events(self) -> Iterator[tuple[str, Any]]:
         """Follow the stream: yield the kind and the data of each event."""
-        headers = {"Authorization": f"Bearer {self.site.access.token}"}
+        headers = {"Cookie": f"{COOKIE}={self.site.access.token}"}
 
         async def lines(count: int) -> list[str]:
             return [(await answer.content.readline()).decode().strip() for _ in range(count)]

@@ -47,8 +47,8 @@ _FILE_MOST_BYTES: Final = 16 * 2**20
 def workload_fingerprint(workload: str | Callable[..., object], **settings: Scalar) -> str:
     """Return what distinguishes this workload from others and from other versions of itself.
 
-    Its name, then a hash of its module's source file where that can be read:
-    `mine.steps:Mlp@3f9a0c51d2e8`. What it imports is not looked at. Loads nothing.
+    Its name, then a hash of its module's source file where that is loaded and can be read:
+    `mine.steps:Mlp@3f9a0c51d2e8`. What it imports is not looked at.
 
     Args:
         workload: `matmul`, or `package.module:Class`; or the class or function itself.
@@ -73,13 +73,11 @@ def _name_of(workload: Callable[..., object]) -> str:
 
 
 def _source_hash(module: str) -> str | None:
-    """Return a hash of the file of a module, loaded or not; packages around it are not loaded."""
-    loaded = getattr(sys.modules.get(module), "__file__", None)
-    places = [Path(folder, *module.split(".")) for folder in sys.path]
-    files = [file for place in places for file in (place / "__init__.py", place.with_suffix(".py"))]
-    for file in [Path(loaded)] if isinstance(loaded, str) else files:
+    """Return a hash of the file of a module; `None` where it is not loaded or has no file."""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    if isinstance(file, str):
         with suppress(OSError, ValueError):
-            return hashlib.sha256(file.read_bytes()).hexdigest()[:_HASH_DIGITS]
+            return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:_HASH_DIGITS]
     return None
 
 
