@@ -51,7 +51,6 @@ from orchestrator.run.earlier import fetch_weights
 from orchestrator.run.prediction import least_room_of
 from orchestrator.run.sampled_sweeps import prepared, sampled_sweeps
 from orchestrator.view import jobs as view
-from orchestrator.view.phrases import counted
 
 #: A queue ends when it is empty. This only bounds it where nothing ever ends.
 _LONGEST: Final = "365d"
@@ -273,15 +272,14 @@ _add_word(Word.RELEASE, "Let held jobs, or the whole queue, go on.", _JOBS_OR_QU
 
 
 def _say(folder: Path, word: Word, names: Sequence[str]) -> None:
-    by = getpass.getuser()
-    if names:
-        snapshot = snapshot_of(folder)
-        named = [standing_of(snapshot, name).job.name for name in dict.fromkeys(names)]
-        tell(f"{say(folder / QUEUE_NAME, word, named, by=by)}, in the queue of run {folder.name}")
+    by, snapshot = getpass.getuser(), snapshot_of(folder)
+    named = [standing_of(snapshot, name).job.name for name in dict.fromkeys(names)]
+    if named:
+        say(folder / QUEUE_NAME, word, named, by=by)
     else:
         reason = f"{by} holds it" if word is Word.HOLD else None
         _put(folder, [QueueHeld(at_s=time.time(), reason=reason, id=secrets.token_hex(8))])
-        tell(f"{word}: the whole queue of run {folder.name}")
+    tell(f"{word}: {', '.join(named) or 'the whole queue'}, in the queue of run {folder.name}")
     _tell_if_dead(folder)
 
 
@@ -345,9 +343,7 @@ def _is_alive(folder: Path) -> bool:
 
 def _tell_if_dead(folder: Path) -> None:
     if not _is_alive(folder):
-        count = len(waiting(folder / QUEUE_NAME))
-        taken = f"; {counted(count, 'command')} waiting" if count else ""
-        tell(f"its head is not running{taken}: `{go_on_command(folder)}` goes on")
+        tell(f"its head is not running: `{go_on_command(folder)}` goes on")
 
 
 def _queue_before(runs_dir: Path, waits_in: str = "") -> StoredRun | None:

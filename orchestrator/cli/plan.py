@@ -30,8 +30,6 @@ _Told: TypeAlias = Mapping[str, Any]
 #: Shown where there is something.
 _OPTIONAL = {"average_bytes", "on_host_bytes"}
 
-#: Of the work of one worker.
-_OF_WORK = ("duty", "size", "batch", "dtype")
 
 _COLUMNS: Final = (
     Column(key="node", title="node"),
@@ -109,7 +107,8 @@ def _row(node: _Told) -> TableRow:
 
 def _node(budget: NodeBudget, config: Config) -> dict[str, Any]:
     told = asdict(budget)
-    of_each = {key: told.pop(key) for key in ("gpu_fraction", "budget_bytes", *_OF_WORK)}
+    keys = ("gpu_fraction", "budget_bytes", "duty", "size", "batch", "dtype")
+    of_each = {key: told.pop(key) for key in keys}
     of_each |= {"cpus": told.pop("cpus_per_worker"), "cap_about_bytes": _cap_about_bytes(budget)}
     workers = [
         {

@@ -41,13 +41,6 @@ from orchestrator.view.terminal import plain_text, table_lines
 _FALLEN = frozenset({HeadState.RESTARTING, HeadState.QUARANTINED, HeadState.LOST})
 _TOLD = ("state", "node_left", "node_joined", "workload_error", "run_ended", "memory_predicted")
 
-_MEANINGS = {
-    "good": "it ran to its end and every worker did its work",
-    "degraded": "it ran to its end, but not every worker did its work well",
-    "interrupted": "it was ended before its time",
-    "failed": "an error ended it",
-}
-
 #: Into so many parts the time of a run is divided for its advice.
 _PARTS = 120
 
@@ -132,9 +125,7 @@ def report_text(folder: Path, width: int) -> str:
         lines += section("why the cards were not busy", _advice(run))
         errors = (one for one in events if one.event == "workload_error")
         lines += section("errors of the workload", map(_event_line, errors))
-        lines += section(
-            "printed last; more: python -m orchestrator logs SLOT", _printed(run.folder)
-        )
+        lines += section("printed last; more: `logs SLOT`", _printed(run.folder))
         lines += section("injected faults", fault_lines(run.faults))
     return "\n".join(line.rstrip() for line in lines)
 
@@ -192,11 +183,8 @@ def _outcome_words(run: StoredRun) -> str:
 
 
 def _verdict(ended: Mapping[str, Any]) -> str:
-    outcome, error = str(ended.get("outcome")), ended.get("error")
-    said = f"outcome: {outcome}, exit code {ended.get('exit_code')}"
-    if outcome in _MEANINGS:
-        said += f": {_MEANINGS[outcome]}"
-    return f"{said} ({error})" if error else said
+    said = f"outcome: {ended.get('outcome')}, exit code {ended.get('exit_code')}"
+    return f"{said} ({ended['error']})" if ended.get("error") else said
 
 
 def _is_told(event: StoredEvent) -> bool:

@@ -43,8 +43,8 @@ def put(folder: Path, message: Message) -> None:
     command_file.put(folder, json.dumps(values).encode("ascii"), identity=secrets.token_hex(8))
 
 
-def say(folder: Path, word: Word, names: Sequence[str], *, by: str, identity: str = "") -> str:
-    """Leave a word about jobs for the queue of a folder, and return what becomes of it.
+def say(folder: Path, word: Word, names: Sequence[str], *, by: str, identity: str = "") -> None:
+    """Leave a word about jobs for the queue of a folder.
 
     `by` is who says it. Of words with the same `identity` the first is obeyed alone; by default
     each has its own.
@@ -58,7 +58,6 @@ def say(folder: Path, word: Word, names: Sequence[str], *, by: str, identity: st
         put(folder, said)
     except OSError as failure:
         raise ArchiveError(f"the queue cannot be told: {failure.strerror}") from failure
-    return f"{word}: {', '.join(names)}"
 
 
 def waiting(folder: Path) -> list[Message]:

@@ -154,8 +154,9 @@ def _torch(machine: Machine) -> Iterator[Finding]:
         return
     target = "the processor" if torch.cuda is None else f"CUDA {torch.cuda}"
     built, newest = f"{torch.version}, built for {target}", facts.driver_cuda
-    up_to = _dotted(newest)
+    up_to = ".".join(map(str, newest or ()))
     foreign = [card for card in facts.visible_cards if not _has_kernels(facts, card)]
+    has = (foreign[0].compute_capability or ()) if foreign else ()
     if not facts.visible_cards:
         yield ok(built)
     elif torch.cuda is None:
@@ -183,7 +184,7 @@ def _torch(machine: Machine) -> Iterator[Finding]:
         )
     elif foreign:
         yield fail(
-            f"{foreign[0].name} has compute capability {_dotted(foreign[0].compute_capability)}; "
+            f"{foreign[0].name} has compute capability {'.'.join(map(str, has))}; "
             f"this torch has kernels for {' '.join(torch.architectures)}",
             hint="remove it, then install a torch that knows the card: newer for a new card, "
             "older for an old one",
@@ -253,11 +254,6 @@ def _plan(machine: Machine) -> Iterator[Finding]:
         )
     else:
         yield ok(f"{node}: {workers} on the processor, which it has")
-
-
-def _dotted(version: Sequence[int] | None) -> str:
-    """Return the numbers of a version as it is written: `12.8`."""
-    return ".".join(map(str, version or ()))
 
 
 OF_MACHINE: Final[Mapping[str, Callable[[Machine], Iterable[Finding]]]] = MappingProxyType(

@@ -244,7 +244,8 @@ def _given(command: _Command, frame: Frame) -> str:
     known = {one.job.name for one in frame.queue.standings} if frame.queue else set()
     if unknown := set(names) - known:
         raise ValueError(f"the queue has no job {min(unknown)[:80]!r}")
-    return queue.say(folder / QUEUE_NAME, do, names, by="web", identity=command.id)
+    queue.say(folder / QUEUE_NAME, do, names, by="web", identity=command.id)
+    return f"{do}: {', '.join(names)}"
 
 
 async def _harden(_request: web.Request, response: web.StreamResponse) -> None:
