@@ -29,7 +29,7 @@ from orchestrator.config.yaml_source import read_text
 from orchestrator.control.queue import Message, put, say, waiting
 from orchestrator.core.placement import Target
 from orchestrator.errors import ArchiveError, UsageError
-from orchestrator.jobs.model import ENDED, Job, JobState, QueueHeld, Standing, Submitted, Word
+from orchestrator.jobs.model import ENDED, Job, JobOrder, JobState, QueueHeld, Standing, Submitted
 from orchestrator.jobs.queue import Queue
 from orchestrator.jobs.spec import from_words, keys_of, parse
 from orchestrator.jobs.sweep import JobFile, expand
@@ -252,34 +252,36 @@ def results(queue: OfQueue, json_output: bool = AS_JSON) -> None:
         tell(view.jobs_table(snapshot, view.best_first(snapshot)), f"files: {snapshot.files}/JOB")
 
 
-def _add_word(word: Word, summary: str, jobs: Any) -> None:  # noqa: ANN401 - as typer's
-    @app.command(word.value, help=summary)
+def _add_order(order: JobOrder, summary: str, jobs: Any) -> None:  # noqa: ANN401 - as typer's
+    @app.command(order.value, help=summary)
     @shared
     def verb(queue: OfQueue, jobs: list[str] | None = jobs) -> None:
-        _say(queue.folder, word, jobs or ())
+        _say(queue.folder, order, jobs or ())
 
 
 _JOBS = Argument(help="As `jobs list` shows them.", metavar="JOB", show_default=False)
 _JOBS_OR_QUEUE = Argument(
     None, help="As `jobs list` shows them. Default: the whole queue.", metavar="JOB"
 )
-_add_word(Word.CANCEL, "End jobs for good; what they saved stays.", _JOBS)
-_add_word(Word.RETRY, "Put jobs that have ended back into the queue.", _JOBS)
-_add_word(
-    Word.HOLD, "Have jobs wait, or the whole queue: then nothing starts any more.", _JOBS_OR_QUEUE
+_add_order(JobOrder.CANCEL, "End jobs for good; what they saved stays.", _JOBS)
+_add_order(JobOrder.RETRY, "Put jobs that have ended back into the queue.", _JOBS)
+_add_order(
+    JobOrder.HOLD,
+    "Have jobs wait, or the whole queue: then nothing starts any more.",
+    _JOBS_OR_QUEUE,
 )
-_add_word(Word.RELEASE, "Let held jobs, or the whole queue, go on.", _JOBS_OR_QUEUE)
+_add_order(JobOrder.RELEASE, "Let held jobs, or the whole queue, go on.", _JOBS_OR_QUEUE)
 
 
-def _say(folder: Path, word: Word, names: Sequence[str]) -> None:
+def _say(folder: Path, order: JobOrder, names: Sequence[str]) -> None:
     by, snapshot = getpass.getuser(), snapshot_of(folder)
     named = [standing_of(snapshot, name).job.name for name in dict.fromkeys(names)]
     if named:
-        say(folder / QUEUE_NAME, word, named, by=by)
+        say(folder / QUEUE_NAME, order, named, by=by)
     else:
-        reason = f"{by} holds it" if word is Word.HOLD else None
+        reason = f"{by} holds it" if order is JobOrder.HOLD else None
         _put(folder, [QueueHeld(at_s=time.time(), reason=reason, id=secrets.token_hex(8))])
-    tell(f"{word}: {', '.join(named) or 'the whole queue'}, in the queue of run {folder.name}")
+    tell(f"{order}: {', '.join(named) or 'the whole queue'}, in the queue of run {folder.name}")
     _tell_if_dead(folder)
 
 
@@ -447,7 +449,7 @@ def submitted(jobs: Iterable[Job], config: Config, target: Target) -> tuple[Subm
 def fetch_starts(file: JobFile | None, runs_dir: Path) -> None:
     """Have ready the weights that trainings of a job file begin with; see `fetch_weights`."""
     keys = (key for entry in (file.entries if file else ()) for key in keys_of(entry))
-    starts = (start for _, word, values in keys if word == "train.from" for start in values)
+    starts = (start for _, order, values in keys if order == "train.from" for start in values)
     for start in dict.fromkeys(filter(None, starts)):
         for line in fetch_weights(start, runs_dir):
             typer.echo(line, err=True)

@@ -1,6 +1,6 @@
 """Commands to a queue of jobs: what is submitted to it, and what is said of its jobs.
 
-A message is a batch of `Submitted`, `SweepSubmitted`, `Said` and `QueueHeld`, and is one row beside
+A message is a batch of `Submitted`, `SweepSubmitted`, `UserOrder` and `QueueHeld`, and is one row beside
 the queue (`record/command_file.py`). Its sender waits for no answer: the head may be dead. Does not
 know what the queue does about it (`jobs/queue.py`).
 """
@@ -18,10 +18,10 @@ from typing import Final, TypeAlias
 from pydantic import TypeAdapter, ValidationError
 
 from orchestrator.errors import ArchiveError, one_line
-from orchestrator.jobs.model import QueueHeld, Said, Submitted, SweepSubmitted, Word
+from orchestrator.jobs.model import JobOrder, QueueHeld, Submitted, SweepSubmitted, UserOrder
 from orchestrator.record import command_file
 
-Sent: TypeAlias = Submitted | SweepSubmitted | Said | QueueHeld
+Sent: TypeAlias = Submitted | SweepSubmitted | UserOrder | QueueHeld
 Message: TypeAlias = Sequence[Sent]
 
 _MESSAGE: Final = TypeAdapter(tuple[Sent, ...])
@@ -43,17 +43,22 @@ def put(folder: Path, message: Message) -> None:
     command_file.put(folder, json.dumps(values).encode("ascii"), identity=secrets.token_hex(8))
 
 
-def say(folder: Path, word: Word, names: Sequence[str], *, by: str, identity: str = "") -> None:
-    """Leave a word about jobs for the queue of a folder.
+def say(
+    folder: Path, order: JobOrder, names: Sequence[str], *, by: str, identity: str = ""
+) -> None:
+    """Leave an order about jobs for the queue of a folder.
 
     `by` is who says it. Of words with the same `identity` the first is obeyed alone; by default
     each has its own.
 
     Raises:
-        ArchiveError: The word cannot be left there, or others could have written there.
+        ArchiveError: The order cannot be left there, or others could have written there.
     """
     now_s, identity = time.time(), identity or secrets.token_hex(8)
-    said = [Said(at_s=now_s, id=f"{identity}-{name}", word=word, job=name, by=by) for name in names]
+    said = [
+        UserOrder(at_s=now_s, id=f"{identity}-{name}", order=order, job=name, by=by)
+        for name in names
+    ]
     try:
         put(folder, said)
     except OSError as failure:

@@ -29,20 +29,20 @@ from orchestrator.jobs.lifecycle import IllegalRecordError
 from orchestrator.jobs.model import (
     ENDED,
     ON_CARD,
-    Assigned,
+    AttemptBegun,
     AttemptEnded,
+    AttemptRecalled,
+    AttemptReleased,
+    AttemptStatus,
     Card,
     Cause,
     HeadAway,
     Job,
     JobState,
     Kind,
-    Recalled,
     Record,
-    Rested,
-    Seen,
-    Settled,
     Standing,
+    StateChanged,
     Submitted,
     World,
 )
@@ -135,7 +135,7 @@ class Dispatcher:
         self._unplanned: dict[str, str] = {}
         """Jobs on a card whose slot cannot be made, and why."""
         self._outlook_at_s = 0.0
-        self._told: Mapping[str, Seen] = {}
+        self._told: Mapping[str, AttemptStatus] = {}
         """What was seen last of jobs on cards."""
         self._files = JobFiles(self.folder, one_machine=self.target.one_machine, events=self.events)
         self._plans = JobPlans(
@@ -252,7 +252,7 @@ class Dispatcher:
             event, slot, details = event_of(record)
             self.events.write(event, slot, **details)
             match record:
-                case Settled(to=JobState.STOPPED | JobState.DONE):
+                case StateChanged(to=JobState.STOPPED | JobState.DONE):
                     self._files.drop_state(record.job)
         orders = tuple(self._orders)
         for taken in (self._rows, self._records, self._orders):
@@ -331,16 +331,16 @@ class Dispatcher:
 
     def _orders_of(self, record: Record) -> Iterator[Order]:
         match record:
-            case Assigned():
+            case AttemptBegun():
                 self._attempts.begin(record.job)
                 plan = self._planned(self.queue.standings[record.job])
                 if plan is not None:
                     yield Begin(plan=plan)
-            case Recalled(to=JobState.HELD):  # its slot says HELD itself
+            case AttemptRecalled(to=JobState.HELD):  # its slot says HELD itself
                 yield Rest(slot=record.job, why=record.reason)
-            case Recalled():
+            case AttemptRecalled():
                 yield Rest(slot=record.job, why=f"{record.to}: {record.reason}")
-            case Rested():
+            case AttemptReleased():
                 # After a node was lost nothing was recalled, and its slot must not come back.
                 yield Rest(slot=record.job, why=self.queue.shown(record.job).reason)
 
@@ -361,10 +361,10 @@ class Dispatcher:
             disk_full=self._disk_full(),
         )
 
-    def _never_begun(self) -> Mapping[str, Seen]:
+    def _never_begun(self) -> Mapping[str, AttemptStatus]:
         """Return the end of each job whose slot cannot be made."""
         return {
-            name: Seen(
+            name: AttemptStatus(
                 job=name,
                 attempt=self.queue.shown(name).attempt,
                 cause=Cause.BAD_CONFIG,

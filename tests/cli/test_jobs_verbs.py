@@ -23,18 +23,18 @@ from orchestrator.control.queue import waiting
 from orchestrator.core.placement import Target
 from orchestrator.jobs.codec import event_of
 from orchestrator.jobs.model import (
-    Assigned,
+    AttemptBegun,
     AttemptEnded,
     Cause,
     Job,
+    JobOrder,
     JobState,
     QueueHeld,
     Record,
-    Said,
-    Settled,
+    StateChanged,
     Submitted,
     SweepSubmitted,
-    Word,
+    UserOrder,
 )
 from orchestrator.jobs.sweep import expand
 from orchestrator.record.jobs import queue_snapshot
@@ -71,8 +71,8 @@ def submitted(job: Job) -> Submitted:
     return Submitted(at_s=STARTED_UNIX_S, job=job)
 
 
-def begun(job: str) -> Assigned:
-    return Assigned(
+def begun(job: str) -> AttemptBegun:
+    return AttemptBegun(
         at_s=STARTED_UNIX_S, job=job, attempt=1, card="pc1", budget_bytes=2**30, alone=True
     )
 
@@ -100,7 +100,7 @@ def test_what_happened_to_a_job_is_shown(command: Command, folder: Path) -> None
     store.end("interrupted", 130, None, ())
     lines = command("jobs", "show", "lr-0").stdout.splitlines()
     (happened,) = lines[lines.index("what happened") + 1 :]
-    assert happened.endswith("assigned: attempt 1, card pc1, budget 1024 MiB, alone yes")
+    assert happened.endswith("attempt begun: attempt 1, card pc1, budget 1024 MiB, alone yes")
 
 
 def test_a_queue_goes_on_only_where_it_was_begun(command: Command, folder: Path) -> None:
@@ -171,12 +171,14 @@ def test_the_commands_of_the_documents_can_be_typed(command: Command, section: i
     assert len(night.splitlines()) <= 25
 
 
-@pytest.mark.parametrize("word", list(Word))
-def test_a_word_about_jobs_waits_for_the_head(command: Command, folder: Path, word: Word) -> None:
-    said = command("jobs", word.value, "lr-1", "lr-0", "lr-1").stdout
-    records = [record for record in taken(folder) if isinstance(record, Said)]
-    assert [(one.word, one.job) for one in records] == [(word, "lr-1"), (word, "lr-0")]
-    assert said.startswith(f"{word}: lr-1, lr-0, in the queue of run {RUN_ID}\n")
+@pytest.mark.parametrize("order", list(JobOrder))
+def test_a_word_about_jobs_waits_for_the_head(
+    command: Command, folder: Path, order: JobOrder
+) -> None:
+    said = command("jobs", order.value, "lr-1", "lr-0", "lr-1").stdout
+    records = [record for record in taken(folder) if isinstance(record, UserOrder)]
+    assert [(one.order, one.job) for one in records] == [(order, "lr-1"), (order, "lr-0")]
+    assert said.startswith(f"{order}: lr-1, lr-0, in the queue of run {RUN_ID}\n")
 
 
 def test_hold_and_release_without_a_job_are_about_the_queue(command: Command, folder: Path) -> None:
@@ -326,7 +328,7 @@ def test_a_wait_prints_what_the_job_prints_and_has_its_exit_code(
         why = {"at_s": STARTED_UNIX_S + 1, "job": "ev", "attempt": 1, "text": "so it ended"}
         store_queue(folder, AttemptEnded(**why, **end))
         if code == 0:  # its files are in place
-            done = Settled(at_s=STARTED_UNIX_S + 2, job="ev", to=JobState.DONE, reason="done")
+            done = StateChanged(at_s=STARTED_UNIX_S + 2, job="ev", to=JobState.DONE, reason="done")
             store_queue(folder, done)
         out, said = ended(waits)
     finally:

@@ -243,7 +243,7 @@ def test_a_queue_is_worked_off_and_a_training_has_the_whole_card(tmp_path: Path)
     of = {each["event"]: each for each in reversed(events)}
     opened = of["device_opened"]
     assert opened["device"] == torch.cuda.get_device_name(0)
-    shares_bytes = of["job_assigned"]["budget_bytes"]
+    shares_bytes = of["job_attempt_begun"]["budget_bytes"]
     held_bytes = opened["cap_bytes"] + opened["context_bytes"]
     assert held_bytes == pytest.approx(shares_bytes, rel=0.01), "all shares, less one context"
     assert shares_bytes > 0.5 * torch.cuda.get_device_properties(0).total_memory

@@ -12,7 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.jobs.model import Assigned, AttemptEnded, Card, Cause, Job, Kind, Measured, Seen
+from orchestrator.jobs.model import (
+    AttemptBegun,
+    AttemptEnded,
+    AttemptStatus,
+    Card,
+    Cause,
+    Job,
+    Kind,
+    SpeedMeasured,
+)
 from orchestrator.jobs.places import Candidate, Place, Plan, likeness, never_fits, plan
 from tests.jobs.scene import BIG, SMALL, Scene, training
 from workers.units import GIB, MIB
@@ -350,7 +359,7 @@ def seen_ends_s(scene: Scene) -> dict[str, float]:
         speed = SPEEDS[str(standing.card)]
         ends_s[name] = standing.since_s + (standing.job.steps or 0) / speed
         left_s = ends_s[name] - scene.now_s
-        scene.seen[name] = Seen(job=name, attempt=1, steps_per_s=speed, eta_s=left_s)
+        scene.seen[name] = AttemptStatus(job=name, attempt=1, steps_per_s=speed, eta_s=left_s)
     return ends_s
 
 
@@ -361,8 +370,8 @@ def makespan_s(lengths: list[int], *, is_known: bool) -> float:
         at_s, job, title = scene.now_s, f"before-{card.name}", card.title
         scene.submit(training(job))
         scene.take(
-            Assigned(at_s=at_s, job=job, attempt=1, card=card.name, budget_bytes=1, alone=True),
-            Measured(at_s=at_s, job=job, card_title=title, steps_per_s=card.speed),
+            AttemptBegun(at_s=at_s, job=job, attempt=1, card=card.name, budget_bytes=1, alone=True),
+            SpeedMeasured(at_s=at_s, job=job, card_title=title, steps_per_s=card.speed),
             AttemptEnded(at_s=at_s, job=job, attempt=1, cause=Cause.DONE, text=""),
         )
     scene.submit(*(training(f"j{number}", steps=steps) for number, steps in enumerate(lengths)))

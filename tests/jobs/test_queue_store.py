@@ -17,7 +17,7 @@ import pytest
 
 from orchestrator.errors import ArchiveError
 from orchestrator.jobs.codec import as_json
-from orchestrator.jobs.model import Cause, QueueHeld, Record, Submitted, Word
+from orchestrator.jobs.model import Cause, JobOrder, QueueHeld, Record, Submitted
 from orchestrator.jobs.queue import Queue
 from orchestrator.record.jobs import queue_of, queue_snapshot
 from orchestrator.record.store import STORE_NAME, RunStore
@@ -29,7 +29,7 @@ from tests.watch.scene import Clock
 WRITER = """
 import sys
 from pathlib import Path
-from orchestrator.jobs.model import Assigned, Measured, Submitted
+from orchestrator.jobs.model import AttemptBegun, SpeedMeasured, Submitted
 from orchestrator.record.jobs import queue_of
 from orchestrator.record.store import STORE_NAME, RunStore
 from tests.jobs.scene import training
@@ -38,7 +38,7 @@ store, queue = RunStore(folder / STORE_NAME), queue_of(folder)
 for name in ("a", "b"):
     queue.apply(Submitted(at_s=0.0, job=training(name)))
     if queue.shown(name).attempt == 0:
-        queue.apply(Assigned(at_s=0.0, job=name, attempt=1, card=name, budget_bytes=1, alone=True))
+        queue.apply(AttemptBegun(at_s=0.0, job=name, attempt=1, card=name, budget_bytes=1, alone=True))
 store.queue(queue)
 assert store.commit()
 print("begun", flush=True)
@@ -47,7 +47,7 @@ while True:
     turn += 1
     best = {"card_title": "x", "steps_per_s": None, "best": -turn, "best_step": turn}
     for name in ("a", "b"):
-        queue.apply(Measured(at_s=turn, job=name, **best))
+        queue.apply(SpeedMeasured(at_s=turn, job=name, **best))
     store.queue(queue)
     assert store.commit()
 """
@@ -73,7 +73,7 @@ def course(folder: Path) -> Scene:
     scene.see("lr-0", is_at_rest=True, step=100)
     scene.see("lr-1", step=100, value=math.inf)
     scene.end("lr-1", Cause.KILLED, "SIGKILL")
-    scene.say(Word.CANCEL, "lr-0", "m1")
+    scene.say(JobOrder.CANCEL, "lr-0", "m1")
     scene.turn(5.0)
     store.close()
     return scene

@@ -17,17 +17,17 @@ from orchestrator.control.queue import put
 from orchestrator.core.placement import Target
 from orchestrator.core.user_commands import Command, Do, events_of
 from orchestrator.jobs.model import (
-    Assigned,
+    AttemptBegun,
     AttemptEnded,
+    AttemptReleased,
     Cause,
     Job,
+    JobOrder,
     JobState,
     Record,
-    Rested,
-    Said,
     Standing,
     Submitted,
-    Word,
+    UserOrder,
 )
 from orchestrator.jobs.queue import Queue
 from orchestrator.record.archive import read_run
@@ -366,10 +366,10 @@ class JobsRun(HeadScene):
         for name, event in events:
             self.supervisor._feed(name, event)
 
-    def say(self, word: Word, job: str) -> None:
-        """Leave a word about a job for the head."""
+    def say(self, order: JobOrder, job: str) -> None:
+        """Leave an order about a job for the head."""
         at_s = self.clock.unix_s()
-        said = Said(at_s=at_s, id=f"{word}-{job}-{at_s}", word=word, job=job, by="ann")
+        said = UserOrder(at_s=at_s, id=f"{order}-{job}-{at_s}", order=order, job=job, by="ann")
         put(self.queue_folder, [said])
 
     # What is seen
@@ -418,8 +418,8 @@ def check_ends(run: JobsRun) -> None:
         if standing.job.steps is not None and standing.job.command is None:
             assert standing.sha256 == hash_after(name, standing.job.steps)
     on_card: dict[str, str] = {}
-    for record in run.records((Assigned, AttemptEnded, Rested)):  # type: ignore[arg-type]
-        if isinstance(record, Assigned):
+    for record in run.records((AttemptBegun, AttemptEnded, AttemptReleased)):  # type: ignore[arg-type]
+        if isinstance(record, AttemptBegun):
             assert record.card not in on_card.values(), record
             on_card[record.job] = record.card
         else:

@@ -10,7 +10,7 @@ import pytest
 
 from orchestrator.jobs.codec import event_of
 from orchestrator.jobs.model import (
-    Assigned,
+    AttemptBegun,
     AttemptEnded,
     Cause,
     Milestones,
@@ -144,7 +144,9 @@ def events_of(*records: Record) -> list[StoredEvent]:
 
 def test_a_job_in_full_tells_its_attempts() -> None:
     records = [
-        Assigned(at_s=NOW_S, job="lr-0", attempt=1, card="pc1", budget_bytes=9 * 2**30, alone=True),
+        AttemptBegun(
+            at_s=NOW_S, job="lr-0", attempt=1, card="pc1", budget_bytes=9 * 2**30, alone=True
+        ),
         AttemptEnded(
             at_s=NOW_S, job="lr-0", attempt=1, cause=Cause.OUT_OF_MEMORY, text="no room", step=12
         ),
@@ -152,7 +154,7 @@ def test_a_job_in_full_tells_its_attempts() -> None:
     lines = view.job_lines(TRAINED, events_of(*records), queue_of(TRAINED))
     happened = lines[lines.index("what happened") + 1 :]
     assert [line.strip().split("  ")[1] for line in happened] == [
-        "assigned: attempt 1, card pc1, budget 9216 MiB, alone yes",
+        "attempt begun: attempt 1, card pc1, budget 9216 MiB, alone yes",
         "attempt ended: attempt 1, cause out of memory, text no room, step 12",
     ]
 

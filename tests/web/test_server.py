@@ -235,7 +235,7 @@ def test_words_about_jobs_wait_for_the_head(folder: Path) -> None:
         word = {"id": "1", "do": "hold", "names": ["lr-0"]}
         assert server.ask("/api/v1/commands", json=word).status == 200
     (message,) = waiting(folder / QUEUE_NAME)
-    assert [(one.word.value, one.job, one.by) for one in message] == [("hold", "lr-0", "web")]
+    assert [(one.order.value, one.job, one.by) for one in message] == [("hold", "lr-0", "web")]
 
 
 def test_a_command_reaches_the_head_under_its_own_id(

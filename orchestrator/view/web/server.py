@@ -29,7 +29,7 @@ from orchestrator.config.byte_size import parse_bytes
 from orchestrator.control import queue, slots
 from orchestrator.core.user_commands import Do
 from orchestrator.errors import ArchiveError, UsageError, one_line
-from orchestrator.jobs.model import Word
+from orchestrator.jobs.model import JobOrder
 from orchestrator.record.archive import Frame
 from orchestrator.record.folders import find_run
 from orchestrator.record.jobs import QUEUE_NAME
@@ -77,13 +77,13 @@ _Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class _Command(BaseModel):
-    """What a POST says: what to do with which slots (a `Do`) or jobs (a `Word`), each named."""
+    """What a POST says: what to do with which slots (a `Do`) or jobs (a `JobOrder`), each named."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     id: Annotated[str, Field(min_length=1, max_length=64)]
     """Of a command that comes again with the same id, the head obeys the first one only."""
-    do: Do | Word
+    do: Do | JobOrder
     names: Annotated[list[str], Field(min_length=1)]
     amount: str | None = None
     """Such as "2.5 GiB"."""
