@@ -100,7 +100,7 @@ class Outlets:
         for watcher in self.watchers:
             watcher.close(snapshot)
         self.store.update(snapshot, at_once=True)
-        self.store.commit()
+        self.store.incomplete |= not self.store.commit()  # there is no later turn that could
 
     @property
     def problems(self) -> tuple[str, ...]:

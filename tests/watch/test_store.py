@@ -329,6 +329,14 @@ def test_a_gap_is_still_told_when_writing_goes_on(tmp_path: Path) -> None:
     outlets.events.close()
 
 
+def test_a_run_that_ends_while_nothing_can_be_written_has_gaps(tmp_path: Path) -> None:
+    store = RunStore(tmp_path / "nowhere" / STORE_NAME)
+    outlets = Outlets(watchers=(), events=EventLog(tmp_path / "events.jsonl"), store=store)
+    store.begin(FACTS)
+    outlets.close(make_snapshot(make_row()))
+    assert outlets.incomplete
+
+
 def test_no_other_user_reads_it(path: Path, store: RunStore) -> None:
     store.commit()
     assert {file.stat().st_mode & 0o777 for file in path.parent.iterdir()} == {0o600}
