@@ -246,7 +246,7 @@ def logs(
 def top(
     where: Where,
     run_id: str = RUN_ID,
-    once: bool = flag("--once", "Print one frame and end, as where there is no terminal."),
+    once: bool = flag("--once", "Print the table once and end, as where there is no terminal."),
 ) -> None:
     """Follow a run from any terminal; the last line lists the keys."""
     from orchestrator.cli.runs import table_text

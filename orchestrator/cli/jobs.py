@@ -26,10 +26,10 @@ from orchestrator.cli.printing import print_json, tell
 from orchestrator.config.load import config_from_text
 from orchestrator.config.schema import Config, WorkersConfig
 from orchestrator.config.yaml_source import read_text
-from orchestrator.control.queue import Message, put, waiting
+from orchestrator.control.queue import Message, put, say, waiting
 from orchestrator.core.placement import Target
 from orchestrator.errors import ArchiveError, UsageError
-from orchestrator.jobs.model import ENDED, Job, JobState, QueueHeld, Said, Standing, Submitted, Word
+from orchestrator.jobs.model import ENDED, Job, JobState, QueueHeld, Standing, Submitted, Word
 from orchestrator.jobs.queue import Queue
 from orchestrator.jobs.spec import from_words, keys_of, parse
 from orchestrator.jobs.sweep import JobFile, expand
@@ -272,15 +272,13 @@ _add_word(Word.RELEASE, "Let held jobs, or the whole queue, go on.", _JOBS_OR_QU
 
 
 def _say(folder: Path, word: Word, names: Sequence[str]) -> None:
-    by, now_s, snapshot = getpass.getuser(), time.time(), snapshot_of(folder)
+    by, snapshot = getpass.getuser(), snapshot_of(folder)
     named = [standing_of(snapshot, name).job.name for name in dict.fromkeys(names)]
-    message: Message = [
-        Said(at_s=now_s, id=secrets.token_hex(8), word=word, job=name, by=by) for name in named
-    ]
-    if not named:
+    if named:
+        say(folder / QUEUE_NAME, word, named, by=by)
+    else:
         reason = f"{by} holds it" if word is Word.HOLD else None
-        message = [QueueHeld(at_s=now_s, reason=reason, id=secrets.token_hex(8))]
-    _put(folder, message)
+        _put(folder, [QueueHeld(at_s=time.time(), reason=reason, id=secrets.token_hex(8))])
     tell(f"{word}: {', '.join(named) or 'the whole queue'}, in the queue of run {folder.name}")
     _tell_if_dead(folder)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -16,8 +17,8 @@ from typing import Final, TypeAlias
 
 from pydantic import TypeAdapter, ValidationError
 
-from orchestrator.errors import one_line
-from orchestrator.jobs.model import QueueHeld, Said, Submitted, SweepSubmitted
+from orchestrator.errors import ArchiveError, one_line
+from orchestrator.jobs.model import QueueHeld, Said, Submitted, SweepSubmitted, Word
 from orchestrator.record import command_file
 
 Sent: TypeAlias = Submitted | SweepSubmitted | Said | QueueHeld
@@ -40,6 +41,23 @@ def put(folder: Path, message: Message) -> None:
     values = _MESSAGE.dump_python(tuple(message), mode="json", exclude_defaults=True)
     # In ASCII: a name of a file that is no UTF-8 comes back, which pydantic's own JSON refuses.
     command_file.put(folder, json.dumps(values).encode("ascii"), identity=secrets.token_hex(8))
+
+
+def say(folder: Path, word: Word, names: Sequence[str], *, by: str, identity: str = "") -> None:
+    """Leave a word about jobs for the queue of a folder.
+
+    `by` is who says it. Of words with the same `identity` the first is obeyed alone; by default
+    each has its own.
+
+    Raises:
+        ArchiveError: The word cannot be left there, or others could have written there.
+    """
+    now_s, identity = time.time(), identity or secrets.token_hex(8)
+    said = [Said(at_s=now_s, id=f"{identity}-{name}", word=word, job=name, by=by) for name in names]
+    try:
+        put(folder, said)
+    except OSError as failure:
+        raise ArchiveError(f"the queue cannot be told: {failure.strerror}") from failure
 
 
 def waiting(folder: Path) -> list[Message]:

@@ -7,7 +7,7 @@ index. Does not read a run as it is now (`archive.py`). Nothing is kept in memor
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -159,8 +159,3 @@ def _read(
 
 def _number(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
-
-
-def _numbers(values: Mapping[str, object]) -> dict[str, float]:
-    known = ((key, _number(value)) for key, value in values.items())
-    return {key: number for key, number in known if number is not None}

@@ -72,7 +72,7 @@ def course_of_all(folder: Path, last_s: float = math.inf) -> Json:
 
 def course_of(folder: Path, slot: str, last_s: float = math.inf) -> Json:
     """Return what was sampled of one slot, or of a job, whose slot has its name; with its events,
-    state changes among them, and the last lines that its worker printed. As `course_of_all` otherwise.
+    and the last lines that its worker printed. As `course_of_all` otherwise.
     """
     between = _between(folder, last_s)
     found: _Found = {}

@@ -183,8 +183,8 @@ def _left_s(standing: Standing, snapshot: QueueSnapshot) -> float | None:
 def _ends_at_s(snapshot: QueueSnapshot) -> float | None:
     """Return when the last job may end: all work that is left, shared among the jobs that run now.
 
-    A job of unknown length takes as long as the median of those that tell theirs, else of those that
-    are done. `None` where none is known.
+    A job of unknown length takes as long as the median of those that tell theirs, else of what is
+    done. `None` where none is known.
     """
     left = [standing for standing in snapshot.standings if standing.state not in ENDED]
     told_s = {standing.job.name: _left_s(standing, snapshot) for standing in current(snapshot)}

@@ -199,7 +199,7 @@ def _tflops(tflops: float | None) -> str:
 
 
 def headline(snapshot: Snapshot) -> tuple[Cell, ...]:
-    """Return what stands above the table: nodes, states, throughput, time, and the jobs of a queue."""
+    """Return what stands above the table: nodes, states, throughput, time, and a queue's jobs."""
     seen, planned = len(snapshot.nodes_seen), len(snapshot.nodes_planned)
     return (
         Cell(text=f"nodes {seen}/{planned}", tone=Tone.PLAIN if seen >= planned else Tone.BAD),

@@ -20,9 +20,10 @@ import torch
 
 from orchestrator.cluster.actor import WorkerActor
 from tests.command.scenes import is_gone
-from tests.scene import Patience, spec_of, wait_for
+from tests.scene import MIB, Patience, spec_of, wait_for
 from workers.engine import pieces
 from workers.messages import Begin, EndCause, Orders, Status, Verdict, VerdictCause, WorkerEvent
+from workers.settings import Scalar, WorkerSpec
 from workers.workloads.base import StepResult, Workload, WorkloadContext
 
 #: Steps before something happens: the process has told something by then.
@@ -98,15 +99,13 @@ class Acts(Workload):
 class Slot:
     """An actor, asked as the head asks."""
 
-    def __init__(self, name: str) -> None:
-        spec = spec_of()
-        workload = replace(spec.workload, name=f"{Path(__file__).stem}:Acts", size=64)
-        self.actor = WorkerActor(replace(spec, slot=name, workload=workload, poll_s=0.1))
+    def __init__(self, spec: WorkerSpec) -> None:
+        self.actor = WorkerActor(replace(spec, poll_s=0.1))
         self.orders = Orders(begin=Begin())
         self.events: list[WorkerEvent] = []
 
-    def poll(self) -> Status:
-        status = self.actor.poll(self.orders, 0.2)
+    def poll(self, wait_s: float = 0.2) -> Status:
+        status = self.actor.poll(self.orders, wait_s)
         begun = status.incarnation == self.orders.incarnation
         self.orders = replace(
             self.orders,
@@ -138,7 +137,8 @@ def acting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Slot]]:
 
     def make(act: str) -> Slot:
         monkeypatch.setenv("ACT", act)
-        slots.append(Slot(f"pc1/{len(slots)}"))
+        spec = spec_of(name=f"{Path(__file__).stem}:Acts", size=64)
+        slots.append(Slot(replace(spec, slot=f"pc1/{len(slots)}")))
         return slots[-1]
 
     yield make
@@ -220,6 +220,47 @@ def test_a_kill_from_outside_is_told(acting: Callable[[str], Slot], victim: str)
     assert ended.died is not None
     assert ended.died.cause is EndCause.SIGNALLED
     wait_for(lambda: is_gone(process.pid), "end of the process")
+
+
+def shared_files(pid: int) -> list[Path]:
+    """Return the files in /dev/shm that a process has mapped, semaphores too."""
+    maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace")
+    return [Path(line.split()[5]) for line in maps.splitlines() if " /dev/shm/" in line]
+
+
+@pytest.mark.parametrize("moment", ["loading", "at work"])
+def test_a_training_whose_processes_are_killed_at_once_leaves_nothing(
+    moment: str, short_tmp: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(short_tmp))
+    keys: dict[str, Scalar] = {
+        "preset": "gpt-nano", "seq": 32, "batch": 4, "micro": 2, "loader_workers": 1,
+    }  # fmt: skip
+    spec = spec_of(budget_bytes=512 * MIB, name="train", policy="adaptive")
+    workload = replace(spec.workload, settings=keys)
+    slot = Slot(replace(spec, workload=workload))
+    engine = slot.wait(lambda told: told.device is not None).device
+    assert engine is not None
+    keeper = psutil.Process(engine.pid).parent()
+    assert keeper is not None
+    server = keeper.parent()
+    assert server is not None
+
+    def is_there(_: Status) -> bool:
+        names = [" ".join(each.cmdline()) for each in keeper.children(recursive=True)]
+        forks = sum("forkserver" in name for name in names)
+        return forks > (0 if moment == "loading" else 1)
+
+    slot.wait(is_there)
+    everything = [server, *server.children(recursive=True)]
+    shared = {file for each in everything for file in shared_files(each.pid)}
+    for each in (server, keeper, psutil.Process(engine.pid)):
+        each.kill()
+    slot.wait(lambda told: told.died is not None)
+    wait_for(lambda: all(is_gone(each.pid) for each in everything), f"end of {everything}")
+    if moment == "at work":  # before, nobody may know its folder yet
+        wait_for(lambda: not list(short_tmp.glob("pymp-*")), "end of the loader's folder")
+    wait_for(lambda: not [file for file in shared if file.exists()], f"end of {shared}")
 
 
 @pytest.mark.parametrize(

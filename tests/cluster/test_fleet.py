@@ -26,7 +26,7 @@ from orchestrator.cluster.raylets import RayletPlan
 from orchestrator.core.fleet import Fleet, Heard, Told, Unreached
 from orchestrator.errors import NoClusterError, UsageError
 from tests.cluster.conftest import actors
-from tests.scene import PATIENCE_S, ROOT, Patience, spec_of
+from tests.scene import PATIENCE_S, ROOT, Patience, python, spec_of
 from workers.learned_limits import STATE_DIR_VARIABLE
 from workers.messages import Begin, EndCause, Orders, Status, Verdict, WorkerEvent
 from workers.settings import WorkerSpec
@@ -200,6 +200,29 @@ def test_it_shows_its_nodes_and_ends_none_of_the_users(stage: Stage) -> None:
         with pytest.raises(UsageError, match=NODE):
             change(NODE)
     assert len(stage.fleet.nodes()) == 2
+
+
+#: For a process of its own, which is the driver of a cluster that others have started.
+LONG_CALL = """
+import sys, time
+from orchestrator.cluster.connect import connected
+
+def slow():
+    time.sleep(12.0)
+    return "answered"
+
+with connected(sys.argv[1], "token"):
+    import ray
+
+    where = {"node": sys.argv[2]}
+    call = ray.remote(slow).options(num_cpus=0, max_retries=0, label_selector=where)
+    print(ray.get(call.remote()))
+"""
+
+
+def test_a_call_of_many_seconds_keeps_its_connection(cluster: Cluster) -> None:
+    done = python("-c", LONG_CALL, cluster.owned.address(), NARROW, cwd=ROOT)
+    assert done.stdout.split() == ["answered"], done.stderr
 
 
 def test_each_slot_works_in_a_process_of_its_own_and_counts_up(stage: Stage) -> None:

@@ -86,7 +86,7 @@ time.sleep(600)
 
 
 def test_program_that_rests_saves_first_and_starts_again(state_dir: Path) -> None:
-    slot = Slot(command_spec("-c", SAVES))
+    slot = Slot(command_spec("-c", SAVES, grace_s=120.0))
     slot.begin()
     folder = state_dir / "state" / "run" / "job"
     told(folder / "ready")

@@ -27,7 +27,8 @@ from workers.messages import PrintedOutput
 #: torch takes longer.
 _START_S: Final = 60.0
 
-#: Without the worker's own folders and variables of Python: what the server imports is named.
+#: Without the worker's own folders: what the server imports is named. It heeds Python's variables,
+#: as its forks must: what they start inherits its flags, and with -I would find no module.
 _SERVER: Final = """
 import json, sys
 path, name, modules, watched = json.loads(sys.argv[1])
@@ -176,7 +177,7 @@ def _start_server(name: str, server: tuple[int, str], modules: Sequence[str]) ->
     path = [str(Path(__file__).parents[2]), *sys.path]
     words = json.dumps([path, name, list(modules), list(server)])
     subprocess.run(  # noqa: S603 - our own words
-        [sys.executable, "-I", "-S", "-c", _SERVER, words],
+        [sys.executable, "-P", "-c", _SERVER, words],
         stdin=subprocess.DEVNULL,
         check=False,
         timeout=_START_S,

@@ -26,9 +26,10 @@ _STARTTIME_FIELD: Final = 19
 #: Between two looks at what was told to end.
 _LOOK_S: Final = 0.01
 
-#: Python's process that removes the semaphores and shared memory of others when they have ended,
-#: and how long it may take. Killed with them, it would leave their files in /dev/shm.
-_TIDIER: Final = b"multiprocessing.resource_tracker"
+#: Python's processes that remove what others leave when they have ended, and how long they may
+#: take. Killed with them, one would leave semaphores and shared memory in /dev/shm, and the other
+#: the folder of its sockets (`workers/training/loader_server.py`).
+_TIDIERS: Final = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver")
 _TIDYING_S: Final = 1.0
 
 
@@ -88,7 +89,8 @@ def send(pids: Iterable[int], number: int) -> None:
 def tidies(pid: int) -> bool:
     """Say whether a process only removes what others leave, and ends by itself after them."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:  # noqa: PTH123
-        return _TIDIER in file.read()
+        words = file.read()
+        return any(tidier in words for tidier in _TIDIERS)
     return False
 
 

@@ -13,15 +13,19 @@ processes help is measured (`data_wait_pct`).
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
 import platform
 import re
 import resource
+import signal
+import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing.util import get_temp_dir
 from typing import Any, Final, Literal, TypeAlias, cast
 
 import psutil
@@ -46,6 +50,9 @@ Order: TypeAlias = Callable[[int, int], Sequence[Any]]
 
 #: Of an error's text.
 _LONGEST: Final = 200
+
+#: Loaded first by the process that loader processes are forked from.
+_SERVER: Final = "workers.training.loader_server"
 
 #: A loader process without its batches. 59 MiB were measured (torch 2.13, forkserver); user
 #: libraries come on top.
@@ -296,7 +303,6 @@ class Loader:
         self._dataset = dataset
         self._order = order
         self._batch = settings.batch
-        self._settings = settings
         self._numbers = numbers
         self._pin = pin
         self._collate = collate
@@ -345,11 +351,7 @@ class Loader:
             raise
         finally:
             self.waited_s += time.perf_counter() - began_s
-        before, self.samples_used = self.samples_used, self.samples_used + self._batch
-        if not self._settings.persistent:
-            items = len(cast("Sized", self._dataset))
-            if before // items < self.samples_used // items:
-                self.close()
+        self.samples_used += self._batch
         return batch
 
     def wait_share(self) -> float:
@@ -410,7 +412,8 @@ class Loader:
         )
         if parallel:
             # Else each process imports torch anew.
-            multiprocessing.set_forkserver_preload(["torch.utils.data"])
+            multiprocessing.set_forkserver_preload([_SERVER, "torch.utils.data"])
+            get_temp_dir()  # made before them, it is theirs too, and goes with the server
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "Got pickle error")  # told below, with what to do
@@ -446,11 +449,21 @@ def _reason(failure: BaseException) -> str:
 
 
 def _in_loader_process(_: int) -> None:
-    """Lift the cap of the training process, which its children inherit: their
-    memory is the host's.
+    """Lift the cap of the training process, which its children inherit: their memory is the host's.
+    End with the training.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    threading.Thread(target=_end_with_training, daemon=True).start()
+
+
+def _end_with_training() -> None:
+    """Wait for the end of the training: torch's own watch sees only that of the process between."""
+    training = multiprocessing.parent_process()
+    if training is not None:
+        training.join()
+        os._exit(os.EX_UNAVAILABLE)
 
 
 class RamCache:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -41,6 +42,7 @@ from workers.training.errors import (
 from workers.training.host_memory import give_back
 from workers.training.ladder import MemoryLadder, Point, planned_ladder, unplanned_ladder
 from workers.training.loader import host_share
+from workers.training.lora import import_peft
 from workers.training.memory_plan import MemoryPlanner
 from workers.training.planner_process import PlannerProcess
 from workers.training.settings import FOLDER_PRESETS, PRESETS, TrainSettings
@@ -98,6 +100,9 @@ class Train(Workload):
             load_code(str(settings.get("model")))
         else:
             import_task(settings.get("preset"))
+        if settings.get("adapter", "none") != "none" and "transformers" in sys.modules:
+            with suppress(TrainingError):  # told when the model is made
+                import_peft()
 
     @property
     def finished(self) -> bool:  # type: ignore[override]
@@ -252,11 +257,8 @@ class Train(Workload):
             return
         trainer.course.best_loss = loss
         if self._checkpoints is not None:
-            try:
-                self._checkpoints.keep_best(trainer.state(), step, figures)
-            except OSError as failure:
-                reason = f"the best checkpoint cannot be written: {failure.strerror or failure}"
-                self.context.tell("checkpoint_failed", reason=reason)
+            self._checkpoints.wait()
+            self._checkpoints.save(trainer.state(), step, best=figures)
 
     def save_soon(self) -> None:
         """Have the next `save` between two optimiser steps not wait until a checkpoint is due."""

@@ -1,5 +1,5 @@
-"""Follows one run until it ends, and sends the messages that `outbox.py` decides on through apprise,
-to all addresses at once.
+"""Follows one run until it ends, and sends what `outbox.py` decides on to all addresses at once,
+through apprise.
 
 A process of its own, so that a dead head is told of, too. Reads the run folder and nothing else;
 writes nothing but its lock. Neither results nor logs hold a secret of an address.
@@ -38,7 +38,6 @@ LOCK_NAME: Final = "notify.lock"
 _LOOK_EVERY_S: Final = 2.0
 _LAST_TRIES: Final = 3
 Say: TypeAlias = Callable[[str], None]
-
 DEADLINE_S: Final = 20.0
 
 #: Severity -> what apprise calls it.

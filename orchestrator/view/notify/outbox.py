@@ -125,7 +125,7 @@ class Outbox:
         )
 
     def sent(self, now_s: float, *, is_taken: bool) -> None:
-        """Know that the message that was due was sent; one that no address has taken is sent again."""
+        """Know that what was due was sent; what no address has taken is sent again."""
         if now_s >= self._status_at_s:
             self._status_at_s = math.inf if self._every_s is None else now_s + self._every_s
         self._sent_at_s, self._was_taken = now_s, is_taken
@@ -193,7 +193,7 @@ def _cards(snapshot: Snapshot) -> Iterator[str]:
 
 
 def _cut(lines: Sequence[str]) -> list[str]:
-    """Return the first of these lines, each harmless and not too long; two blanks before one stay."""
+    """Return the first of these lines, harmless and not too long; two blanks before one stay."""
     more = [f"and {len(lines) - _LINES_MOST} lines more"] if len(lines) > _LINES_MOST else []
     return [
         "  " * line.startswith("  ") + shorten(clean(line), _CELLS_MOST)

@@ -29,7 +29,7 @@ from orchestrator.config.byte_size import parse_bytes
 from orchestrator.control import queue, slots
 from orchestrator.core.user_commands import Do
 from orchestrator.errors import ArchiveError, UsageError, one_line
-from orchestrator.jobs.model import Said, Word
+from orchestrator.jobs.model import Word
 from orchestrator.record.archive import Frame
 from orchestrator.record.folders import find_run
 from orchestrator.record.jobs import QUEUE_NAME
@@ -59,7 +59,6 @@ SERVED: Final[dict[str, Any]] = {
 _BACKLOG: Final = 1_024
 _TOKEN_MOST_BYTES: Final = 200
 _TOKEN_LEAST_CHARS: Final = 20
-
 PAGE: Final = Path(__file__).parent / "page"
 
 _BODY_MOST_BYTES: Final = 64 * 2**10
@@ -94,7 +93,7 @@ class Site:
     """The page of the runs of one folder."""
 
     def __init__(self, runs_dir: Path, access: Access, run_id: str = "latest") -> None:
-        """Touch nothing yet. `run_id` is the run that is shown; `latest` is the newest at any time."""
+        """Touch nothing yet. `run_id` names the run; `latest` is the newest at any time."""
         self.access = access
         self.looks = 0
         """How often a run was looked at."""
@@ -233,7 +232,7 @@ def _given(command: _Command, frame: Frame) -> str:
     """Give a command to the head, which answers for slots; orders to jobs wait for it. Return what
     becomes of it.
     """
-    do, names, folder, now_s = command.do, command.names, frame.run.folder, time.time()
+    do, names, folder = command.do, command.names, frame.run.folder
     if isinstance(do, Do):
         amount_bytes = None if command.amount is None else parse_bytes(command.amount)
         answer = slots.send(
@@ -245,13 +244,7 @@ def _given(command: _Command, frame: Frame) -> str:
     known = {one.job.name for one in frame.queue.standings} if frame.queue else set()
     if unknown := set(names) - known:
         raise ValueError(f"the queue has no job {min(unknown)[:80]!r}")
-    said = [
-        Said(at_s=now_s, id=f"{command.id}-{name}", word=do, job=name, by="web") for name in names
-    ]
-    try:
-        queue.put(folder / QUEUE_NAME, said)
-    except OSError as failure:
-        raise ArchiveError(f"the queue cannot be told: {failure.strerror}") from failure
+    queue.say(folder / QUEUE_NAME, do, names, by="web", identity=command.id)
     return f"{do}: {', '.join(names)}"
 
 

@@ -1,0 +1,194 @@
+"""The cable between two PCs is pulled while a run, or a queue, works on both, and put back.
+
+The PCs are namespaces of network and processes on a virtual switch, each with a home and a Ray
+node of its own; `up pc2 --exec --stay` keeps the one behind the cut. A run must show the slots of
+that PC as LOST soon, and have them RUNNING soon after the cable's return. A program of a queue notes
+the time: two attempts must never do so at a time. Needs root and the command `ip`. Does not look at
+what a cut does to files on their way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benches.common import ROOT, Result, progress
+from orchestrator.errors import ArchiveError
+from orchestrator.record.archive import read_run
+
+_WORKERS, _LOST_S, _BACK_S, _PATIENCE_S = 2, 15.0, 60.0, 240.0
+#: Nothing outside the namespaces has a route to them.
+_ADDRESSES = {"pc1": "10.77.0.1", "pc2": "10.77.0.2"}
+_SETS = [
+    *(f"--set=nodes.{pc}.host={address}" for pc, address in _ADDRESSES.items()),
+    *(f"--set=nodes.{pc}.workers={_WORKERS}" for pc in _ADDRESSES),
+]
+#: pc2 has no carrier then, and pc1 gets no answer.
+_CUT, _PLUG = "link set pc2 down", "link set pc2 up"
+_HOLDER = ["unshare", "--net", "--pid", "--mount", "--fork", "--kill-child", "--mount-proc"]
+#: Orphans of a namespace become children of its first process, which reaps them by ignoring SIGCHLD.
+_FIRST_PROCESS = """
+import signal
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+print("ready", flush=True)
+while True: signal.pause()
+"""
+_PROGRAM = """
+import os, sys, time
+while True:
+    with open(sys.argv[1], "a") as file:
+        file.write(f"{os.environ['ORCHESTRATOR_ATTEMPT']} {time.time()}\\n")
+    time.sleep(0.25)
+"""
+
+
+def run(seconds: Sequence[float], program: bool) -> Result:
+    """Cut for each of these times; with `program`, under a queue."""
+    rows: list[dict[str, Any]] = []
+    for cut_s in seconds:
+        folder = Path(tempfile.mkdtemp(prefix="b", dir="/tmp"))  # a socket's path ends at 107 bytes
+        try:
+            with contextlib.ExitStack() as stack:
+                pair = _Pair(folder, stack)
+                rows.append((pair.queue if program else pair.run)(cut_s))
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        progress(str(rows[-1]))
+    broken = [f"a cut of {row['cut_s']:g} s: {why}" for row in rows for why in row.pop("broken")]
+    return Result(bench="cable", figures={"cuts": rows}, broken=broken)
+
+
+class _Pair:
+    """Two PCs and a switch, the nodes on them, and what works there."""
+
+    def __init__(self, folder: Path, stack: contextlib.ExitStack) -> None:
+        self._folder, self._runs = folder, folder / "runs"
+        self._inside = {name: _hold(stack) for name in ("switch", *_ADDRESSES)}
+        self._ip("switch", "link add bridge type bridge")
+        self._ip("switch", "link set bridge up")
+        for pc, address in _ADDRESSES.items():
+            peer = f"peer name {pc} netns {self._inside['switch']}"
+            self._ip(pc, f"link add eth0 type veth {peer}")
+            self._ip("switch", f"link set {pc} master bridge up")
+            self._ip(pc, f"address add {address}/24 dev eth0")
+            self._ip(pc, "link set eth0 up")
+            self._ip(pc, "link set lo up")
+            (folder / pc / ".ray").mkdir(parents=True, mode=0o700)
+        self._start("pc1", "up", "pc1", "--exec").wait()
+        shutil.copy(folder / "pc1/.ray/auth_token", folder / "pc2/.ray/auth_token")  # as scp does
+        self._start("pc2", "up", "pc2", "--exec", "--stay")
+        _await(lambda: "pc2: up" in (folder / "pc2.log").read_text(), "node of pc2")
+
+    def run(self, cut_s: float) -> dict[str, Any]:
+        """Cut the cable under a run; return what became of the slots of pc2."""
+        self._start("pc1", "run", "--duration", "10h", "--json", "--run-dir", str(self._runs))
+        _await(lambda: self._works({}), "run on both PCs")
+        time.sleep(5.0)
+        self._ip("switch", _CUT)
+        cut_at_s = time.monotonic()
+        lost = lambda: {state for state, _ in self._slots().values()} == {"LOST"}  # noqa: E731
+        lost_s = _await(lost, "loss of pc2", cut_s)
+        time.sleep(max(0.0, cut_at_s + cut_s - time.monotonic()))
+        before = {slot: steps for slot, (_, steps) in self._slots().items()}
+        self._ip("switch", _PLUG)
+        back_s = _await(lambda: self._works(before), "work on pc2")
+        late = cut_s >= _LOST_S and (lost_s is None or lost_s > _LOST_S)
+        broken = [f"LOST after {lost_s} s"] if late else []
+        broken += [] if back_s is not None and back_s <= _BACK_S else [f"RUNNING after {back_s} s"]
+        return {"cut_s": cut_s, "lost_after_s": lost_s, "back_after_s": back_s, "broken": broken}
+
+    def queue(self, cut_s: float) -> dict[str, Any]:
+        """Cut the cable under a program of a queue; return when its attempts were at work."""
+        notes, night = self._folder / "notes", self._folder / "night.json"
+        # While pc1 has work for longer than pc2 would need, the program goes to pc2.
+        first = {"command": ["sleep", "20"], "nodes": ["pc1"], "priority": 1}
+        jobs = [{"name": f"first{number}", **first} for number in range(3)]
+        jobs += [{"name": "behind", "command": [sys.executable, "-c", _PROGRAM, str(notes)]}]
+        defaults = {"cwd": str(self._folder / "pc1"), "retries": 3}
+        night.write_text(json.dumps({"defaults": defaults, "jobs": jobs}))
+        self._start("pc1", "jobs", "run", str(night), "--plain", "--run-dir", str(self._runs))
+        _await(notes.exists, "program")
+        time.sleep(10.0)
+        self._ip("switch", _CUT)
+        cut_unix_s = time.time()
+        time.sleep(cut_s)
+        self._ip("switch", _PLUG)
+
+        def lines() -> list[list[str]]:
+            return [line.split() for line in notes.read_text().splitlines()]
+
+        _await(lambda: len({attempt for attempt, _ in lines()}) > 1, "second attempt")
+        time.sleep(10.0)  # in which both would note the time
+        times_s: dict[str, list[float]] = {}
+        for attempt, at_unix_s in lines():
+            times_s.setdefault(attempt, []).append(round(float(at_unix_s) - cut_unix_s, 1))
+        spans = sorted((min(each), max(each)) for each in times_s.values())
+        both = [two for one, two in itertools.pairwise(spans) if two[0] < one[1]]
+        broken = [f"two attempts at a time: {spans}"] if both else []
+        broken += ["no second attempt"] if len(spans) == 1 else []
+        return {"cut_s": cut_s, "attempts_at_s": str(spans), "broken": broken}
+
+    def _start(self, pc: str, *words: str) -> subprocess.Popen[bytes]:
+        home, scripts = str(self._folder / pc), Path(sys.executable).parent
+        own = {"HOME": home, "RAY_TMPDIR": home, "PATH": f"{scripts}:{os.environ['PATH']}"}
+        command = [sys.executable, "-m", "orchestrator", *words, *_SETS]
+        with (self._folder / f"{pc}.log").open("ab") as stream:
+            return subprocess.Popen(
+                [*self._enter(pc, "--net", "--pid", "--mount"), *command],
+                env=os.environ | own, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream,
+            )  # fmt: skip
+
+    def _ip(self, where: str, words: str) -> None:
+        subprocess.run([*self._enter(where, "--net"), "ip", *words.split()], check=True)
+
+    def _enter(self, where: str, *namespaces: str) -> list[str]:
+        return ["nsenter", f"--target={self._inside[where]}", f"--wd={ROOT}", *namespaces]
+
+    def _works(self, before: dict[str, float]) -> bool:
+        """Say whether each slot of pc2 is RUNNING and has done more steps than `before`."""
+        slots = self._slots()
+        works = [
+            state == "RUNNING" and steps > before.get(slot, 0.0)
+            for slot, (state, steps) in slots.items()
+        ]
+        return len(works) == _WORKERS and all(works)
+
+    def _slots(self) -> dict[str, tuple[str, float]]:
+        """Return state and good steps of pc2's slots."""
+        with contextlib.suppress(ArchiveError, StopIteration):  # nothing is stored yet
+            stored = read_run(next(self._runs.glob("*/head.json")).parent)
+            rows = (slot.row for slot in stored.slots if slot.row.node == "pc2")
+            return {row.slot: (str(row.state), row.counts.steps_ok) for row in rows}
+        return {}
+
+
+def _hold(stack: contextlib.ExitStack) -> int:
+    """Make namespaces; return their first process, with which all others in them end."""
+    command = [*_HOLDER, sys.executable, "-c", _FIRST_PROCESS]
+    holder = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+    stack.callback(holder.kill)
+    if holder.stdout is None or holder.stdout.readline() != "ready\n":
+        raise RuntimeError("this kernel, or this user, may not make namespaces")
+    children = Path(f"/proc/{holder.pid}/task/{holder.pid}/children")
+    return int(children.read_text(encoding="ascii").split()[0])
+
+
+def _await(ask: Callable[[], bool], what: str, patience_s: float = _PATIENCE_S) -> float | None:
+    """Return after how many seconds it was so; `None`, with a word: not in time."""
+    began_s = time.monotonic()
+    while not ask():
+        if time.monotonic() - began_s > patience_s:
+            progress(f"no {what} in {patience_s:g} s")
+            return None
+        time.sleep(0.2)
+    return round(time.monotonic() - began_s, 1)
