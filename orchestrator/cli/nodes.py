@@ -1,5 +1,5 @@
-"""What `up` and `stop` do on this PC: find the head's address, start a node, keep it, end what these
-commands started.
+"""What `up` and `stop` do on this PC: find the head's address, start and keep a node, end what
+these commands started.
 
 Processes are found by the process id in the run folder and by the environment variable that `up`
 sets, and are ended by process id. Asks nothing of Ray, and does not touch any other Ray on the

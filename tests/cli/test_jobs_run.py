@@ -20,6 +20,7 @@ RUN_ID = "20261126-010203-0b76"
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[JobsRun]:
+    (tmp_path / "runs" / RUN_ID).mkdir(parents=True)
     made = JobsRun(tmp_path / "runs" / RUN_ID, training("one", steps=40))
     yield made
     made.die()
