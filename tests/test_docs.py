@@ -52,7 +52,7 @@ _OF_QUEUE = {"--run", "--config", "-c", "--set", "--run-dir", "--help"}
 
 OPTIONS = {
     "run": {
-        "--config", "-c", "--duration", "--local", "--rehearse", "--workload", "--set", "--json", "--plain",
+        "--config", "-c", "--duration", "--local", "--rehearse", "--workload", "--policy", "--set", "--json", "--plain",
         "--wait-for-nodes", "--run-dir", "--resume", "--chaos", "--chaos-seed", "--yes-really", "--apply-power-limit",
         "--help",
     },

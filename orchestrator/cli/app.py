@@ -64,6 +64,7 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
     new: NewRun,
     duration: str | None = value("TIME", "Minutes, or 30s, 2h, 1h30m. Default: run.duration."),
     workload: str | None = value("NAME", "matmul, train, or your own package.module:Class."),
+    policy: str | None = value("NAME", "How sizes follow memory: adaptive or classic."),
     wait_for_nodes: bool = flag("--wait-for-nodes", "Start on what is there; nodes may join."),
     resume: str | None = value("RUN_ID", "Resume a run whose head was killed or interrupted."),
     chaos: str | None = value("FAULTS", 'Inject, such as "oom:rate=0.05;kill:every=20s".'),
@@ -91,13 +92,14 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
     )
     import_from_here()
     if resume is not None:
-        if new.local or new.rehearse or new.overrides or workload is not None:
+        if new.local or new.rehearse or new.overrides or workload is not None or policy is not None:
             raise UsageError(
                 "--resume uses the run's own configuration; start a new run to change anything "
                 "but --duration"
             )
         raise typer.Exit(runner.go_on(read_run(new.run(resume)), options, more_s))
-    loaded = new.load_here({"run.duration": duration, "workload.name": workload})
+    typed = {"run.duration": duration, "workload.name": workload, "memory.policy": policy}
+    loaded = new.load_here(typed)
     refuse_folder(loaded)
     raise typer.Exit(runner.run(new.environment(loaded), options))
 
