@@ -62,7 +62,7 @@ _RESTING: Final = frozenset({JobState.PARKED, JobState.PAUSED})
 #: In which states a word changes something (`jobs/lifecycle.py`).
 _OBEYING: Final = {
     Word.CANCEL: frozenset(JobState) - ENDED,
-    Word.HOLD: frozenset(JobState) - ENDED - {JobState.HELD},
+    Word.HOLD: frozenset(JobState) - ENDED - {JobState.HELD, JobState.SAVING},
     Word.RELEASE: _RESTING | {JobState.HELD},
     Word.RETRY: _RESTING | ENDED - {JobState.DONE},
 }

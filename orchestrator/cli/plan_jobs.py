@@ -17,7 +17,7 @@ from orchestrator.config.schema import Config
 from orchestrator.jobs import places
 from orchestrator.jobs.model import Card, Job
 from orchestrator.jobs.places import Candidate, Place
-from orchestrator.run.dispatcher import cards_of
+from orchestrator.run.job_plans import cards_of
 from orchestrator.run.prediction import RATED_SHARE, Prediction, predict
 from orchestrator.view.phrases import counted
 from orchestrator.view.tables import Column, Table, TableRow, row_of

@@ -81,7 +81,7 @@ def driver(address: str, *, has_token: bool, raylets: Raylets | None = None) -> 
     # of 0.03 s until the head knows).
     os.environ.setdefault("RAY_timeout_ms_task_wait_for_death_info", "0")
     if raylets is None:
-        # gRPC makes it TCP_USER_TIMEOUT: a connection whose bytes nobody acknowledges for 4 s is
+        # gRPC makes it TCP_USER_TIMEOUT: a connection whose bytes are not acknowledged for 4 s is
         # closed, so a poll over a cable that was cut fails, and the next one is answered soon after
         # its return. More frequent pings would do the same and are forbidden: Ray's processes
         # accept one in 5 minutes while a call is under way, and at the third they close the

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from orchestrator.jobs import milestones, places
-from orchestrator.jobs.index import Aside, Reach
-from orchestrator.jobs.lifecycle import is_better
+from orchestrator.jobs.index import Reach
+from orchestrator.jobs.lifecycle import TAKEN_S, is_better
 from orchestrator.jobs.model import (
     AttemptEnded,
     Card,
@@ -29,8 +29,6 @@ from workers.units import GIB
 
 #: A speed is recorded again when it differs by so much, a better value of the metric so often.
 _SPEED_CHANGE, _BEST_EVERY_S = 0.2, 60.0
-#: A job that found its card taken by other programs lets those go first that may need less.
-TAKEN_S = 600
 
 
 def seen_of(standing: Standing, world: World) -> Seen | None:
@@ -75,14 +73,14 @@ def recalled(standing: Standing, world: World, to: JobState, reason: str, **more
 
 
 def milestone_of(
-    standing: Standing, seen: Seen, world: World, last: int, reached: list[Reach]
+    standing: Standing, seen: Seen, world: World, reached: list[Reach]
 ) -> list[Record]:
     """Return the next milestone of a sweep's member once it is reached, and the decision about it.
 
-    `last` is the one before. `reached` is of the sweep; the new one is added to it.
+    `reached` is of the sweep; the new one is added to it.
     """
     job, rule, value = standing.job, standing.job.milestones, seen.value
-    milestone = None if rule is None else _milestone(rule, job.steps, seen.step, last)
+    milestone = None if rule is None else _milestone(rule, job.steps, seen.step, standing.milestone)
     if rule is None or milestone is None or value is None:
         return []
     reached.append((job.name, milestone, value))
@@ -93,13 +91,13 @@ def milestone_of(
     return [record, recalled(standing, world, JobState.PAUSED, why)]
 
 
-def measured(standing: Standing, aside: Aside, seen: Seen, world: World) -> list[Record]:
+def measured(standing: Standing, seen: Seen, world: World) -> list[Record]:
     """Return the speed and the best value of an attempt, where they are worth a record.
 
     On a card that it may share its speed is that of both.
     """
     card, speed = _card(world.cards, standing.card), seen.steps_per_s
-    if card is None or speed is None or world.now_s < aside.measured_at_s + _BEST_EVERY_S:
+    if card is None or speed is None or world.now_s < standing.measured_at_s + _BEST_EVERY_S:
         return []
     known = standing.speeds.get(card.title)
     is_known = known is not None and abs(speed - known) <= _SPEED_CHANGE * known

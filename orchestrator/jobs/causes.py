@@ -84,7 +84,7 @@ _OF_VERDICT: Final = {
 _NOT_ITS_FAULT: Final = frozenset(
     {
         *(Cause.PARKED, Cause.NODE_LOST, Cause.KILLED, Cause.HOST_MEMORY, Cause.DRIVER),
-        *(Cause.DISK_FULL, Cause.CARD_TAKEN, Cause.NOT_WRITTEN),
+        *(Cause.DISK_FULL, Cause.CARD_TAKEN),
     }
 )
 

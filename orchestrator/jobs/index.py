@@ -8,37 +8,12 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from orchestrator.jobs.model import ENDED, IN_LINE, ON_CARD, Job, JobState, Standing
 
 #: A job, a milestone that it has reached, and its metric there.
 Reach: TypeAlias = tuple[str, int, float]
-
-
-@dataclass(slots=True, kw_only=True)
-class Aside:
-    """What the queue remembers of a job besides its standing; stored with it."""
-
-    number: int
-    """In order of submission."""
-    wake_at_s: float = 0.0
-    """While PARKED: not before."""
-    in_row: int = 0
-    """Attempts in a row that ended soon, and were not counted."""
-    no_room: int = 0
-    """Times in a row that it had no room, and no card was larger."""
-    measured_at_s: float = 0.0
-    to_recall: bool = False
-    """Whether it is on a card, and a user has said where it goes."""
-    reached: tuple[tuple[int, float, float], ...] = ()
-    """Its milestones: the step, the value of its metric, and the world's time."""
-
-    @property
-    def milestone(self) -> int:
-        """The last that it reached; 0 before the first."""
-        return self.reached[-1][0] if self.reached else 0
 
 
 class Needs(NamedTuple):
@@ -56,7 +31,6 @@ class Index:
     def __init__(
         self,
         standings: Mapping[str, Standing],
-        asides: Mapping[str, Aside],
         likeness: Mapping[str, str | None],
     ) -> None:
         """Walk through all jobs, in their order; `likeness` is by job (`places.likeness`)."""
@@ -68,6 +42,7 @@ class Index:
         self.on_card: list[str] = []
         self.cards: Counter[str] = Counter()
         """Attempts by card."""
+        self.saving: list[str] = []
         self.parked: list[str] = []
         self.paused: dict[str, dict[str, None]] = defaultdict(dict)
         """By sweep."""
@@ -96,9 +71,9 @@ class Index:
                 self._add(standing)
             if standing.speeds or standing.peak_bytes:
                 self._measured(standing)
-            aside, sweep = asides[name], standing.job.sweep or ""
-            for milestone, value, at_s in aside.reached:
-                reached.append((at_s, aside.number, sweep, (name, milestone, value)))
+            sweep = standing.job.sweep or ""
+            for milestone, value, at_s in standing.reached:
+                reached.append((at_s, standing.number, sweep, (name, milestone, value)))
         for _, _, sweep, entry in sorted(reached, key=lambda each: each[:2]):
             self.reached[sweep].append(entry)
 
@@ -117,6 +92,8 @@ class Index:
         if state in ON_CARD:
             self.on_card.append(job.name)
             self.cards[standing.card or ""] += 1
+        elif state is JobState.SAVING:
+            self.saving.append(job.name)
         elif state is not JobState.HELD:
             needs = needs_of(standing)
             self.needs[needs].append(job.name)

@@ -1,6 +1,7 @@
 """The lifecycle of a job as a table: (record type, state) -> how the record changes its standing.
 
-    WAITING ──Settled──> QUEUED ──Assigned──> RUNNING ──AttemptEnded──> DONE, FAILED, or again
+    WAITING ──Settled──> QUEUED ──Assigned──> RUNNING ──AttemptEnded──> FAILED, or again, or
+                                                │           SAVING ──Settled──> DONE, FAILED
                            ^                    │
                            │        Recalled, then Rested (MOVING where it goes on elsewhere)
                            │                    v
@@ -53,6 +54,12 @@ from orchestrator.jobs.model import (
 #: A program that kills itself looks like one that is killed. After so many attempts in a row, each
 #: ended within so long and no step further, it has failed. The pauses between them take 51 min.
 _MOST_IN_VAIN, _SOON_S = 12, 600.0
+#: Wait before an attempt that is not counted is made again; doubled each time in a row.
+_BACK_OFF_S, _LONGEST_BACK_OFF_S, _LONG_RUN_S = 5.0, 600.0, 600.0
+#: The same for a training that had no room on the largest card.
+_NO_ROOM_BACK_OFF_S = 60.0
+#: A job that found its card taken by other programs lets those go first that may need less.
+TAKEN_S = 600
 _FATAL = frozenset({Cause.KILLED, Cause.HOST_MEMORY, Cause.DRIVER})
 
 #: Fields of a standing and their new values.
@@ -67,11 +74,12 @@ class IllegalRecordError(RuntimeError):
         super().__init__(f"{name}: {type(record).__name__} cannot be: {why}")
 
 
-def standing_of(record: Submitted) -> Standing:
-    """Return how a job stands that has just come in."""
+def standing_of(record: Submitted, number: int) -> Standing:
+    """Return how a job stands that has just come in, as that of this number."""
     job = record.job
     return Standing(
         job=job,
+        number=number,
         state=JobState.WAITING if job.after else JobState.QUEUED,
         reason=f"waits for {', '.join(job.after)}" if job.after else "in line",
         since_s=record.at_s,
@@ -100,7 +108,7 @@ def _into(standing: Standing, state: JobState, reason: str, at_s: float, **more:
     elif before is JobState.PARKED:
         changes["parked_s"] = standing.parked_s + at_s - standing.since_s
     if state not in ON_CARD:
-        changes["card"] = None
+        changes["card"], changes["to_recall"] = None, False
         changes.setdefault("recalled_to", None)
         changes["ended_at_s"] = at_s if state in ENDED else None
     return changes
@@ -132,9 +140,14 @@ def _assigned(standing: Standing, record: Assigned) -> Changes:
 
 def _recalled(standing: Standing, record: Recalled) -> Changes:
     _require_same_attempt(standing, record)
-    changes: Changes = {"reason": record.reason, "recalled_to": record.to}
+    wait_s = record.wait_s
+    changes: Changes = {"reason": record.reason, "recalled_to": record.to, "to_recall": False}
     if record.least_room_bytes is not None:
         changes["least_room_bytes"] = record.least_room_bytes
+        if record.to is JobState.PARKED:
+            wait_s = _NO_ROOM_BACK_OFF_S * 2**standing.no_room if standing.alone else 0.0
+            changes["no_room"] = standing.no_room + 1
+    changes["wake_at_s"] = record.at_s + wait_s
     state = JobState.MOVING if record.to is JobState.QUEUED else JobState.RUNNING
     if state is not standing.state:
         changes = _into(standing, state, record.reason, record.at_s) | changes
@@ -181,6 +194,9 @@ def _attempt_ended(standing: Standing, record: AttemptEnded) -> Changes:
     _require_same_attempt(standing, record)
     state, reason, more = _follows(standing, record)
     more |= _after_attempt(standing, record) | _valued(standing, record.value, record.step)
+    more["no_room"] = 0
+    if state is JobState.PARKED and standing.recalled_to is None:
+        more |= _back_off(standing, record)
     if record.cause is Cause.DONE:
         more["sha256"] = record.sha256
     elif record.cause is not Cause.PARKED:
@@ -188,11 +204,19 @@ def _attempt_ended(standing: Standing, record: AttemptEnded) -> Changes:
     return _into(standing, state, reason, record.at_s, exit_code=record.exit_code, **more)
 
 
+def _back_off(standing: Standing, record: AttemptEnded) -> Changes:
+    is_long = record.at_s - standing.since_s > _LONG_RUN_S
+    in_row = 1 if is_long else standing.in_row + 1
+    first_s = TAKEN_S if record.cause is Cause.CARD_TAKEN else _BACK_OFF_S
+    wait_s = min(_LONGEST_BACK_OFF_S, first_s * 2 ** min(in_row - 1, 10))
+    return {"in_row": in_row, "wake_at_s": record.at_s + wait_s}
+
+
 def _follows(standing: Standing, record: AttemptEnded) -> tuple[JobState, str, Changes]:
     """Return where the end of an attempt leads, why, and what else changes."""
     cause, text, to = record.cause, record.text or record.cause.value, standing.recalled_to
     if cause is Cause.DONE:
-        return JobState.DONE, "done", {}
+        return JobState.SAVING, "what it leaves is put into its folder", {}
     retry = retry_of(cause, standing, text, record.step)
     is_command = standing.job.kind is Kind.COMMAND
     if to is JobState.CANCELLED or (to is not None and (is_command or retry is not Retry.NEVER)):
@@ -224,11 +248,13 @@ def _more_room(standing: Standing, record: AttemptEnded) -> Changes:
 
 
 def _reached(standing: Standing, record: Reached) -> Changes:
-    return {"step": record.milestone, **_valued(standing, record.value, record.milestone)}
+    reached = (*standing.reached, (record.milestone, record.value, record.at_s))
+    valued = _valued(standing, record.value, record.milestone)
+    return {"step": record.milestone, "reached": reached, **valued}
 
 
 def _measured(standing: Standing, record: Measured) -> Changes:
-    changes: Changes = {}
+    changes: Changes = {"measured_at_s": record.at_s}
     if record.steps_per_s is not None:
         changes["speeds"] = {**standing.speeds, record.card_title: record.steps_per_s}
     if record.best is not None:
@@ -240,41 +266,50 @@ def _settled(standing: Standing, record: Settled) -> Changes:
     if record.to not in _SETTLES[standing.state]:
         why = f"from {standing.state.value} it cannot become {record.to.value}"
         raise IllegalRecordError(standing, record, why)
-    return _into(standing, record.to, record.reason, record.at_s)
+    more = {"last_error": record.reason} if record.to is JobState.FAILED else {}
+    return _into(standing, record.to, record.reason, record.at_s, **more)
+
+
+def _sent(standing: Standing, state: JobState, reason: str, at_s: float, **more: object) -> Changes:
+    """Send a job without an attempt where a user wants it, and forget for what it waited."""
+    return _into(standing, state, reason, at_s, wake_at_s=0.0, no_room=0, in_row=0, **more)
 
 
 def _said_aside(standing: Standing, record: Said) -> Changes:
     """Obey a word about a job that has not ended and has no attempt."""
-    state, to = standing.state, standing.recalled_to
+    state, to, at_s = standing.state, standing.recalled_to, record.at_s
     if record.word is Word.CANCEL:
-        return _into(standing, JobState.CANCELLED, f"cancelled by {record.by}", record.at_s)
+        return _sent(standing, JobState.CANCELLED, f"cancelled by {record.by}", at_s)
+    if state is JobState.SAVING:
+        return {}  # its work is done
     if record.word is Word.HOLD and state is not JobState.HELD:
-        back, reason = state if state in _BACK else None, f"held by {record.by}"
-        return _into(standing, JobState.HELD, reason, record.at_s, recalled_to=back)
+        back = state if state in _BACK else None
+        return _sent(standing, JobState.HELD, f"held by {record.by}", at_s, recalled_to=back)
     if record.word is Word.RELEASE and state is JobState.HELD:
-        reason = f"released by {record.by}"
-        return _into(standing, to or JobState.QUEUED, reason, record.at_s)
+        return _sent(standing, to or JobState.QUEUED, f"released by {record.by}", at_s)
     if record.word is not Word.HOLD and state in {JobState.PARKED, JobState.PAUSED}:
-        return _into(standing, JobState.QUEUED, f"sent on by {record.by}", record.at_s)
+        return _sent(standing, JobState.QUEUED, f"sent on by {record.by}", at_s)
     return {}
 
 
 def _said_on_card(standing: Standing, record: Said) -> Changes:
     to = standing.recalled_to
     if record.word is Word.CANCEL:
-        return {"recalled_to": JobState.CANCELLED, "reason": f"cancelled by {record.by}"}
-    if record.word is Word.HOLD and to is not JobState.CANCELLED:
-        return {"recalled_to": JobState.HELD, "reason": f"held by {record.by}"}
-    if record.word is Word.RELEASE and to is JobState.HELD:
-        return {"recalled_to": JobState.QUEUED, "reason": f"released by {record.by}"}
-    return {}
+        goal, reason = JobState.CANCELLED, f"cancelled by {record.by}"
+    elif record.word is Word.HOLD and to is not JobState.CANCELLED:
+        goal, reason = JobState.HELD, f"held by {record.by}"
+    elif record.word is Word.RELEASE and to is JobState.HELD:
+        goal, reason = JobState.QUEUED, f"released by {record.by}"
+    else:
+        return {}
+    return {"recalled_to": goal, "reason": reason, "to_recall": True}
 
 
 def _said_after_end(standing: Standing, record: Said) -> Changes:
     if record.word is not Word.RETRY:
         return {}
     state = JobState.WAITING if standing.job.after else JobState.QUEUED
-    return _into(
+    return _sent(
         standing,
         state,
         f"once more for {record.by}",
@@ -293,6 +328,7 @@ _SETTLES: Mapping[JobState, frozenset[JobState]] = {
     JobState.PREEMPTED: frozenset({JobState.INFEASIBLE}),
     JobState.PARKED: frozenset({JobState.QUEUED, JobState.INFEASIBLE}),
     JobState.PAUSED: frozenset({JobState.QUEUED, JobState.STOPPED}),
+    JobState.SAVING: frozenset({JobState.DONE, JobState.FAILED, JobState.SAVING}),
     JobState.SKIPPED: frozenset({JobState.WAITING}),
 }
 

@@ -29,6 +29,8 @@ class JobState(StrEnum):
     RUNNING = "RUNNING"
     #: Its attempt saves, and then goes on elsewhere.
     MOVING = "MOVING"
+    #: Its work is done, its card is given back, and what it leaves is put into its folder.
+    SAVING = "SAVING"
     #: Its attempt gave the card back, and waits for it: hours, a full card, a lost node.
     PARKED = "PARKED"
     #: It reached a milestone, and others go first.
@@ -154,8 +156,6 @@ class Cause(StrEnum):
     #: Out of memory, because other programs hold what it may have of the card.
     CARD_TAKEN = "card taken"
     DISK_FULL = "disk full"
-    #: Its work is done, and what it leaves cannot be written into its folder.
-    NOT_WRITTEN = "not written"
     TIME_LIMIT = "time limit"
     EXCEPTION = "exception"
     #: The program or its folder is not there, or cannot be started.
@@ -225,6 +225,10 @@ class World:
     cards: tuple[Card, ...]
     seen: Mapping[str, Seen] = field(default_factory=dict)
     """By job, of each that has a place."""
+    left: Mapping[str, tuple[JobState, str]] = field(default_factory=dict)
+    """By job that is SAVING, once something is known of what it leaves: DONE, FAILED where that can
+    never be put into its folder, or SAVING where it cannot be yet; and why.
+    """
     disk_full: str | None = None
     """One sentence where nothing can be written any more."""
 
@@ -366,7 +370,7 @@ class Settled:
     at_s: float
     job: str
     to: JobState
-    """QUEUED, SKIPPED, INFEASIBLE, STOPPED, PARKED."""
+    """QUEUED, SKIPPED, INFEASIBLE, STOPPED, PARKED; of one that was SAVING also DONE, FAILED."""
     reason: str
 
 
@@ -409,6 +413,8 @@ class Standing:
     """How a job stands: what its records add up to."""
 
     job: Job
+    number: int = 0
+    """In order of submission."""
     state: JobState
     reason: str
     since_s: float
@@ -423,10 +429,18 @@ class Standing:
     alone: bool = True
     recalled_to: JobState | None = None
     """Where it goes once its attempt is at rest."""
+    to_recall: bool = False
+    """Whether a user has said where it goes, and its attempt is not asked to rest yet."""
+    wake_at_s: float = 0.0
+    """While PARKED: not before."""
     failures: int = 0
     """Attempts that count against its retries."""
     in_vain: int = 0
     """Attempts in a row that ended soon, by what is not its fault as far as is known."""
+    in_row: int = 0
+    """Attempts in a row that were not counted, of which the last ones ended soon."""
+    no_room: int = 0
+    """Times in a row that it had no room, and no card was larger."""
     last_error: str | None = None
     out_of_memory: int = 0
     moves: int = 0
@@ -443,8 +457,16 @@ class Standing:
     """A card with less room is not tried (again): predicted, or its attempt ran out of memory."""
     speeds: Mapping[str, float] = field(default_factory=dict)
     """Steps per second by the title of a card."""
+    measured_at_s: float = 0.0
+    reached: tuple[tuple[int, float, float], ...] = ()
+    """Its milestones: the step, the value of its metric, and the world's time."""
     exit_code: int | None = None
     sha256: str | None = None
     ended_at_s: float | None = None
     expected_start_s: float | None = None
     """World seconds; not stored."""
+
+    @property
+    def milestone(self) -> int:
+        """The last that it reached; 0 before the first."""
+        return self.reached[-1][0] if self.reached else 0

@@ -23,7 +23,7 @@ from itertools import islice
 from typing import TypeAlias, cast, get_args
 
 from orchestrator.jobs import attempts, lifecycle, milestones, places
-from orchestrator.jobs.index import Aside, Index, Needs, Reach
+from orchestrator.jobs.index import Index, Needs, Reach
 from orchestrator.jobs.lifecycle import IllegalRecordError
 from orchestrator.jobs.model import (
     IN_LINE,
@@ -67,13 +67,11 @@ _OF_ONE_JOB = frozenset(
     {
         *(Cause.DONE, Cause.PARKED, Cause.OUT_OF_MEMORY, Cause.KILLED, Cause.NODE_LOST),
         *(Cause.CARD_TAKEN, Cause.DRIVER),  # for these a card is closed (`run/dispatcher.py`)
-        *(Cause.NOT_WRITTEN, Cause.DIED),
+        Cause.DIED,
     }
 )
-#: Wait before an attempt that is not counted is made again; doubled each time in a row.
-_BACK_OFF_S, _LONGEST_BACK_OFF_S, _LONG_RUN_S = 5.0, 600.0, 600.0
-#: The same for a training that had no room on the largest card, and how often that is tried.
-_NO_ROOM_BACK_OFF_S, _NO_ROOM_TRIES = 60.0, 6
+#: A training that had no room on the largest card is tried there so often.
+_NO_ROOM_TRIES = 6
 _JobRecord: TypeAlias = (
     Assigned | Recalled | Rested | AttemptEnded | Reached | Measured | Said | Settled
 )
@@ -88,14 +86,6 @@ _CHANGING = re.compile(r"0x[0-9a-f]+|\d+")
 def node_lost_s(job: Job) -> float:
     """Return how long the node of a job is away before the job may go on elsewhere."""
     return NODE_LOST_S if job.command is None else COMMAND_LEASE_S + _LEASE_RESERVE_S
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobRow:
-    """All that there is of a job, as it is stored."""
-
-    standing: Standing
-    aside: Aside
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +124,7 @@ class Queue:
 
     def __init__(
         self,
-        rows: Iterable[JobRow] = (),
+        standings: Iterable[Standing] = (),
         sweeps: Iterable[SweepSubmitted] = (),
         facts: QueueFacts = _NO_FACTS,
     ) -> None:
@@ -142,13 +132,12 @@ class Queue:
         self.held = facts.held
         """Why nothing starts; `None`: it does."""
         self.unsaved: dict[str, None] = {}
-        """Jobs whose row has changed since it was stored; who stores it empties this."""
+        """Jobs whose standing has changed since it was stored; who stores it empties this."""
         self.sweeps = {sweep.name: sweep for sweep in sweeps}
         """Those whose members are asked for, by name; of one that came twice, the last."""
         self._members: dict[str, list[str]] = {}
         """Jobs by sweep, in order of submission."""
         self._standings: dict[str, Standing] = {}
-        self._aside: dict[str, Aside] = {}
         self._likeness: dict[str, str | None] = {}
         """By job, what is the same of jobs whose steps cost the same."""
         self._said = dict.fromkeys(facts.said)
@@ -165,8 +154,8 @@ class Queue:
         self._fitting_cards: tuple[Card, ...] = ()
         self._fitting: dict[Needs, str | None] = {}
         """Why needs are never met on these cards: only so that it is not asked again."""
-        for row in rows:
-            self._add(row.standing, row.aside)
+        for standing in standings:
+            self._add(standing)
 
     @property
     def standings(self) -> Mapping[str, Standing]:
@@ -187,6 +176,11 @@ class Queue:
     def on_card(self) -> frozenset[str]:
         """Jobs that have an attempt on a card."""
         return frozenset(self._indexed().on_card)
+
+    @property
+    def saving(self) -> Collection[str]:
+        """Jobs whose work is done, and whose folders are being filled."""
+        return self._indexed().saving
 
     @property
     def is_over(self) -> bool:
@@ -283,9 +277,9 @@ class Queue:
                 self._standings[name] = replace(standing, since_s=since_s)
                 self.unsaved[name] = None
 
-    def row(self, name: str) -> JobRow:
+    def stored(self, name: str) -> Standing:
         """Return what is to be stored of a job."""
-        return JobRow(standing=self._standings[name], aside=self._aside[name])
+        return self._standings[name]
 
     @property
     def facts(self) -> QueueFacts:
@@ -317,11 +311,11 @@ class Queue:
     def _indexed(self) -> Index:
         """Return the index, made anew after a change."""
         if self._index is None:
-            self._index = Index(self._standings, self._aside, self._likeness)
+            self._index = Index(self._standings, self._likeness)
         return self._index
 
     def _number(self, name: str) -> int:
-        return self._aside[name].number
+        return self._standings[name].number
 
     def _submit(self, record: Submitted) -> None:
         name = record.job.name
@@ -330,13 +324,12 @@ class Queue:
             if there.job.id != record.job.id:
                 raise IllegalRecordError(there, record, "another job has its name")
             return
-        standing = lifecycle.standing_of(record)
-        self._add(standing, Aside(number=len(self._aside)))
+        self._add(lifecycle.standing_of(record, len(self._standings)))
         self.unsaved[name] = None
 
-    def _add(self, standing: Standing, aside: Aside) -> None:
+    def _add(self, standing: Standing) -> None:
         name, sweep = standing.job.name, standing.job.sweep
-        self._standings[name], self._aside[name] = standing, aside
+        self._standings[name] = standing
         self._likeness[name] = likeness(standing.job)
         if sweep is not None:
             self._members.setdefault(sweep, []).append(name)
@@ -354,48 +347,14 @@ class Queue:
         changes = lifecycle.changes_of(standing, record)
         if isinstance(record, Said):
             self._said[record.id] = None
-        self._remember(standing, record, changes)
+        if isinstance(record, AttemptEnded):
+            self._note_alike(standing, record)
         self._standings[name] = replace(standing, **changes)
         self.unsaved[name] = None
 
-    def _remember(self, standing: Standing, record: Record, changes: lifecycle.Changes) -> None:
-        """Note what the standing has no field for, before it changes."""
-        name = standing.job.name
-        aside = self._aside[name]
-        kind = type(record)
-        if kind is Measured:
-            aside.measured_at_s = record.at_s
-        elif isinstance(record, Reached):
-            aside.reached += ((record.milestone, record.value, record.at_s),)
-        elif isinstance(record, Recalled):
-            aside.to_recall = False
-            aside.wake_at_s = record.at_s + record.wait_s
-            if record.to is JobState.PARKED and record.least_room_bytes is not None:
-                wait_s = _NO_ROOM_BACK_OFF_S * 2**aside.no_room if standing.alone else 0.0
-                aside.no_room += 1
-                aside.wake_at_s = record.at_s + wait_s
-        elif isinstance(record, AttemptEnded):
-            self._remember_end(standing, record, changes)
-        elif kind is Said and "recalled_to" in changes and "state" not in changes:
-            aside.to_recall = True
-        state = changes.get("state")
-        if state is not None and state not in ON_CARD:
-            aside.to_recall = False
-            if kind is Said:
-                aside.wake_at_s, aside.no_room, aside.in_row = 0.0, 0, 0
-
-    def _remember_end(
-        self, standing: Standing, record: AttemptEnded, changes: lifecycle.Changes
-    ) -> None:
-        name = standing.job.name
-        aside = self._aside[name]
-        ran_s = record.at_s - standing.since_s
-        aside.no_room = 0
-        if changes["state"] is JobState.PARKED and standing.recalled_to is None:
-            aside.in_row = 1 if ran_s > _LONG_RUN_S else aside.in_row + 1
-            first_s = attempts.TAKEN_S if record.cause is Cause.CARD_TAKEN else _BACK_OFF_S
-            back_off_s = first_s * 2 ** min(aside.in_row - 1, 10)
-            aside.wake_at_s = record.at_s + min(_LONGEST_BACK_OFF_S, back_off_s)
+    def _note_alike(self, standing: Standing, record: AttemptEnded) -> None:
+        """Note a job that failed soon after its start."""
+        name, ran_s = standing.job.name, record.at_s - standing.since_s
         if record.cause is Cause.DISK_FULL:
             self._alike.setdefault(record.cause, {})[name] = None
         elif record.cause is Cause.DONE or ran_s > _ALIKE_WITHIN_S:
@@ -431,18 +390,18 @@ class Queue:
             ended = None if seen is None else attempts.end_of(seen, world.now_s)
             if ended is not None:
                 records.append(ended)
-            elif self._aside[name].to_recall and to is not None:
+            elif standing.to_recall and to is not None:
                 records.append(attempts.recalled(standing, world, to, standing.reason))
             elif seen is None or to is not None:
                 continue
             elif (recall := attempts.recall_of(standing, seen, world)) is not None:
                 records.append(recall)
             else:
-                aside, found = self._aside[name], list[Record]()
+                found: list[Record] = []
                 if job.sweep is not None:
                     so_far = reached.setdefault(job.sweep, list(index.reached[job.sweep]))
-                    found = attempts.milestone_of(standing, seen, world, aside.milestone, so_far)
-                records += found or attempts.measured(standing, aside, seen, world)
+                    found = attempts.milestone_of(standing, seen, world, so_far)
+                records += found or attempts.measured(standing, seen, world)
         return records
 
     def _settled(self, world: World) -> list[Record]:
@@ -458,6 +417,10 @@ class Queue:
             why = known[needs] if needs in known else self._never_fits(needs, names)
             if why is not None:
                 found.update(dict.fromkeys(names, (JobState.INFEASIBLE, why)))
+        for name in index.saving:
+            to, why = world.left.get(name, (JobState.SAVING, self._standings[name].reason))
+            if (to, why) != (JobState.SAVING, self._standings[name].reason):
+                found[name] = to, why
         for name in index.parked:
             wakes = self._wakes(name, world)
             if wakes is not None:
@@ -477,21 +440,21 @@ class Queue:
 
     def _wakes(self, name: str, world: World) -> tuple[JobState, str] | None:
         """Return what a PARKED job comes to by now."""
-        standing, aside = self._standings[name], self._aside[name]
+        standing = self._standings[name]
         job = standing.job
-        if world.now_s < aside.wake_at_s or not attempts.is_in_hours(
+        if world.now_s < standing.wake_at_s or not attempts.is_in_hours(
             job.hours, world.minute_of_day
         ):
             return None
-        if aside.no_room >= _NO_ROOM_TRIES:
-            return JobState.INFEASIBLE, f"{standing.reason}; tried {aside.no_room} times"
+        if standing.no_room >= _NO_ROOM_TRIES:
+            return JobState.INFEASIBLE, f"{standing.reason}; tried {standing.no_room} times"
         taken = self._indexed().cards
         for card in world.cards:
             if (
                 card.closed is None
                 and places.suits(job, card)
                 and card.room_bytes >= (standing.least_room_bytes or 0)
-                and not (aside.no_room and taken[card.name])
+                and not (standing.no_room and taken[card.name])
             ):
                 return JobState.QUEUED, "in line again"
         return None
@@ -558,7 +521,6 @@ class Queue:
     def _planned(self, world: World) -> Plan:
         """Return where jobs go, and why and how long the others wait: once for each world."""
         if self._plan is None:
-            index = self._indexed()
             index = self._indexed()
             taken = [_place(self._standings[name], world) for name in index.on_card]
             candidates = [

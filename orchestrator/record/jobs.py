@@ -20,7 +20,7 @@ from typing import Any, Final
 from orchestrator.errors import ArchiveError, NothingStoredError
 from orchestrator.jobs.codec import as_json, from_json
 from orchestrator.jobs.model import IN_LINE, ON_CARD, JobState, Standing, SweepSubmitted
-from orchestrator.jobs.queue import JobRow, Queue, QueueFacts
+from orchestrator.jobs.queue import Queue, QueueFacts
 from orchestrator.record.model import Row
 from orchestrator.record.reading import opened
 
@@ -33,7 +33,7 @@ _OF_EARLIER_BUILDS: Final = "journal.jsonl"
 
 _CREATE: Final = (
     "CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
-    # A row is the JSON of `JobRow`; a number is in order of submission.
+    # A row is the JSON of `Standing`; a number is in order of submission.
     """CREATE TABLE IF NOT EXISTS jobs (
         number INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, state TEXT NOT NULL,
         row TEXT NOT NULL
@@ -70,8 +70,6 @@ class QueueSnapshot:
     """Of the run, by slot; a job's slot has the name of the job."""
     etas_s: Mapping[str, float] = field(default_factory=dict)
     """What is left of jobs on a card, as they say; where there are no rows."""
-    milestones: Mapping[str, int] = field(default_factory=dict)
-    """The last one that a job has reached."""
     files: str = ""
     """Folder with a folder for each job."""
 
@@ -116,7 +114,7 @@ class QueueStore:
         sweeps = [each for name, each in queue.sweeps.items() if self._sweeps.get(name) is not each]
         if not queue.unsaved and not sweeps and facts == self._facts:
             return
-        rows = [queue.row(name) for name in queue.unsaved]
+        rows = [queue.stored(name) for name in queue.unsaved]
         with self._transaction() as connection:
             connection.executemany(_PUT_JOB, map(_line, rows))
             connection.executemany(_PUT_SWEEP, ((each.name, as_json(each)) for each in sweeps))
@@ -180,9 +178,8 @@ def _as_os_error() -> Iterator[None]:
         raise OSError(str(failure)) from failure
 
 
-def _line(row: JobRow) -> tuple[int, str, str, str]:
-    standing = row.standing
-    return row.aside.number, standing.job.name, standing.state.value, as_json(row)
+def _line(standing: Standing) -> tuple[int, str, str, str]:
+    return standing.number, standing.job.name, standing.state.value, as_json(standing)
 
 
 def queue_of(folder: Path) -> Queue:
@@ -200,7 +197,7 @@ class _Look:
     """
 
     def __init__(self, folder: Path, before: _Look | None = None) -> None:
-        self.rows: dict[int, tuple[str, JobRow]] = {}
+        self.rows: dict[int, tuple[str, Standing]] = {}
         self.queue = Queue()
         self.outlook: Mapping[str, Any] = {}
         known = {} if before is None else before.rows
@@ -213,7 +210,7 @@ class _Look:
             for number, text in store.execute("SELECT number, row FROM jobs ORDER BY number"):
                 there = known.get(number)
                 is_same = there is not None and there[0] == text
-                row = there[1] if is_same and there else from_json(JobRow, text)
+                row = there[1] if is_same and there else from_json(Standing, text)
                 self.rows[number] = text, row
             sweeps = store.execute("SELECT row FROM sweeps ORDER BY rowid").fetchall()
             told = dict(store.execute("SELECT key, value FROM queue").fetchall())
@@ -272,13 +269,11 @@ class QueueReader:
                 for each in self._look.queue.standings.values()
             )
             self._state = state
-        asides = ((row.standing.job.name, row.aside) for _, row in self._look.rows.values())
         return QueueSnapshot(
             standings=self._standings,
             held=self._look.queue.held,
             now_s=now_s,
             rows={row.slot: row for row in rows},
-            milestones={name: aside.milestone for name, aside in asides if aside.reached},
             files=str(self._folder / "files"),
         )
 

@@ -19,14 +19,11 @@ from functools import partial
 from pathlib import Path
 from typing import Final, TypeAlias
 
-from orchestrator.config.gpu_specs import PROFILES, peak_tflops
 from orchestrator.config.schema import Config
 from orchestrator.control.queue import NoMessageError, message_of
-from orchestrator.core.fleet import Reservation
-from orchestrator.core.placement import NodeBudget, SlotPlan, Target, node_budget, plan_slots
-from orchestrator.core.slot import Hold, Phase, Slot
+from orchestrator.core.placement import SlotPlan, Target
+from orchestrator.core.slot import Slot
 from orchestrator.errors import ConfigError
-from orchestrator.jobs import causes
 from orchestrator.jobs.codec import event_of
 from orchestrator.jobs.lifecycle import IllegalRecordError
 from orchestrator.jobs.model import (
@@ -49,25 +46,17 @@ from orchestrator.jobs.model import (
     Submitted,
     World,
 )
-from orchestrator.jobs.queue import COMMAND_LEASE_S, node_lost_s
 from orchestrator.record.command_file import Incoming, Row
 from orchestrator.record.events import EventLog
 from orchestrator.record.jobs import QueueSnapshot, QueueStore
+from orchestrator.run.attempts_seen import AttemptsSeen
 from orchestrator.run.background import Background
 from orchestrator.run.job_files import JobFiles
-from orchestrator.run.prediction import job_config, least_room_of
+from orchestrator.run.job_plans import JobPlans, cards_of
+from orchestrator.run.prediction import least_room_of
 from orchestrator.run.sampled_sweeps import SampledSweeps
 from orchestrator.view.jobs import summary_line
-from workers.command.code import CODE
-from workers.command.engine import ATTEMPT
-from workers.command.launch import JOB_DIR, RESUME
-from workers.messages import STARVED, Status
-from workers.settings import CommandSpec
-from workers.units import GIB, MIB
-
-#: A training that has had no room for a step for so long is moved or parked. Long enough for a
-#: neighbour's peak to pass.
-_NO_ROOM_S: Final = 15.0
+from workers.units import MIB
 
 #: A card on which other programs leave a job too little memory is tried again after so long.
 _TAKEN_S: Final = 300.0
@@ -135,9 +124,6 @@ class Dispatcher:
         """What follows from them."""
         self._rows: list[Row] = []
         """Of commands: those that they came with."""
-        self._budgets = {
-            name: node_budget(name, node, self.config) for name, node in self.config.nodes.items()
-        }
         self._at_s = max((each.since_s for each in self.queue.standings.values()), default=0.0)
         self._unix_s = self._at_s
         self._incoming = Incoming(self.folder)
@@ -146,17 +132,26 @@ class Dispatcher:
         self._unplanned: dict[str, str] = {}
         """Jobs on a card whose slot cannot be made, and why."""
         self._outlook_at_s = 0.0
-        self._peak_bytes: dict[str, int] = {}
         self._told: Mapping[str, Seen] = {}
         """What was seen last of jobs on cards."""
         self._files = JobFiles(self.folder, one_machine=self.target.one_machine, events=self.events)
+        self._plans = JobPlans(
+            self.config,
+            self.target,
+            run_id=self.folder.parent.name,
+            names=lambda: self.queue.names,
+            folder_of=self._files.of,
+        )
+        on_card = self.target.device != "cpu"
+        self._attempts = AttemptsSeen(
+            has_cards={
+                node: on_card and bool(budget.gpus) for node, budget in self._plans.budgets.items()
+            }
+        )
         self._threads = Background(1, "prediction")
         self._predicting: tuple[tuple[Job, ...], Future[dict[str, int]]] | None = None
         """Jobs that a sweep asks for, and what each needs at least of a card."""
-        on_card = self.target.device != "cpu"
         self._least_room_of = partial(least_room_of, config=self.config, on_card=on_card, known={})
-        self._no_room_since_s: dict[str, float] = {}
-        self._away_since_s: dict[str, float] = {}
         self._faults: dict[str, list[str]] = {}
         """By card, the jobs whose attempts have ended with a driver fault since any other end."""
         self._closed: dict[str, tuple[float, str]] = {}
@@ -188,15 +183,6 @@ class Dispatcher:
     def at_work(self) -> frozenset[str]:
         """Return the jobs that have a place on a card, and are to keep it."""
         return self.queue.on_card - self.rests()
-
-    def _reserved(self, node: str, part: float) -> Reservation:
-        """Return what a job with this part of a card reserves."""
-        share = self._budgets[node]
-        return Reservation(
-            node=node,
-            num_cpus=share.cpus_per_worker * max(1, int(share.workers_per_card * part)),
-            num_gpus=math.floor(1e4 * part) / 1e4 if share.gpus else 0.0,
-        )
 
     def turn(
         self, slots: Mapping[str, Slot], nodes: Collection[str], now_unix_s: float
@@ -247,7 +233,8 @@ class Dispatcher:
             self._take(records)
             # Not all of it anew: what is to begin just now has a slot that has ended before.
             seen = {**world.seen, **self._never_begun()}
-            world = replace(world, cards=tuple(self._cards(nodes)), seen=seen)
+            cards = tuple(self._cards(nodes))
+            world = replace(world, cards=cards, seen=seen, left=dict(self._left()))
 
     def _stored(self) -> tuple[Order, ...]:
         """Store what the queue has taken, and return what follows from it.
@@ -261,7 +248,7 @@ class Dispatcher:
             event, slot, details = event_of(record)
             self.events.write(event, slot, **details)
             match record:
-                case Settled(to=JobState.STOPPED) | AttemptEnded(cause=Cause.DONE):
+                case Settled(to=JobState.STOPPED | JobState.DONE):
                     self._files.drop_state(record.job)
         orders = tuple(self._orders)
         for taken in (self._rows, self._records, self._orders):
@@ -341,7 +328,7 @@ class Dispatcher:
     def _orders_of(self, record: Record) -> Iterator[Order]:
         match record:
             case Assigned():
-                self._peak_bytes.pop(record.job, None)
+                self._attempts.begin(record.job)
                 plan = self._planned(self.queue.standings[record.job])
                 if plan is not None:
                     yield Begin(plan=plan)
@@ -355,18 +342,18 @@ class Dispatcher:
 
     def _world(self, slots: Mapping[str, Slot], nodes: Collection[str]) -> World:
         local = datetime.fromtimestamp(self._unix_s).astimezone()
-        on_card = self.queue.on_card  # most slots are of jobs that have ended
-        seen = {
-            name: each
-            for name in slots
-            if name in on_card and (each := self._seen(self.queue.shown(name), slots)) is not None
-        }
+        on_card = {name: self.queue.shown(name) for name in self.queue.on_card}
+        seen = self._attempts.look(on_card, slots, self._at_s)
+        for name, each in seen.items():
+            if each.taken is not None:
+                self._closed[str(on_card[name].card)] = self._at_s + _TAKEN_S, each.taken
         self._told = {name: each for name, each in seen.items() if each.step is not None}
         return World(
             now_s=self._at_s,
             minute_of_day=60 * local.hour + local.minute,
             cards=tuple(self._cards(nodes)),
             seen={**seen, **self._never_begun()},
+            left=dict(self._left()),
             disk_full=self._disk_full(),
         )
 
@@ -382,32 +369,18 @@ class Dispatcher:
             for name, why in self._unplanned.items()
         }
 
-    def _others_on(self, standing: Standing, slots: Mapping[str, Slot]) -> str | None:
-        """Return what other programs hold of the card of a job that found too little memory there.
-
-        `None`: its jobs could have their budgets, or nothing tells.
-        """
-        slot = slots[standing.job.name]
-        status, device = slot.status, slot.device
-        has_card = self._budgets[str(standing.card).partition(":")[0]].gpus
-        if status is None or not has_card or self.target.device == "cpu":
-            return None
-        if status.device is None and status.counts.oom_count:  # as `processes.told` has it
-            return f"other programs leave no room on {standing.card} to begin"
-        memory = status.memory
-        if device is None or memory is None or memory.device_used_bytes is None:
-            return None
-        others_bytes, wanted_bytes = memory.device_used_bytes, 0
-        for name in self.queue.on_card & slots.keys():
-            other, there = slots[name], self.queue.shown(name)
-            if other.device is None or other.device.uuid != device.uuid:
+    def _left(self) -> Iterator[tuple[str, tuple[JobState, str]]]:
+        """Yield what is known of the files of jobs that are SAVING."""
+        for name in self.queue.saving:
+            standing = self.queue.standings[name]
+            try:
+                spec = self._plans.plan_of(standing).spec
+            except ConfigError as error:
+                yield name, (JobState.FAILED, str(error))
                 continue
-            if other.status is not None and other.status.memory is not None:
-                others_bytes -= other.status.memory.reserved_bytes + other.device.context_bytes
-            wanted_bytes += (there.budget_bytes or 0) * (there.card == standing.card)
-        if (memory.device_total_bytes or 0) - others_bytes >= wanted_bytes:
-            return None
-        return f"other programs hold {others_bytes / GIB:.1f} GiB of {standing.card}"
+            told = self._files.left_by(standing.job, standing.attempt, spec, self._at_s)
+            if told is not None:
+                yield name, told
 
     def _disk_full(self) -> str | None:
         free_bytes = shutil.disk_usage(self.folder).free
@@ -415,138 +388,14 @@ class Dispatcher:
             return None
         return f"the disk of {self.folder} is full: {free_bytes / MIB:.0f} MiB left"
 
-    def _seen(self, standing: Standing, slots: Mapping[str, Slot]) -> Seen | None:
-        """Return what is seen of a job on a card; `None` while its node has only just gone."""
-        slot = slots[standing.job.name]
-        name, progress, status = slot.slot, slot.training.progress, slot.status
-        is_away = slot.phase is Phase.ABSENT and slot.orders.hold is None
-        away_since_s = self._away_since_s.setdefault(name, self._at_s) if is_away else self._at_s
-        if not is_away:
-            self._away_since_s.pop(name, None)
-        patience_s = node_lost_s(standing.job)
-        if is_away and self._at_s - away_since_s < patience_s:
-            return None
-        if status is not None and status.memory is not None:
-            # Budgets and cards are told with contexts, what a training takes is without.
-            context_bytes = 0 if slot.device is None else slot.device.context_bytes
-            peak_bytes = status.memory.peak_bytes + context_bytes
-            self._peak_bytes[name] = max(peak_bytes, self._peak_bytes.get(name, 0))
-        has_no_room = slot.state in STARVED
-        since_s = self._no_room_since_s.setdefault(name, self._at_s) if has_no_room else self._at_s
-        if not has_no_room:
-            self._no_room_since_s.pop(name, None)
-        has_no_room = has_no_room and self._at_s - since_s > _NO_ROOM_S
-        cause, text, exit_code = _end(slot, standing.job)
-        has_failed = cause is Cause.OUT_OF_MEMORY
-        taken = self._others_on(standing, slots) if has_no_room or has_failed else None
-        if taken is not None:
-            self._closed[str(standing.card)] = self._at_s + _TAKEN_S, taken
-            cause, text = (Cause.CARD_TAKEN, taken) if has_failed else (cause, text)
-        if cause is Cause.DONE:
-            spec = self._plan(standing).spec
-            cause, why = self._files.end_of(standing.job, standing.attempt, spec, self._at_s)
-            text = why or text
-            is_cancelled = standing.recalled_to is JobState.CANCELLED
-            if cause is None and is_cancelled and name in self._files.problems:
-                cause = Cause.NOT_WRITTEN  # and it is not waited for
-        step, steps, eta_s = progress.train_step, progress.train_steps, progress.eta_s
-        left = None if step is None or steps is None else steps - step
-        return Seen(
-            job=name,
-            attempt=standing.attempt,
-            # A slot that a user drained keeps its place.
-            is_at_rest=standing.recalled_to is not None
-            and slot.orders.hold is Hold.DRAIN
-            and slot.phase in {Phase.HELD, Phase.ABSENT},
-            node_lost=is_away,
-            cause=cause,
-            text=text,
-            exit_code=exit_code,
-            step=step,
-            steps=steps,
-            value=self._value(standing.job, slot),
-            steps_per_s=left / eta_s if left and eta_s else None,
-            eta_s=eta_s,
-            peak_bytes=self._peak_bytes.get(name),
-            out_of_memory=max(0, slot.counts.oom_count - standing.out_of_memory),
-            has_no_room=has_no_room,
-            taken=taken,
-            sha256=progress.weights_sha256,
-        )
-
-    def _value(self, job: Job, slot: Slot) -> float | None:
-        """Return the job's metric; `None` before it was told."""
-        metric = "loss" if job.milestones is None else job.milestones.metric
-        told = {} if slot.status is None else slot.status.metrics
-        return told.get(metric, slot.training.progress.loss if metric == "loss" else None)
-
     def _planned(self, standing: Standing) -> SlotPlan | None:
         """Return the slot of a job that has a place; `None`: it cannot be, and the job ends so."""
         self._unplanned.pop(standing.job.name, None)
         try:
-            return self._plan(standing)
+            return self._plans.plan_of(standing)
         except ConfigError as error:
             self._unplanned[standing.job.name] = str(error)
             return None
-
-    def _plan(self, standing: Standing) -> SlotPlan:
-        """Return the slot of a job that has a place."""
-        job, card = standing.job, str(standing.card)
-        node = card.partition(":")[0]
-        budget_bytes = standing.budget_bytes or 0
-        overrides = {
-            key: self._with_folders(value) if isinstance(value, str) else value
-            for key, value in job.overrides.items()
-        }
-        config = job_config(self.config, replace(job, overrides=overrides))
-        plan = next(each for each in plan_slots(config, self.target) if each.spec.node == node)
-        share, whole = self._budgets[node], self._budgets[node].card_budget_bytes
-        part = 1.0 if standing.alone else min(1.0, budget_bytes / whole)
-        duty = None if share.duty is None else share.duty * share.workers_per_card
-        if duty is not None and duty < 1 and not standing.alone:
-            duty /= 2  # of two jobs that share the card
-        spec = replace(
-            plan.spec,
-            slot=job.name,
-            budget_bytes=budget_bytes,
-            card_budget_bytes=budget_bytes if standing.alone else whole,
-            duty=None if duty is None or duty >= 1 else duty,
-            # The same on every card of a machine: how a sum is split decides on its last bit.
-            workers_on_host=sum(max(1, each.gpus) for each in self._budgets.values())
-            if self.target.one_machine
-            else max(1, share.gpus),
-            workload=replace(plan.spec.workload, seed=config.workload.seed),
-            run_id=self.folder.parent.name,
-            command=None if job.command is None else self._command(standing, job.command, node),
-        )
-        reserved = self._reserved(node, part)
-        return replace(plan, spec=spec, num_cpus=reserved.num_cpus, num_gpus=reserved.num_gpus)
-
-    def _command(self, standing: Standing, command: CommandSpec, node: str) -> CommandSpec:
-        """Return a command with the folders of other jobs, and what its attempt is told."""
-        job, attempt = standing.job, standing.attempt
-        env = {name: self._with_folders(value) for name, value in command.env.items()}
-        env[ATTEMPT] = str(attempt)
-        if attempt > 1:
-            env[RESUME] = "1"
-        if job.code is not None:
-            env[CODE] = job.code
-        if self.target.one_machine:
-            env[JOB_DIR] = str(self._files.of(job.name))
-        # The head's own PC cannot be cut off from it.
-        is_remote = not self.target.one_machine and node != self.config.head_node
-        return replace(
-            command,
-            lease_s=COMMAND_LEASE_S if is_remote else None,
-            argv=tuple(self._with_folders(word) for word in command.argv),
-            cwd=None if command.cwd is None else self._with_folders(command.cwd),
-            env=env,
-        )
-
-    def _with_folders(self, text: str) -> str:
-        for name in self.queue.names if ".dir}" in text else ():
-            text = text.replace(f"{{{name}.dir}}", str(self._files.of(name)))
-        return text
 
     def headline(self) -> str:
         """Return how many jobs are in which state, and when the last may end, in a line."""
@@ -583,41 +432,3 @@ class Dispatcher:
                 standing.state in ENDED or self.queue.is_over
             ):
                 yield f"job {name}: {standing.state}: {standing.reason}"
-
-
-def cards_of(config: Config, nodes: Collection[str]) -> Iterator[Card]:
-    """Yield the cards of a configuration, closed where the node is not one of `nodes`."""
-    for name, node in config.nodes.items():
-        budget, profile = node_budget(name, node, config), PROFILES.get(node.gpu)
-        for index in range(max(1, node.gpus)):
-            yield Card(
-                name=name if node.gpus <= 1 else f"{name}:{index}",
-                node=name,
-                title=profile.product if profile is not None else node.gpu,
-                room_bytes=budget.card_budget_bytes,
-                speed=_speed(node.gpu, budget),
-                closed=None if name in nodes else f"{name} is not there",
-            )
-
-
-def _speed(gpu: str, budget: NodeBudget) -> float:
-    """Return the rated speed of a card, in TFLOP/s of its node's number type; 1 where unknown."""
-    profile = PROFILES.get(gpu)
-    rated = None if profile is None else peak_tflops(profile, budget.dtype, None)
-    return rated or 1.0
-
-
-def _end(slot: Slot, job: Job) -> tuple[Cause | None, str, int | None]:
-    """Return why the attempt in a slot has ended, with an exit code; `None`: it goes on."""
-    if slot.phase not in {Phase.DONE, Phase.QUARANTINED}:
-        return None, slot.reason, None
-    ended = None if slot.status is None else slot.status.ended
-    if ended is not None:
-        return causes.cause_of(ended), slot.reason, ended.exit_code
-    if slot.phase is Phase.DONE and job.kind is Kind.TRAIN:
-        return Cause.DONE, slot.reason, None
-    if slot.phase is Phase.DONE:
-        return Cause.KILLED, "the head ended before it knew how the program had ended", None
-    status = slot.status or Status(slot=slot.slot)
-    cause = causes.failure_cause(slot.failure, status.verdict_cause, status.error)
-    return cause, slot.reason, None

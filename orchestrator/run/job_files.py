@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from orchestrator.errors import OrchestratorError, one_line
-from orchestrator.jobs.model import Cause, Job, Kind
+from orchestrator.jobs.model import Job, JobState, Kind
 from orchestrator.record.events import EventLog
 from orchestrator.run.background import Background
 from orchestrator.run.child import ask_child
@@ -27,10 +27,9 @@ FILES: Final = "files"
 CHECKPOINT: Final = "checkpoint.pt"
 MODEL: Final = "model"
 
-#: What a command leaves is fetched again after so long.
+#: What could not be written is tried again after so long.
 _AGAIN_S: Final = 60.0
-#: An export that takes longer hangs, and its job must not keep its card: 15 GB of state come from
-#: a slow disk, with 100 MB/s, in 150 s.
+#: An export that takes longer hangs: 15 GB of state come from a slow disk, with 100 MB/s, in 150 s.
 _EXPORT_MOST_S: Final = 1200.0
 
 
@@ -56,39 +55,37 @@ class JobFiles:
         """Return the folder of a job."""
         return self._folder / FILES / name
 
-    def end_of(
+    def left_by(
         self, job: Job, attempt: int, spec: WorkerSpec, now_s: float
-    ) -> tuple[Cause | None, str]:
-        """Return how an attempt ends that has done its work, and why; begin to fill its folder.
+    ) -> tuple[JobState, str] | None:
+        """Return whether all is there that a job leaves which has done its work; begin to fill its
+        folder.
 
-        DONE is only one of which all is there. Where it cannot be written, a training gives its
-        card back, and its next attempt begins with the state that the head keeps. A command, which
-        would do its work again, keeps its place: `None` until its files are there.
+        `None`: the answer is not known yet. SAVING: it cannot be written, and why; that is tried
+        again. FAILED: it never can be.
         """
         if job.kind is Kind.COMMAND and self._one_machine:
-            return Cause.DONE, ""  # it has written them itself
+            return JobState.DONE, "done"  # it has written them itself
         key = (job.name, attempt)
         if key not in self._under_way:
-            self.problems.pop(job.name, None)
             self._under_way[key] = self._threads.submit(self._fill, job, spec), now_s
         future, began_s = self._under_way[key]
         if not future.done():
-            return None, "what it leaves is written into its folder"
+            return None
         failure = future.exception()
         if failure is None:
-            return Cause.DONE, ""
+            self.problems.pop(job.name, None)
+            return JobState.DONE, "done"
         reason = one_line(str(failure) or type(failure).__name__)
         reason = f"what it leaves cannot be written to {self.of(job.name)}: {reason}"
         if job.name not in self.problems:
             self._events.write("job_files_failed", job=job.name, reason=reason)
         self.problems[job.name] = reason
         if isinstance(failure, NotExportedError):
-            return Cause.EXCEPTION, reason
-        if job.kind is Kind.TRAIN:
-            return Cause.NOT_WRITTEN, reason
+            return JobState.FAILED, reason
         if now_s - began_s >= _AGAIN_S:
             del self._under_way[key]
-        return None, reason
+        return JobState.SAVING, reason
 
     def drop_state(self, name: str) -> None:
         """Remove the head's copy of the state of a job that needs it no more, and tell its size."""

@@ -42,6 +42,7 @@ from workers.units import MIB
 STATE_TONES: Final[Mapping[JobState, Tone]] = {
     JobState.RUNNING: Tone.GOOD,
     JobState.MOVING: Tone.NOTE,
+    JobState.SAVING: Tone.NOTE,
     JobState.PREEMPTED: Tone.NOTE,
     JobState.PARKED: Tone.WARN,
     JobState.HELD: Tone.NOTE,
@@ -273,7 +274,7 @@ def job_object(standing: Standing, snapshot: QueueSnapshot) -> dict[str, Any]:
         "job_metric": finite(standing.value),
         "job_best": finite(standing.best),
         "job_best_step": standing.best_step,
-        "job_milestone": snapshot.milestones.get(job.name),
+        "job_milestone": standing.milestone or None,
         "job_eta_s": _left_s(standing, snapshot) if standing.state in ON_CARD else None,
         "job_expected_start_unix_s": standing.expected_start_s,
         "job_queued_s": max(0.0, ended_s - job.submitted_at_unix_s - ran_s - parked_s)

@@ -12,6 +12,7 @@ from orchestrator.jobs.model import (
     Card,
     Cause,
     Job,
+    JobState,
     Kind,
     Milestones,
     Record,
@@ -22,7 +23,7 @@ from orchestrator.jobs.model import (
     Word,
     World,
 )
-from orchestrator.jobs.queue import JobRow, Queue, QueueFacts
+from orchestrator.jobs.queue import Queue, QueueFacts
 from workers.settings import CommandSpec
 from workers.units import GIB
 
@@ -63,11 +64,13 @@ class Scene:
             self.queue.apply(record)
 
     def world(self) -> World:
+        left = dict.fromkeys(self.queue.saving, (JobState.DONE, "done"))
         return World(
             now_s=self.now_s,
             minute_of_day=self.minute,
             cards=self.cards,
             seen=self.seen,
+            left=left,
             disk_full=self.disk_full,
         )
 
@@ -93,11 +96,11 @@ class Scene:
     def next_head(self) -> None:
         """Go on with the queue as another head reads it."""
         before = self.queue
-        texts = [as_json(before.row(name)) for name in before.names]
-        rows = [from_json(JobRow, text) for text in texts]
+        texts = [as_json(before.stored(name)) for name in before.names]
+        rows = [from_json(Standing, text) for text in texts]
         facts = from_json(QueueFacts, as_json(before.facts))
         self.queue = Queue(rows, before.sweeps.values(), facts)
-        assert texts == [as_json(self.queue.row(name)) for name in self.queue.names]
+        assert texts == [as_json(self.queue.stored(name)) for name in self.queue.names]
 
     def say(self, word: Word, job: str, message: str = "") -> list[Record]:
         id_ = message or f"message-{len(self.records)}"

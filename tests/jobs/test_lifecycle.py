@@ -45,6 +45,7 @@ LEGAL = {
     JobState.PARKED: {"Settled QUEUED", "Settled INFEASIBLE"},
     JobState.PREEMPTED: {"Assigned", "Settled INFEASIBLE"},
     JobState.PAUSED: {"Settled QUEUED", "Settled STOPPED"},
+    JobState.SAVING: {"Settled DONE", "Settled FAILED", "Settled SAVING"},
     JobState.SKIPPED: {"Settled WAITING"},
 }
 

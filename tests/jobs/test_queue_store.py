@@ -82,7 +82,7 @@ def test_a_stored_queue_is_the_same(tmp_path: Path) -> None:
 
     again = queue_of(tmp_path)
 
-    rows = [[as_json(each.row(name)) for name in each.names] for each in (scene.queue, again)]
+    rows = [[as_json(each.stored(name)) for name in each.names] for each in (scene.queue, again)]
     assert rows[0] == rows[1]
     assert again.facts == scene.queue.facts
     assert again.next_records(scene.world()) == scene.queue.next_records(scene.world())

@@ -248,6 +248,7 @@ class JobsRun(HeadScene):
         absent: Sequence[str] = (),
         stays: bool = False,
         device: str = "cpu",
+        one_machine: bool = True,
         interrupted: Callable[[], bool] = lambda: False,
         **sections: object,
     ) -> None:
@@ -270,7 +271,7 @@ class JobsRun(HeadScene):
         self.dispatcher = Dispatcher(
             folder=self.queue_folder,
             config=config,
-            target=Target(device=device, one_machine=True),
+            target=Target(device=device, one_machine=one_machine),
             events=self.log,
             store=self.queue_store,
             stays=stays,

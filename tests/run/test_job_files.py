@@ -12,7 +12,7 @@ from time import sleep
 import psutil
 import pytest
 
-from orchestrator.jobs.model import Cause, JobState, Word
+from orchestrator.jobs.model import JobState, Word
 from orchestrator.record.events import EventLog
 from orchestrator.run import job_files
 from orchestrator.run.job_files import JobFiles
@@ -32,7 +32,8 @@ def blocked(run: JobsRun, name: str) -> Path:
 def test_a_training_is_done_once_its_files_are_there(new_jobs: JobsMaker) -> None:
     run = new_jobs(short("one", nodes=("pc1",)), short("two", nodes=("pc1",)))
     place = blocked(run, "one")
-    run.until_state("one", JobState.PARKED)
+    run.until_state("one", JobState.SAVING)
+    run.until_state("two", JobState.RUNNING)  # on the card that the first has given back
     assert str(place) in run.standing("one").reason
     assert any(str(place) in notice for notice in run.supervisor.snapshot().notices)
     run.until_state("two", JobState.DONE)
@@ -48,7 +49,7 @@ def test_the_next_head_completes_what_was_not_written(new_jobs: JobsMaker) -> No
     asked = False
     run = new_jobs(short("one"), interrupted=lambda: asked)
     place = blocked(run, "one")
-    run.until_state("one", JobState.PARKED)
+    run.until_state("one", JobState.SAVING)
     asked = True
     run.finish()
     assert (run.folder / "states" / "one.pt").exists()
@@ -62,20 +63,20 @@ def test_the_next_head_completes_what_was_not_written(new_jobs: JobsMaker) -> No
 def test_a_job_whose_files_cannot_be_written_is_cancelled(new_jobs: JobsMaker) -> None:
     run = new_jobs(short("one"))
     blocked(run, "one")
-    run.until_state("one", JobState.PARKED)
+    run.until_state("one", JobState.SAVING)
     run.say(Word.CANCEL, "one")
     assert run.finish()["one"].state is JobState.CANCELLED
 
 
 @pytest.mark.torch
 def test_a_model_that_cannot_be_exported_fails_with_weights(tmp_path: Path) -> None:
-    files, end_of = exporting(tmp_path)
+    files, left_by = exporting(tmp_path)
     state = tmp_path / "states" / "one.pt"
     state.write_text("no checkpoint")
-    while (end := end_of())[0] is None:
+    while (left := left_by()) is None:
         sleep(0.05)
-    assert end[0] is Cause.EXCEPTION
-    assert str(files.of("one")) in end[1]
+    assert left[0] is JobState.FAILED
+    assert str(files.of("one")) in left[1]
     assert (files.of("one") / "checkpoint.pt").read_text() == state.read_text()
     files._events.close()
 
@@ -86,37 +87,35 @@ import os, sys, time
 from pathlib import Path
 import psutil
 from tests.run.test_job_files import exporting
-files, end_of = exporting(Path(sys.argv[1]))
+files, left_by = exporting(Path(sys.argv[1]))
 os.mkfifo(files.of("one").parents[2] / "states" / "one.pt")
-assert end_of()[0] is None
+assert left_by() is None
 while not (children := psutil.Process().children()):
     time.sleep(0.05)
 print(children[0].pid)
 """
 
 
-def exporting(folder: Path) -> tuple[JobFiles, Callable[[], tuple[Cause | None, str]]]:
-    """Return the files of a queue, and what asks how the attempt of its job ends."""
+def exporting(folder: Path) -> tuple[JobFiles, Callable[[], tuple[JobState, str] | None]]:
+    """Return the files of a queue, and what asks for those of its job."""
     log = EventLog(folder / "events.jsonl", unix_s=lambda: 0.0)
     files = JobFiles(folder / "jobs", one_machine=True, events=log)
     (folder / "states").mkdir()
     spec = spec_of()
     spec = replace(spec, workload=replace(spec.workload, settings={"model": str(folder)}))
-    return files, lambda: files.end_of(short("one"), 1, spec, 0.0)
+    return files, lambda: files.left_by(short("one"), 1, spec, 0.0)
 
 
 @pytest.mark.torch
-def test_an_export_that_hangs_keeps_no_card(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_export_that_hangs_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_files, "_EXPORT_MOST_S", 1.0)
-    files, end_of = exporting(tmp_path)
+    files, left_by = exporting(tmp_path)
     os.mkfifo(tmp_path / "states" / "one.pt")
-    while (end := end_of())[0] is None:
+    while (left := left_by()) is None:
         sleep(0.05)
     files._events.close()
-    assert end[0] is Cause.EXCEPTION
-    assert "it took longer than 1 s; its weights are in checkpoint.pt" in end[1]
+    assert left[0] is JobState.FAILED
+    assert "it took longer than 1 s; its weights are in checkpoint.pt" in left[1]
 
 
 @pytest.mark.torch
@@ -132,16 +131,14 @@ def test_what_a_remote_program_left_is_fetched_again(tmp_path: Path) -> None:
     files = JobFiles(tmp_path / "jobs", one_machine=False, events=log)  # and there is no cluster
 
     def why(now_s: float) -> str:
-        while (end := files.end_of(command("one"), 1, spec_of(), now_s))[0] is None:
-            if "one" in files.problems:
-                return end[1]
+        while (left := files.left_by(command("one"), 1, spec_of(), now_s)) is None:
             sleep(0.05)
-        return str(end[0])
+        assert left[0] is JobState.SAVING
+        return left[1]
 
     assert str(files.of("one")) in why(0.0)
     assert str(files.of("one")) in why(61.0)
     assert (files.of("one")).rmdir() is None
     files.of("one").write_text("in the way")
-    files.problems.clear()
-    assert "File exists" in why(62.0), "it was tried again"
+    assert "File exists" in why(122.0), "it was tried again"
     log.close()

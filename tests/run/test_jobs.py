@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from orchestrator.control.queue import put
-from orchestrator.core.placement import Target
 from orchestrator.core.user_commands import CommandRefusedError, Do
 from orchestrator.jobs.lifecycle import IllegalRecordError
 from orchestrator.jobs.model import (
@@ -112,8 +111,8 @@ def test_a_lost_program_waits_for_the_end_of_its_lease(new_jobs: JobsMaker) -> N
 
 
 def test_only_programs_on_other_pcs_have_a_lease(new_jobs: JobsMaker) -> None:
-    run = new_jobs(command("near", nodes=("pc1",)), command("far", nodes=("pc2",)))
-    run.dispatcher.target = Target(device="cpu")
+    jobs = command("near", nodes=("pc1",)), command("far", nodes=("pc2",))
+    run = new_jobs(*jobs, one_machine=False)
     run.fleet.program_steps |= {"near": 900, "far": 900}
     run.until(5.0)
     leases = {name: spec.command.lease_s for name, spec in run.fleet.specs.items() if spec.command}

@@ -1,0 +1,155 @@
+"""What is seen of the attempts of jobs on cards: from slots to the values that the queue decides on.
+
+Remembers how long a node was away, how long a training had no room, and the most memory that an
+attempt took. Does not decide what follows (`jobs/queue.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from orchestrator.core.slot import Hold, Phase, Slot
+from orchestrator.jobs import causes
+from orchestrator.jobs.model import Cause, Job, Kind, Seen, Standing
+from orchestrator.jobs.queue import node_lost_s
+from workers.messages import STARVED, Status
+from workers.units import GIB
+
+#: A training that has had no room for a step for so long is moved or parked. Long enough for a
+#: neighbour's peak to pass.
+_NO_ROOM_S: Final = 15.0
+
+
+class AttemptsSeen:
+    """Those of one run."""
+
+    def __init__(self, *, has_cards: Mapping[str, bool]) -> None:
+        """Remember nothing yet; `has_cards` says of each node whether its jobs run on cards."""
+        self._has_cards = has_cards
+        self._peak_bytes: dict[str, int] = {}
+        self._no_room_since_s: dict[str, float] = {}
+        self._away_since_s: dict[str, float] = {}
+
+    def begin(self, job: str) -> None:
+        """Forget the attempt before."""
+        self._peak_bytes.pop(job, None)
+
+    def look(
+        self, standings: Mapping[str, Standing], slots: Mapping[str, Slot], now_s: float
+    ) -> dict[str, Seen]:
+        """Return what is seen of jobs that have a place on a card, as far as they have a slot.
+
+        `standings` are of these jobs alone. A job whose node has only just gone is left out.
+        """
+        there = {name: each for name, each in standings.items() if name in slots}
+        found = ((name, self._seen(each, there, slots, now_s)) for name, each in there.items())
+        return {name: seen for name, seen in found if seen is not None}
+
+    def _seen(
+        self,
+        standing: Standing,
+        standings: Mapping[str, Standing],
+        slots: Mapping[str, Slot],
+        now_s: float,
+    ) -> Seen | None:
+        """Return what is seen of a job on a card; `None` while its node has only just gone."""
+        slot = slots[standing.job.name]
+        name, progress, status = slot.slot, slot.training.progress, slot.status
+        is_away = slot.phase is Phase.ABSENT and slot.orders.hold is None
+        away_since_s = self._away_since_s.setdefault(name, now_s) if is_away else now_s
+        if not is_away:
+            self._away_since_s.pop(name, None)
+        patience_s = node_lost_s(standing.job)
+        if is_away and now_s - away_since_s < patience_s:
+            return None
+        if status is not None and status.memory is not None:
+            # Budgets and cards are told with contexts, what a training takes is without.
+            context_bytes = 0 if slot.device is None else slot.device.context_bytes
+            peak_bytes = status.memory.peak_bytes + context_bytes
+            self._peak_bytes[name] = max(peak_bytes, self._peak_bytes.get(name, 0))
+        has_no_room = slot.state in STARVED
+        since_s = self._no_room_since_s.setdefault(name, now_s) if has_no_room else now_s
+        if not has_no_room:
+            self._no_room_since_s.pop(name, None)
+        has_no_room = has_no_room and now_s - since_s > _NO_ROOM_S
+        cause, text, exit_code = _end(slot, standing.job)
+        has_failed = cause is Cause.OUT_OF_MEMORY
+        taken = self._others_on(standing, standings, slots) if has_no_room or has_failed else None
+        if taken is not None and has_failed:
+            cause, text = Cause.CARD_TAKEN, taken
+        step, steps, eta_s = progress.train_step, progress.train_steps, progress.eta_s
+        left = None if step is None or steps is None else steps - step
+        return Seen(
+            job=name,
+            attempt=standing.attempt,
+            # A slot that a user drained keeps its place.
+            is_at_rest=standing.recalled_to is not None
+            and slot.orders.hold is Hold.DRAIN
+            and slot.phase in {Phase.HELD, Phase.ABSENT},
+            node_lost=is_away,
+            cause=cause,
+            text=text,
+            exit_code=exit_code,
+            step=step,
+            steps=steps,
+            value=_value(standing.job, slot),
+            steps_per_s=left / eta_s if left and eta_s else None,
+            eta_s=eta_s,
+            peak_bytes=self._peak_bytes.get(name),
+            out_of_memory=max(0, slot.counts.oom_count - standing.out_of_memory),
+            has_no_room=has_no_room,
+            taken=taken,
+            sha256=progress.weights_sha256,
+        )
+
+    def _others_on(
+        self, standing: Standing, standings: Mapping[str, Standing], slots: Mapping[str, Slot]
+    ) -> str | None:
+        """Return what other programs hold of the card of a job that found too little memory there.
+
+        `None`: its jobs could have their budgets, or nothing tells.
+        """
+        slot = slots[standing.job.name]
+        status, device = slot.status, slot.device
+        if status is None or not self._has_cards[str(standing.card).partition(":")[0]]:
+            return None
+        if status.device is None and status.counts.oom_count:  # as `processes.told` has it
+            return f"other programs leave no room on {standing.card} to begin"
+        memory = status.memory
+        if device is None or memory is None or memory.device_used_bytes is None:
+            return None
+        others_bytes, wanted_bytes = memory.device_used_bytes, 0
+        for name, there in standings.items():
+            other = slots[name]
+            if other.device is None or other.device.uuid != device.uuid:
+                continue
+            if other.status is not None and other.status.memory is not None:
+                others_bytes -= other.status.memory.reserved_bytes + other.device.context_bytes
+            wanted_bytes += (there.budget_bytes or 0) * (there.card == standing.card)
+        if (memory.device_total_bytes or 0) - others_bytes >= wanted_bytes:
+            return None
+        return f"other programs hold {others_bytes / GIB:.1f} GiB of {standing.card}"
+
+
+def _end(slot: Slot, job: Job) -> tuple[Cause | None, str, int | None]:
+    """Return why the attempt in a slot has ended, with an exit code; `None`: it goes on."""
+    if slot.phase not in {Phase.DONE, Phase.QUARANTINED}:
+        return None, slot.reason, None
+    ended = None if slot.status is None else slot.status.ended
+    if ended is not None:
+        return causes.cause_of(ended), slot.reason, ended.exit_code
+    if slot.phase is Phase.DONE and job.kind is Kind.TRAIN:
+        return Cause.DONE, slot.reason, None
+    if slot.phase is Phase.DONE:
+        return Cause.KILLED, "the head ended before it knew how the program had ended", None
+    status = slot.status or Status(slot=slot.slot)
+    cause = causes.failure_cause(slot.failure, status.verdict_cause, status.error)
+    return cause, slot.reason, None
+
+
+def _value(job: Job, slot: Slot) -> float | None:
+    """Return the job's metric; `None` before it was told."""
+    metric = "loss" if job.milestones is None else job.milestones.metric
+    told = {} if slot.status is None else slot.status.metrics
+    return told.get(metric, slot.training.progress.loss if metric == "loss" else None)
