@@ -14,6 +14,7 @@ handler, whose traceback holds the frames, and the frames hold the tensors.
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
@@ -39,8 +40,11 @@ class Sizes(Protocol[S]):
         `allowed_bytes` is all that the part may hold; `None`: that was not measured.
         """
 
-    def succeeded(self, size: S, peak_bytes: int | None, /) -> None:
-        """Take note that a part of this size ended well, and of the most that it held."""
+    def succeeded(self, size: S, peak_bytes: int | None, is_partial: bool, /) -> None:
+        """Take note that a part of this size ended well, and of the most that it held.
+
+        `is_partial`: it had less to do than its size allows, so that what it took tells nothing.
+        """
 
     def failed(self, size: S, at_least_bytes: int | None, /) -> None:
         """Take note that a part of this size ran out of memory, and of what it would have held at
@@ -91,6 +95,10 @@ class Loop(Generic[S]):
         self._memory, self._watch = memory, watch
         self._probable_in_a_row = 0
         self._is_partial = False
+        self.took_s = 0.0
+        """Of the last part that ended well."""
+        self.peak_bytes: int | None = None
+        """The most that it held, if that was measured."""
 
     def run(self, part: Callable[[S], R]) -> R:
         """Run a part of the size that fits, and smaller ones after each out-of-memory.
@@ -107,7 +115,7 @@ class Loop(Generic[S]):
             self._watch.begins(size)
             failure: Failure | None = None
             handled = sys.exception()
-            self._is_partial = False
+            self._is_partial, began_s = False, time.perf_counter()
             try:
                 result = self._memory.measured(lambda size=size: part(size))  # type: ignore[misc]
             except Exception as error:
@@ -119,8 +127,11 @@ class Loop(Generic[S]):
                 oom.drop_frames(error)
             if failure is None:
                 self._probable_in_a_row = 0
-                if not self._is_partial:
-                    self.sizes.succeeded(size, self._memory.peak_bytes())
+                self.took_s, self.peak_bytes = (
+                    time.perf_counter() - began_s,
+                    self._memory.peak_bytes(),
+                )
+                self.sizes.succeeded(size, self.peak_bytes, self._is_partial)
                 self._watch.ended(size)
                 return result
             self._memory.release()

@@ -263,7 +263,7 @@ class _Call:
         is_worth_a_try = self._attempts.gave_up and not tried and self._attempts.may_fail()
         return smallest if size is None and (self._left_s <= 0 or is_worth_a_try) else size
 
-    def succeeded(self, size: int, peak_bytes: int | None) -> None:
+    def succeeded(self, size: int, peak_bytes: int | None, _is_partial: bool) -> None:
         """See `Sizes.succeeded`."""
         self._attempts.succeeded(size, peak_bytes)
 
