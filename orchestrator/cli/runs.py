@@ -39,7 +39,7 @@ from orchestrator.view.tables import Column, Table, TableRow, Tone, row_of
 from orchestrator.view.terminal import plain_text, table_lines
 
 _FALLEN = frozenset({HeadState.RESTARTING, HeadState.QUARANTINED, HeadState.LOST})
-_TOLD = ("state", "node_left", "node_joined", "workload_error", "run_ended", "memory_predicted")
+_TOLD = ("state", "node_left", "node_joined", "workload_error", "run_ended")
 
 #: Into so many parts the time of a run is divided for its advice.
 _PARTS = 120
@@ -118,8 +118,6 @@ def report_text(folder: Path, width: int) -> str:
         lines = [*_header(run), "", plain_text(health_lines(snapshot, width)), ""]
         if queue is not None:
             lines += ["", "jobs", plain_text(table_lines(jobs_table(queue, current(queue)), width))]
-        predicted = {one.slot: one for one in events if one.event == "memory_predicted"}
-        lines += section("memory of trainings", map(_event_line, predicted.values()))
         lines += section("what fell short", missed)
         lines += section("what happened", map(_event_line, filter(_is_told, events)))
         lines += section("why the cards were not busy", _advice(run))

@@ -59,9 +59,6 @@ def written(runs: Path, run_id: str = RUN_ID, **changed: Any) -> RunStore:
     )
     add_event(store, {**event(name="state", to_state="RUNNING", cause="steady"), "slot": "pc1/0"})
     add_event(store, event(name="node_left", node="pc2"))
-    for measured_bytes in (2**30, 61 * 2**20):
-        figures = {"predicted_bytes": 57 * 2**20, "measured_bytes": measured_bytes}
-        add_event(store, {**event(name="memory_predicted", **figures), "slot": "pc1/0"})
     add_event(store, {**event(name="workload_error", traceback=TRACEBACK), "slot": "pc1/0"})
     store.update(snapshot)
     assert store.commit()
@@ -161,12 +158,10 @@ def test_a_killed_run_is_told_with_all_that_happened(tmp_path: Path) -> None:
     (fallen,) = [line for line in text.splitlines() if "RESTARTING" in line]
     assert fallen.endswith("pc1/0 state: None to RESTARTING: killed [2J")
     assert "node left: node pc2" in text
-    (predicted,) = [line for line in text.splitlines() if "predicted" in line]
-    assert predicted.endswith("memory predicted: predicted 57 MiB, measured 61 MiB")
     (error,) = [line for line in text.splitlines() if "ValueError" in line]
     assert error.endswith("pc1/0 workload error: ValueError: no good")
     assert "\x1b" not in text
-    table = text[text.index("nodes ") : text.index("memory of trainings")]
+    table = text[text.index("nodes ") : text.index("what happened")]
     assert max(map(len, table.splitlines())) <= 100
 
 

@@ -27,7 +27,7 @@ from tests.command.scenes import Slot, command_spec
 from tests.gpu.scene import ON_A_CARD
 from tests.scene import COMMAND, MIB, ROOT, python
 from workers.messages import WorkerState
-from workers.training.planner_process import PlannerProcess
+from workers.training.memory_plan import MemoryPlanner
 from workers.training.settings import TrainSettings
 from workers.training.tasks import find_task
 from workers.training.trainer import Trainer
@@ -130,9 +130,7 @@ def trained(folder: str, data: str, keys: Found) -> Found:
     usual: Found = {"model": folder, "data": data, "batch": 4, "steps": 2, "seq": 512}
     settings = TrainSettings(**(usual | keys))
     task, device = find_task(settings, 0), torch.device("cuda")
-    planner = PlannerProcess(settings, 0, on_card=True)
-    plan = planner.plan(2, 0)
-    planner.close()
+    plan = MemoryPlanner(task, settings, on_card=True, with_data=True).plan(2, 0)
     run = Trainer(task, settings, device, 0)
     ran, flop = run.attention_kernels(), run.flop_per_sample()
     counter = FlopCounterMode(display=False)

@@ -176,6 +176,11 @@ class Trainer:
         """Items (samples, tokens) that a sample of this batch counts; 0 before the first."""
         return self._feed.count / self.settings.batch
 
+    @property
+    def most_level(self) -> int:
+        """How many blocks can be recomputed."""
+        return self._recomputation.most
+
     def news(self) -> list[tuple[str, dict[str, Any]]]:
         """Return the events of the compiler and of the loader, and hazards, since the last call."""
         hazards, self._untold = [("hazard", {"reason": each}) for each in self._untold], []
