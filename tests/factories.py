@@ -6,6 +6,7 @@ which loads nothing of the head: tests on a bare GPU host use it.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -14,17 +15,19 @@ from typing import Any
 
 from orchestrator.config.load import dump_config, load_config
 from orchestrator.config.schema import Config
-from orchestrator.core.slot import Rules, Slot
+from orchestrator.core.slot import NOTHING_ASKED, Rules, Slot, UserOrders, slot_state
 from orchestrator.jobs.model import Job, JobState, Kind, Record, Standing
-from orchestrator.record.jobs import QueueStore
+from orchestrator.record.events import EVENTS_NAME
+from orchestrator.record.jobs import queue_of
 from orchestrator.record.model import Row, Snapshot
-from orchestrator.record.store import COUNTERS, RunFacts, SlotRecord
+from orchestrator.record.store import STORE_NAME, RunFacts, RunStore, SlotRecord
 from tests.scene import MIB, ROOT
 from workers.host.facts import CardFacts, MachineFacts, TorchFacts
 from workers.messages import (
     NO_COUNTS,
     DeviceInfo,
     MemoryInfo,
+    ResumeState,
     Status,
     StepCounts,
     WorkerState,
@@ -168,6 +171,8 @@ def make_row(**changed: object) -> Row:
     return Row(**with_counts({**_HEALTHY, **changed}))
 
 
+_LEARNED: ResumeState = {"policy": "classic", "size": 8192, "learned": None, "ok": True}
+
 FACTS = RunFacts(
     run_id="20261120-051500-0b76",
     started_at_unix_s=STARTED_UNIX_S,
@@ -199,10 +204,12 @@ def make_standing(name: str = "lr-0", state: str = "QUEUED", **changed: Any) -> 
 
 def store_queue(folder: Path, *records: Record) -> None:
     """Have the queue of a folder take records, as its head does."""
-    store = QueueStore(folder)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    queue, store = queue_of(folder.parent), RunStore(folder.parent / STORE_NAME)
     for each in records:
-        store.queue.apply(each)
-    store.commit()
+        queue.apply(each)
+    store.queue(queue)
+    assert store.commit(), store.problem
     store.close()
 
 
@@ -236,24 +243,26 @@ def facts_of(config: Config, **changes: object) -> RunFacts:
     return replace(FACTS, **{**usual, **changes})
 
 
-_RECORD = SlotRecord(
-    slot="pc1/0",
-    node="pc1",
-    state="RUNNING",
-    reason="steady",
-    incarnation=2,
-    counters={**dict.fromkeys(COUNTERS, 0), "steps_ok": 400, "work_flop": 1e18},
-    resume={"policy": "classic", "size": 8192, "learned": None, "ok": True},
-    row={"steps_ok": 400},
-)
+def record(
+    slot: str = "pc1/0",
+    *,
+    row: Row | None = None,
+    incarnation: int = 2,
+    resume: ResumeState | None = _LEARNED,
+    orders: UserOrders = NOTHING_ASKED,
+    **changed: object,
+) -> SlotRecord:
+    """Return what a store keeps of a slot: with this row, or a healthy one with some fields changed."""
+    own = {"slot": slot, "node": slot.partition("/")[0], **changed}
+    own["state"] = slot_state(str(changed.get("state", WorkerState.RUNNING)))
+    row = make_row(**own) if row is None else row
+    return SlotRecord(row=row, incarnation=incarnation, resume=resume, orders=orders)
 
 
-def record(slot: str = "pc1/0", **changed: Any) -> SlotRecord:
-    """Return what a store keeps of a slot."""
-    row = changed.get("row", {})
-    counters = {name: row.get(name, count) for name, count in _RECORD.counters.items()}
-    own = {"slot": slot, "node": slot.partition("/")[0], "counters": counters}
-    return replace(_RECORD, **{**own, **changed})
+def add_event(store: RunStore, entry: Mapping[str, object]) -> None:
+    """Add an event to the diary beside a store."""
+    with (store._path.parent / EVENTS_NAME).open("a") as file:
+        file.write(json.dumps(entry, separators=(",", ":")) + "\n")
 
 
 def event(

@@ -26,7 +26,7 @@ from orchestrator.cli.loading import duration_s
 from orchestrator.config.load import load_config
 from orchestrator.errors import ConfigError
 from orchestrator.lab.chaos import parse_chaos
-from orchestrator.lab.tune.tuning import names_in
+from orchestrator.lab.tune import names_in
 from orchestrator.record.model import STATES_WORST_FIRST
 from orchestrator.view.slots import COLUMNS
 from tests.in_child import InChild, MakeSpec
@@ -52,53 +52,48 @@ _OF_QUEUE = {"--run", "--config", "-c", "--set", "--run-dir", "--help"}
 
 OPTIONS = {
     "run": {
-        "--config", "-c", "--duration", "--local", "--rehearse", "--scale", "--workload", "--policy",
-        "--set", "--json", "--plain", "--wait-for-nodes", "--run-dir", "--resume", "--chaos", "--chaos-seed",
-        "--yes-really", "--apply-power-limit", "--help",
+        "--config", "-c", "--duration", "--local", "--rehearse", "--workload", "--policy", "--set", "--json", "--plain",
+        "--wait-for-nodes", "--run-dir", "--resume", "--chaos", "--chaos-seed", "--yes-really", "--apply-power-limit",
+        "--help",
     },
-    "plan": {"--jobs", "--config", "-c", "--set", "--json", "--help"},
+    "plan": {"--config", "-c", "--set", "--json", "--help"},
     "jobs": {"--help"},
     "jobs run": {
-        "file", "--config", "-c", "--duration", "--rehearse", "--local", "--stay", "--service", "--new", "--set",
-        "--json", "--plain", "--run-dir", "--chaos", "--chaos-seed", "--yes-really", "--help",
+        "file", "--config", "-c", "--rehearse", "--local", "--stay", "--new", "--set", "--json", "--plain", "--run-dir",
+        "--help",
     },
     "jobs submit": {
-        "words", "--train", "--over", "--name", "--after", "--priority", "--hours", "--wait", "--json", *_OF_QUEUE,
+        "words", "--name", "--after", "--priority", "--hours", "--wait", "--json", *_OF_QUEUE,
     },
     "jobs list": {"--json", *_OF_QUEUE},
     "jobs show": {"job", "--json", *_OF_QUEUE},
-    "jobs results": {"--csv", "--json", *_OF_QUEUE},
-    "jobs fetch": {"job", "--to", *_OF_QUEUE},
+    "jobs results": {"--json", *_OF_QUEUE},
     **{f"jobs {word}": {"jobs", *_OF_QUEUE} for word in ("hold", "release", "cancel", "retry")},
-    "up": {"node", "--config", "-c", "--set", "--head-address", "--exec", "--stay", "--service", "--help"},
+    "up": {"node", "--config", "-c", "--set", "--head-address", "--exec", "--stay", "--help"},
     "stop": {"--config", "-c", "--set", "--run-dir", "--node", "--help"},
     "runs": {"--config", "-c", "--set", "--run-dir", "--json", "--help"},
     "report": {
-        "run_id", "--config", "-c", "--set", "--run-dir", "--text", "--json", "--html", "--curves", "--help",
+        "run_id", "--config", "-c", "--set", "--run-dir", "--json", "--html", "--help",
     },
     "export": {
-        "run_id", "slot", "--to", "--merged", "--adapter", "--average", "--best", "--config", "-c", "--set",
+        "run_id", "slot", "--to", "--adapter", "--average", "--best", "--config", "-c", "--set",
         "--run-dir", "--help",
     },
     "logs": {"name", "--run", "--follow", "-f", "--config", "-c", "--set", "--run-dir", "--help"},
-    "top": {
-        "run_id", "--once", "--sort", "--filter", "--config", "-c", "--set", "--run-dir", "--json", "--read-only",
-        "--help",
-    },
+    "top": {"run_id", "--once", "--config", "-c", "--set", "--run-dir", "--help"},
     "notify": {"run_id", "--once", "--test", "--config", "-c", "--set", "--run-dir", "--help"},
     "web": {
         "run_id", "--port", "--bind", "--control", "--config", "-c", "--set", "--run-dir", "--help",
     },
-    "pause": _NAMES_SLOTS, "unpause": _NAMES_SLOTS, "resume": _NAMES_SLOTS, "drain": _NAMES_SLOTS,
+    "pause": _NAMES_SLOTS, "unpause": _NAMES_SLOTS, "drain": _NAMES_SLOTS,
     "reinstate": _NAMES_SLOTS, "save": _NAMES_SLOTS,
     "cap": {"slot", "amount", "--run", "--config", "-c", "--set", "--run-dir", "--help"},
-    "limits": {"--clear", "--json", "--help"},
     "burn": {
         "--config", "-c", "--duration", "--phase", "--local", "--rehearse", "--set", "--json", "--plain", "--run-dir",
         "--apply-power-limit", "--help",
     },
     "tune": {
-        "--config", "-c", "--local", "--rehearse", "--preset", "--workload", "--budget", "--levers",
+        "--config", "-c", "--local", "--rehearse", "--workload", "--budget", "--levers",
         "--set", "--json", "--help",
     },
     "doctor": {"--config", "-c", "--set", "--node", "--json", "--help"},

@@ -37,26 +37,26 @@ _TEXTS: tuple[str, ...] = (
 
 #: Verbs with an option, to which a value is given that cannot be right.
 _OPTIONS = {
-    "run": "duration scale workload policy set chaos resume config run-dir",
-    "plan": "set jobs config",
+    "run": "duration workload set chaos resume config run-dir",
+    "plan": "set config",
     "up pc1": "set config head-address",
     "export": "to run-dir",
     "burn": "duration phase",
-    "tune": "budget levers preset",
+    "tune": "budget levers set",
     "stop": "run-dir node",
     "jobs list": "run run-dir",
-    "jobs submit": "train over hours priority after",
-    "jobs run": "duration chaos",
+    "jobs submit": "hours priority after",
+    "jobs run": "set run-dir",
     "logs pc1/0": "run",
-    "top": "filter run-dir",
+    "top": "run-dir",
     "cap pc1/0 1GiB": "run",
     "notify": "run-dir",
     "report": "run-dir html",
 }
 #: Verbs that only read a run folder.
 _READERS = (
-    *("runs", "report", "report --json", "report --html r.html", "report --curves c", "top --once"),
-    *("logs pc1/0", "logs a-job", "top --json", "jobs list", "jobs show a-job", "jobs results"),
+    *("runs", "report", "report --json", "report --html r.html", "top --once"),
+    *("logs pc1/0", "logs a-job", "jobs list", "jobs show a-job", "jobs results"),
     *("stop", "pause pc1/0", "export latest pc1/0 --to e", "run --resume 0b76", "runs --json"),
 )
 _STORED = (

@@ -13,16 +13,16 @@ __all__ = ["AdaptiveSize", "ElasticStep", "OutOfBatchError", "Retry", "TrainTask
 
 if TYPE_CHECKING:
     from workers.resilience.adaptive_size import AdaptiveSize
+    from workers.resilience.attempts import OutOfBatchError, Retry
     from workers.resilience.decorator import resilient
-    from workers.resilience.retry import OutOfBatchError, Retry
     from workers.training.elastic import ElasticStep
     from workers.training.tasks import TrainTask
 else:
     _HOMES = {
         "AdaptiveSize": "workers.resilience.adaptive_size",
         "ElasticStep": "workers.training.elastic",
-        "OutOfBatchError": "workers.resilience.retry",
-        "Retry": "workers.resilience.retry",
+        "OutOfBatchError": "workers.resilience.attempts",
+        "Retry": "workers.resilience.attempts",
         "TrainTask": "workers.training.tasks",
         "resilient": "workers.resilience.decorator",
     }

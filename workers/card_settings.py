@@ -21,7 +21,8 @@ from typing import Any, Final
 import pynvml
 
 from workers.files import locked, read_small, replace_whole
-from workers.host.processes import is_alive, start_time
+from workers.host.processes import is_alive
+from workers.keeper.processes import start_time
 from workers.learned_limits import default_path
 from workers.nvml.queries import find_card, opened
 

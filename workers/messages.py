@@ -130,8 +130,10 @@ class Begin:
     """The policy's state by the last status of the slot; `None`: there is none."""
     fresh: bool = False
     """Whether the slot begins its work: what an earlier run left on the disk is not its state."""
+    copy: KeptBytes | None = None
+    """The head's copy of the slot's state, which comes in pieces before; `None`: there is none."""
     checkpoint: bytes | None = field(default=None, repr=False)
-    """The head's copy of the slot's state; `None`: there is none."""
+    """That copy, as the engine gets it from its own PC."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +161,8 @@ class Orders:
     """Number of the last news that the head has from this process of the actor (`Status.news`)."""
     kept: KeptBytes | None = None
     """How much the head has of the file with the slot's state that it gets in pieces."""
+    copy: CheckpointPiece | None = None
+    """The first part that is lacking there of what a process is to begin with (`Begin.copy`)."""
 
 
 NO_ORDERS = Orders()
@@ -375,7 +379,7 @@ NO_PROGRESS = Progress()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointPiece:
-    """A part of a file with a slot's state, on its way to the head."""
+    """A part of a file with a slot's state, on its way to the head, or back."""
 
     number: int
     """Of the file: that of no other file of the slot."""
@@ -426,6 +430,10 @@ class ProcessEnd:
     """In words, with the last line that it printed."""
 
 
+#: Of what was printed and is not acknowledged, at most so much is kept.
+_PRINTED_CHARS: Final = 64 * 2**10
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrintedOutput:
     """What a worker's process printed lately, by Python and by native libraries."""
@@ -435,10 +443,17 @@ class PrintedOutput:
     dropped_bytes: int
     """Printed before it, and more than a status carries."""
 
+    def followed_by(self, more: PrintedOutput) -> PrintedOutput:
+        """Return both as one; of more than 64 Ki characters the newest."""
+        text = self.text + more.text
+        cut = max(0, len(text) - _PRINTED_CHARS)
+        dropped_bytes = self.dropped_bytes + more.dropped_bytes + cut
+        return PrintedOutput(text=text[cut:], dropped_bytes=dropped_bytes)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """How a program of the user ended (`workers/command`)."""
+    """How a program of the user ended, as its PC saw it."""
 
     exit_code: int | None = None
     """`None` after a signal, and of a program that did not start."""
@@ -534,3 +549,5 @@ class Status:
     """How the process ended; `None` while it lives, and of one that was ended as ordered."""
     checkpoint: CheckpointPiece | None = None
     """The next part of the state that the head is to keep."""
+    copied: KeptBytes | None = None
+    """How much is here of the copy that the head sends in pieces."""

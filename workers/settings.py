@@ -223,12 +223,6 @@ class StoredLimit:
     peak_bytes: int | None
     """Most that a step of `learned.size` took; `None` if no peak was measured."""
     learned_at_unix_s: float
-    best_tflops: float | None = None
-    """Most that such a worker has sustained; `None` if it is unknown."""
-    best_under: str | None = None
-    """How much of the card it had then: its duty, and who shared the card. Only equal terms are
-    compared.
-    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

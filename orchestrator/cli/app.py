@@ -7,33 +7,36 @@ from __future__ import annotations
 
 import shutil
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
+from rich.console import Console
 from typer import Argument, Option
 
-from orchestrator.cli import jobs, jobs_run
+from orchestrator.cli import jobs
 from orchestrator.cli.loading import (
     APPLY_POWER_LIMIT,
     AS_JSON,
     RUN_ID,
     SLOT,
-    TO,
     Configured,
     Here,
-    Injected,
     NewRun,
     Where,
     duration_s,
+    flag,
     import_from_here,
     shared,
+    value,
 )
 from orchestrator.cli.printing import print_json, tell
 from orchestrator.errors import UsageError
-from orchestrator.jobs.sweep import expand
 from orchestrator.record.folders import LATEST, RUNNING, list_runs, run_object
+
+if TYPE_CHECKING:
+    pass
 
 #: Of the verbs that only name slots.
 _COMMANDS = {
@@ -43,12 +46,7 @@ _COMMANDS = {
     "reinstate": "Start quarantined slots again, their failures forgotten.",
     "save": "Have slots save now what they train.",
 }
-_OF_RUN = Option(
-    RUNNING,
-    "--run",
-    help="As `runs` shows it, or its end. Default: the newest that runs.",
-    metavar="RUN_ID",
-)
+_OF_RUN = value("RUN_ID", "Default: the newest that runs.", RUNNING, "--run")
 
 app = typer.Typer(
     name="orchestrator",
@@ -64,25 +62,14 @@ app = typer.Typer(
 @shared
 def run(  # noqa: PLR0913 - one parameter for each option of the command
     new: NewRun,
-    injected: Injected,
-    duration: str | None = Option(
-        None, help="Minutes, or 30s, 2h, 1h30m. Default: run.duration.", metavar="TIME"
-    ),
-    scale: float | None = Option(
-        None, help="Of bytes in a rehearsal; sizes by its root. Default: 1/16 on a CPU."
-    ),
-    workload: str | None = Option(
-        None, help="matmul, train, or your own package.module:Class.", metavar="NAME"
-    ),
-    policy: str | None = Option(
-        None, help="How sizes follow memory: adaptive or classic.", metavar="NAME"
-    ),
-    wait_for_nodes: bool = Option(
-        False, "--wait-for-nodes", help="Start on what is there; nodes may join later."
-    ),
-    resume: str | None = Option(
-        None, help="Resume a run whose head was killed or interrupted.", metavar="RUN_ID"
-    ),
+    duration: str | None = value("TIME", "Minutes, or 30s, 2h, 1h30m. Default: run.duration."),
+    workload: str | None = value("NAME", "matmul, train, or your own package.module:Class."),
+    policy: str | None = value("NAME", "How sizes follow memory: adaptive or classic."),
+    wait_for_nodes: bool = flag("--wait-for-nodes", "Start on what is there; nodes may join."),
+    resume: str | None = value("RUN_ID", "Resume a run whose head was killed or interrupted."),
+    chaos: str | None = value("FAULTS", 'Inject, such as "oom:rate=0.05;kill:every=20s".'),
+    chaos_seed: int = value("NUMBER", "Of --chaos: the same seed, the same faults.", 0),
+    yes_really: bool = flag("--yes-really", "Allow --chaos on a cluster, or memory offsets."),
     apply_power_limit: bool = APPLY_POWER_LIMIT,
 ) -> None:
     """Run the workers and show their health. Ctrl-C ends the run and writes the summary."""
@@ -90,31 +77,31 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
     from orchestrator.record.archive import read_run
     from orchestrator.run import runner
 
-    if scale is not None and not new.rehearse:
-        raise UsageError("--scale only makes sense with --rehearse")
+    more_s, faults = duration_s(duration), None
+    if chaos is not None:
+        from orchestrator.lab.chaos import Chaos
+
+        faults = Chaos(chaos, chaos_seed, yes_really=yes_really)
     options = runner.Options(
         json=new.as_json,
         plain=new.plain,
         wait_for_nodes=wait_for_nodes,
-        chaos=injected.faults(),
+        chaos=faults,
         apply_power_limit=apply_power_limit,
-        yes_really=injected.yes_really,
+        yes_really=yes_really,
     )
-    more_s = duration_s(duration)
+    import_from_here()
     if resume is not None:
-        folder = new.run(resume)
-        import_from_here()
         if new.local or new.rehearse or new.overrides or workload is not None or policy is not None:
             raise UsageError(
                 "--resume uses the run's own configuration; start a new run to change anything "
                 "but --duration"
             )
-        raise typer.Exit(runner.go_on(read_run(folder), options, more_s))
+        raise typer.Exit(runner.go_on(read_run(new.run(resume)), options, more_s))
     typed = {"run.duration": duration, "workload.name": workload, "memory.policy": policy}
     loaded = new.load_here(typed)
-    import_from_here()
     refuse_folder(loaded)
-    raise typer.Exit(runner.run(new.environment(loaded, scale), options))
+    raise typer.Exit(runner.run(new.environment(loaded), options))
 
 
 app.add_typer(jobs.app, name="jobs")
@@ -122,25 +109,12 @@ app.add_typer(jobs.app, name="jobs")
 
 @app.command()
 @shared
-def plan(
-    where: Configured,
-    jobs_file: str | None = Option(
-        None, "--jobs", help="What a job file would do, and for how long.", metavar="FILE"
-    ),
-    json_output: bool = AS_JSON,
-) -> None:
+def plan(where: Configured, json_output: bool = AS_JSON) -> None:
     """Show where each worker will go and what it may use."""
-    from orchestrator.cli import plan as of_run
-    from orchestrator.cli import plan_jobs as of_jobs
+    from orchestrator.cli.plan import plan_object, plan_parts
 
-    loaded = where.load()
-    if jobs_file is not None:
-        planned = of_jobs.plan_jobs(expand(jobs_run.read_file(jobs_file, loaded)), loaded)
-        told, parts = of_jobs.plan_object(planned), of_jobs.plan_parts(planned)
-    else:
-        told = of_run.plan_object(loaded)
-        parts = of_run.plan_parts(told)
-    print_json(told) if json_output else tell(*parts)
+    told = plan_object(where.load())
+    print_json(told) if json_output else tell(*plan_parts(told))
 
 
 @app.command()
@@ -148,55 +122,34 @@ def plan(
 def up(
     where: Configured,
     node: str = Argument(help="A key under nodes: in the configuration."),
-    head_address: str | None = Option(
-        None,
-        help="How other PCs reach the head. Default: what is configured, else this PC.",
-        metavar="HOST[:PORT]",
+    head_address: str | None = value(
+        "HOST[:PORT]", "How others reach the head. Default: what is configured, else this PC."
     ),
-    execute: bool = Option(False, "--exec", help="Run the commands instead of printing them."),
-    stay: bool = Option(
-        False,
-        "--stay",
-        help="With --exec: keep the node, and start it again whenever it has ended.",
-    ),
-    service: bool = Option(
-        False, "--service", help="Write and start a systemd user unit that does so, and print it."
-    ),
+    execute: bool = flag("--exec", "Run the commands instead of printing them."),
+    stay: bool = flag("--stay", "With --exec: keep the node, and start it again when it ends."),
 ) -> None:
     """Print the exact commands that make a PC a node of the cluster."""
     from orchestrator.cli import nodes
-    from orchestrator.cli.service import install_node
-    from orchestrator.cli.stay import keep
 
-    if service and (execute or stay):
-        raise UsageError("--service excludes --exec and --stay: the unit that it writes does both")
     if stay and not execute:
         raise UsageError("--stay keeps a node that this command starts: it needs --exec")
     loaded = where.load()
     if node not in loaded.nodes:
         raise UsageError(f"{where.config} has no node {node!r}; valid: {', '.join(loaded.nodes)}")
     command = nodes.command_for(loaded, node, head_address)
-    if service:
-        more = () if head_address is None else ("--head-address", head_address)
-        for line in install_node(command, [*where.words, *more]):
-            tell(line)
-    elif not execute:
+    if not execute:
         typer.echo(command.script(node))
-    elif stay:
-        raise typer.Exit(keep(command))
-    else:
-        code = nodes.execute(command)
-        tell(*(command.remarks if code == 0 else ()))
-        raise typer.Exit(code)
+        return
+    code = nodes.keep(command) if stay else nodes.execute(command)
+    tell(*(command.remarks if code == 0 else ()))
+    raise typer.Exit(code)
 
 
 @app.command()
 @shared
 def stop(
     where: Where,
-    node: str | None = Option(
-        None, help="Also end the Ray node that `up NODE` started on this PC.", metavar="NODE"
-    ),
+    node: str | None = value("NODE", "Also end the Ray node that `up NODE` started here."),
 ) -> None:
     """End the runs under way in one run folder, as Ctrl-C would.
 
@@ -227,14 +180,8 @@ def runs(where: Where, json_output: bool = AS_JSON) -> None:
 def report(
     where: Where,
     run_id: str = RUN_ID,
-    text: bool = Option(False, "--text", help="In words: this is the default."),
     json_output: bool = AS_JSON,
-    html: Path | None = Option(
-        None, help="Into one file for a browser, charts included.", metavar="FILE"
-    ),
-    curves: Path | None = Option(
-        None, help="Loss and validation over steps, as CSV.", metavar="DIR"
-    ),
+    html: Path | None = value("FILE", "Into one file for a browser, charts included."),
 ) -> None:
     """Show one run: how it ended, its table, what happened.
 
@@ -242,16 +189,13 @@ def report(
     """
     from orchestrator.cli.runs import report_json, report_text
     from orchestrator.view import html_report
-    from orchestrator.view.curves import write_curves
 
-    if text + json_output + (html is not None) + (curves is not None) > 1:
-        raise UsageError("--text, --json, --html and --curves exclude each other")
+    if json_output and html is not None:
+        raise UsageError("--json and --html exclude each other")
     folder = where.run(run_id)
     if html is not None:
         html_report.write_report(html, folder)
         tell(str(html))
-    elif curves is not None:
-        tell(*write_curves(folder, curves))
     elif json_output:
         print_json(report_json(folder))
     else:
@@ -264,17 +208,10 @@ def export(
     where: Where,
     run_id: str = Argument(help="As `runs` shows it, or its end.", metavar="RUN_ID"),
     slot: str = SLOT,
-    to: Path = TO,
-    merged: bool = Option(
-        False, "--merged", help="Adapters merged into the weights, in fp32: this is the default."
-    ),
-    adapter: bool = Option(False, "--adapter", help="The adapters alone, for peft."),
-    average: bool = Option(
-        False, "--average", help="The averaged weights, where train.ema_decay keeps them."
-    ),
-    best: bool = Option(
-        False, "--best", help="What had the lowest validation loss, where that was kept."
-    ),
+    to: Path = value("DIR", "A new folder, or an empty one.", ...),
+    adapter: bool = flag("--adapter", "The adapters alone, for peft. Default: merged."),
+    average: bool = flag("--average", "The averaged weights, where train.ema_decay keeps them."),
+    best: bool = flag("--best", "What had the lowest validation loss, where that was kept."),
 ) -> None:
     """Write what a slot has trained as a Hugging Face folder.
 
@@ -282,9 +219,7 @@ def export(
     """
     from orchestrator.cli import export as verb
 
-    if merged and adapter:
-        raise UsageError("--merged and --adapter exclude each other")
-    form = "merged" if merged else "adapter" if adapter else None
+    form = "adapter" if adapter else None
     tell(*verb.export(where.run(run_id), slot, to, form, average=average, best=best))
 
 
@@ -295,12 +230,7 @@ def logs(
     name: str = Argument(
         help="A slot, such as pc1/3, or a job as `jobs list` shows it.", metavar="NAME"
     ),
-    run_id: str = Option(
-        LATEST,
-        "--run",
-        help="As `runs` shows it, or its end. Default: the newest.",
-        metavar="RUN_ID",
-    ),
+    run_id: str = value("RUN_ID", "Default: the newest.", LATEST, "--run"),
     follow: bool = Option(
         False, "--follow", "-f", help="Print what comes, until the run or the job has ended."
     ),
@@ -309,10 +239,8 @@ def logs(
 
     All of them are in the run folder.
     """
-    from orchestrator.cli.logs import output_of
-
-    for line in output_of(where.runs, run_id, name, follow=follow):
-        tell(line)
+    for text in jobs.output_of(where.runs, run_id, name, follow=follow):
+        typer.echo(text, nl=False)
 
 
 @app.command()
@@ -320,31 +248,19 @@ def logs(
 def top(
     where: Where,
     run_id: str = RUN_ID,
-    once: bool = Option(
-        False, "--once", help="Print one frame and end, as where there is no terminal."
-    ),
-    sort: str | None = Option(
-        None, help="By which; -COLUMN turns the order. Default: worst first.", metavar="COLUMN"
-    ),
-    wanted: str | None = Option(
-        None, "--filter", help='Such as "state:backoff !pc1".', metavar="WORDS"
-    ),
-    json_output: bool = AS_JSON,
-    read_only: bool = Option(
-        False, "--read-only", help="Without the keys that send commands to the run."
-    ),
+    once: bool = flag("--once", "Print the table once and end, as where there is no terminal."),
 ) -> None:
-    """Follow a run from any terminal. `?` lists the keys."""
-    from orchestrator.view.top import screen
+    """Follow a run from any terminal; the last line lists the keys."""
+    from orchestrator.cli.runs import table_text
 
-    view = screen.view_of(sort, wanted)
     folder = where.run(run_id)
-    if json_output:
-        print_json(screen.frame_json(folder, view))
-    elif once or not screen.is_terminal():
-        tell(screen.frame_text(folder, view, _columns()))
+    is_screen = sys.stdin.isatty() and sys.stdout.isatty() and Console(stderr=True).is_interactive
+    if once or not is_screen:
+        tell(table_text(folder, _columns()))
     else:
-        screen.watch(folder, view, read_only=read_only)
+        from orchestrator.view.top import Top  # Textual takes half a second to load
+
+        Top(folder).run()
 
 
 @app.command()
@@ -352,10 +268,8 @@ def top(
 def notify(
     where: Where,
     run_id: str = RUN_ID,
-    once: bool = Option(False, "--once", help="Send one status of the run as it is now, and end."),
-    test: bool = Option(
-        False, "--test", help="Send one message, and say of each address whether it took it."
-    ),
+    once: bool = flag("--once", "Send one status of the run as it is now, and end."),
+    test: bool = flag("--test", "Send one message, and say which address took it."),
 ) -> None:
     """Tell of a run by mail or chat until it ends.
 
@@ -366,7 +280,7 @@ def notify(
 
     if once and test:
         raise UsageError("--once and --test exclude each other")
-    loaded = where.to_read()
+    loaded = where.load_or_shipped()
     urls = notify_urls(loaded.notify)
     if not urls:
         raise UsageError(
@@ -387,43 +301,23 @@ def web(
     port: int = Option(
         8470, help="Of the page; 0 takes any free one.", min=0, max=65_535, metavar="NUMBER"
     ),
-    bind: str | None = Option(
-        None, help="An address of this PC at which Prometheus gets /metrics.", metavar="ADDRESS"
-    ),
-    control: bool = Option(
-        False, "--control", help="Let the page send commands about slots and jobs."
-    ),
+    bind: str | None = value("ADDRESS", "Of this PC, at which Prometheus gets /metrics."),
+    control: bool = flag("--control", "Let the page send commands about slots and jobs."),
 ) -> None:
     """Show a run in a browser, also one that is over.
 
     Prints the address, which opens the page.
     """
-    from orchestrator.view.web import serving
+    from orchestrator.view.web import server
 
-    serving.serve(where.runs, run_id, tell, port=port, bind=bind, control=control)
-
-
-@app.command()
-def limits(
-    clear: bool = Option(False, "--clear", help="Forget them all."), json_output: bool = AS_JSON
-) -> None:
-    """List what runs have learned, or delete it. These are the sizes that fit a card."""
-    from orchestrator.cli import limits as verb
-    from workers.learned_limits import LimitStore
-
-    told = (verb.cleared if clear else verb.known)(LimitStore(), time.time())
-    print_json(told) if json_output else tell(verb.shown(told))
+    server.serve(where.runs, run_id, tell, port=port, bind=bind, control=control)
 
 
 @app.command()
 @shared
 def burn(
     new: NewRun,
-    duration: str | None = Option(
-        None,
-        help="Of the heat phase, minutes or 30s, 2h; the others are never longer. Default: 60.",
-        metavar="TIME",
-    ),
+    duration: str | None = value("TIME", "Of heat; other phases are never longer. Default: 1h."),
     phase: list[int] | None = Option(
         None,
         help="1 caps and precision, 2 heat, 3 full load. Default: all.",
@@ -443,16 +337,23 @@ def burn(
     options = runner.Options(
         json=new.as_json, plain=new.plain, wait_for_nodes=False, apply_power_limit=apply_power_limit
     )
-    raise typer.Exit(verb.burn(loaded, new.environment, heat_s, phase or (1, 2, 3), options))
+    devices = {plan.spec.device for plan in new.environment(loaded).plans}
+    result = verb.burn(
+        verb.planned_runs(loaded, devices, heat_s, phase or (1, 2, 3)),
+        new.environment,
+        options,
+        lambda line: typer.echo(line, err=new.as_json),
+    )
+    if new.as_json:
+        print_json(result)
+    raise typer.Exit(result["exit_code"])
 
 
 @app.command()
 @shared
 def doctor(
     where: Configured,
-    node: str | None = Option(
-        None, help="Which node of the configuration this PC is.", metavar="NODE"
-    ),
+    node: str | None = value("NODE", "Which node of the configuration this PC is."),
     json_output: bool = AS_JSON,
 ) -> None:
     """Check every node and say what to type. Without a cluster it checks this machine alone."""
@@ -465,8 +366,8 @@ def doctor(
 
 @app.command()
 def init(
-    output: str = Option("cluster.yaml", "--output", "-o", help="Where to.", metavar="FILE"),
-    force: bool = Option(False, "--force", help="Replace that file if it is there."),
+    output: str = value("FILE", "Where to.", "cluster.yaml", "--output", "-o"),
+    force: bool = flag("--force", "Replace that file if it is there."),
 ) -> None:
     """Write a cluster.yaml that fits the machines.
 
@@ -481,42 +382,29 @@ def init(
 @shared
 def tune(
     here: Here,
-    preset: str | None = Option(
-        None, help="What is trained. Default: train.preset.", metavar="NAME"
-    ),
-    workload: str = Option("train", help="train or matmul.", metavar="NAME"),
-    budget: str | None = Option(
-        None, help="Minutes, or 30s, 2h. Default: 15; 4.5 in a rehearsal.", metavar="TIME"
-    ),
-    levers: str | None = Option(
-        None,
-        help="Only these, such as precision,optimizer=adamw-fused. Default: all.",
-        metavar="KEY[=VALUE],...",
-    ),
+    workload: str = value("NAME", "train or matmul.", "train"),
+    budget: str | None = value("TIME", "Default: 15 minutes; 4.5 in a rehearsal."),
+    levers: str | None = value("KEY[=VALUE],...", "Only these. Default: all."),
 ) -> None:
     """Measure what each setting brings here; write tuned.yaml."""
-    from orchestrator.lab.tune.tuning import Tuning, names_in
+    from orchestrator.lab.tune import Tuning, names_in
 
     import_from_here()
     tuning = Tuning(
-        here.load({"train.preset": preset}),
-        Path(here.config).read_text(encoding="utf-8"),
+        here.load(),
         rehearse=here.rehearse,
         budget_s=duration_s(budget, "--budget"),
         names=names_in(levers or ""),
         workload=workload,
     )
     is_whole = tuning.run(lambda line: typer.echo(line, err=True))
-    if here.as_json:
-        print_json(tuning.json_text())
-    else:
-        tell(tuning.text(_columns() if sys.stdout.isatty() else None))
+    print_json(tuning.result) if here.as_json else tell(tuning.text())
     if not is_whole:
         raise typer.Exit(130)
 
 
-def _add_command(do: str, summary: str, *, hidden: bool = False) -> None:
-    @app.command(do, help=summary, hidden=hidden)
+def _add_command(do: str, summary: str) -> None:
+    @app.command(do, help=summary)
     @shared
     def verb(
         where: Where,
@@ -525,16 +413,11 @@ def _add_command(do: str, summary: str, *, hidden: bool = False) -> None:
         ),
         run_id: str = _OF_RUN,
     ) -> None:
-        if do == "resume":
-            typer.echo(
-                "`resume` is called `unpause` now; a run goes on with `run --resume`", err=True
-            )
         _send(where, do, slots, run_id)
 
 
 for _do, _summary in _COMMANDS.items():
     _add_command(_do, _summary)
-_add_command("resume", "The old name of `unpause`.", hidden=True)
 
 
 @app.command()

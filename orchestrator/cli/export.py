@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
-from orchestrator.config.load import config_from_text
-from orchestrator.core.placement import Target, plan_slots
+from orchestrator.cli.jobs import ground_of
+from orchestrator.core.placement import plan_slots
 from orchestrator.errors import OrchestratorError, UsageError, one_line
 from orchestrator.record.archive import read_run
 from orchestrator.run.child import ask_child
@@ -24,22 +24,24 @@ def export(
 ) -> Iterator[str]:
     """Write what a slot of a run has trained into a new folder; yield what is to be told.
 
-    `form`: `merged`, `adapter`, or `None`: merged where there are adapters. `best`: what had the
-    lowest validation loss, and not the last checkpoint.
+    `form`: `adapter`, or `None`: merged where there are adapters. `best`: what had the lowest
+    validation loss, and not the last checkpoint.
 
     Raises:
         UsageError: There is nothing to write, or no place for it.
         NoClusterError: The checkpoints are on another PC, which does not answer.
         OrchestratorError: The process that writes has ended early.
     """
+    to = to.expanduser().absolute()
+    if to.exists() and not (to.is_dir() and not any(to.iterdir())):
+        raise UsageError(f"{to} is there already; name a new folder, or remove that one")
     stored = read_run(folder)
     facts = stored.facts
-    config = config_from_text(facts.config_yaml, f"the configuration of run {facts.run_id}")
+    config, target = ground_of(facts)
     if config.workload.name != "train":
         raise UsageError(
             f"run {facts.run_id} has trained nothing: see `python -m orchestrator runs`"
         )
-    target = Target(device=facts.device, one_machine=facts.one_machine)
     specs = {plan.spec.slot: plan.spec for plan in plan_slots(config, target)}
     if slot not in specs:
         raise UsageError(f"run {facts.run_id} has no slot {slot[:80]!r}; valid: {', '.join(specs)}")
@@ -62,8 +64,8 @@ def export(
     if "refused" in told:
         raise UsageError(one_line(told["refused"]))
     yield from told["told"]
-    row = next((record.row for record in stored.slots if record.slot == slot), {})
-    if not best and told["step"] < (row.get("saved_step") or 0):
-        yield f"the run has saved step {row['saved_step']}, of which there is no checkpoint here"
+    saved = next((it.row.progress.saved_step for it in stored.slots if it.slot == slot), None)
+    if not best and told["step"] < (saved or 0):
+        yield f"the run has saved step {saved}, of which there is no checkpoint here"
     size_mib, form = told["bytes"] / MIB, told["form"]
     yield f"{to}: step {told['step']} of {slot}, {form}, {size_mib:.1f} MiB"

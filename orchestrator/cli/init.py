@@ -37,17 +37,14 @@ def write_config(output: str, *, force: bool) -> Iterator[str]:
     """
     path = Path(output)
     try:
-        is_there = path.exists()
-    except OSError as error:
-        raise UsageError(f"{output} cannot be written: {error.strerror}") from None
-    if is_there and not force:
-        raise UsageError(
-            f"{output} is there already; --force replaces it, --output FILE writes to another place"
-        )
-    nodes, port, remarks = _nodes()
-    text = render(template(), nodes, port)
-    config = config_from_text(text, output)
-    try:
+        if path.exists() and not force:
+            raise UsageError(
+                f"{output} is there already; --force replaces it, --output FILE writes to another "
+                "place"
+            )
+        nodes, port, remarks = _nodes()
+        text = render(template(), nodes, port)
+        config = config_from_text(text, output)
         write_file(path, text)
     except OSError as error:
         raise UsageError(f"{output} cannot be written: {error.strerror}") from None
@@ -85,13 +82,14 @@ def _nodes() -> tuple[dict[str, NodeChoice], int | None, list[str]]:
         return here, None, [one_line(f"{error}: the file is for this machine alone")]
     # The first node of the file is the head.
     is_head, _, port = address.rpartition(":")
-    answers = tuple(sorted(answers, key=lambda answer: answer.address != is_head))
-    remarks = [one_line(text) for answer in answers if (text := _why_left_out(answer)) is not None]
-    nodes = {
-        answer.name: choose(answer.facts, host=answer.address if len(answers) > 1 else None)
-        for answer in answers
-        if answer.name is not None and answer.facts is not None and _why_left_out(answer) is None
-    }
+    nodes, remarks = {}, []
+    for answer in sorted(answers, key=lambda answer: answer.address != is_head):
+        why = _why_left_out(answer)
+        if why is not None or answer.name is None or answer.facts is None:
+            remarks.append(one_line(f"left out: {why}"))
+        else:
+            host = answer.address if len(answers) > 1 else None
+            nodes[answer.name] = choose(answer.facts, host=host)
     if not nodes:
         raise UsageError("\n".join(["no node of the cluster can be used:", *remarks]))
     return nodes, int(port), remarks
@@ -99,12 +97,9 @@ def _nodes() -> tuple[dict[str, NodeChoice], int | None, list[str]]:
 
 def _why_left_out(answer: NodeAnswer) -> str | None:
     if answer.name is None:
-        return f"left out: the node at {answer.address} has no label (ray start --labels=node=NAME)"
+        return f"the node at {answer.address} has no label (ray start --labels=node=NAME)"
     if not _NODE_NAME.fullmatch(answer.name):
-        return (
-            f"left out: the label node={answer.name} is no name for cluster.yaml: a-z, 0-9, - "
-            "_ . only"
-        )
+        return f"the label node={answer.name} is no name for cluster.yaml: a-z, 0-9, - _ . only"
     if answer.facts is None:
-        return f"left out: {answer.name} gave no answer: {answer.error or 'no reason given'}"
+        return f"{answer.name} gave no answer: {answer.error or 'no reason given'}"
     return None

@@ -1,71 +1,65 @@
-"""The verbs of `jobs`, and their options: what is typed of a queue of jobs.
+"""The verbs of `jobs`, and their options: what is typed of a queue of jobs; and what `logs` prints.
 
 Finds the queue in the newest run that has one. What is submitted and said waits beside it,
-until the head takes it at once, or when `jobs run` goes on. Does not run a queue (`jobs_run.py`),
-nor lay out what is shown (`view/jobs.py`).
+until the head takes it at once, or when `jobs run` goes on. Does not decide what runs where
+(`jobs/queue.py`), runs nothing itself (`run/runner.py`), and does not lay out what is shown
+(`view/jobs.py`).
 """
 
 from __future__ import annotations
 
 import getpass
 import secrets
-import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final
 
 import typer
-from typer import Argument, Option
-from typer.core import TyperCommand
+from typer import Argument
 
-from orchestrator.cli import jobs_run
-from orchestrator.cli.loading import AS_JSON, TO, OfQueue, shared
+from orchestrator.cli.loading import AS_JSON, NewRun, OfQueue, flag, shared, value
 from orchestrator.cli.printing import print_json, tell
-from orchestrator.cluster.connect import connected
 from orchestrator.config.load import config_from_text
-from orchestrator.config.schema import Config
-from orchestrator.control.queue import Message, put, waiting
+from orchestrator.config.schema import Config, WorkersConfig
+from orchestrator.config.yaml_source import read_text
+from orchestrator.control.queue import Message, put, say, waiting
 from orchestrator.core.placement import Target
-from orchestrator.errors import ArchiveError, NoClusterError, UsageError
-from orchestrator.jobs.model import (
-    ENDED,
-    Job,
-    JobState,
-    QueueHeld,
-    Said,
-    Standing,
-    Submitted,
-    Word,
+from orchestrator.errors import ArchiveError, UsageError
+from orchestrator.jobs.model import ENDED, Job, JobOrder, JobState, QueueHeld, Standing, Submitted
+from orchestrator.jobs.queue import Queue
+from orchestrator.jobs.spec import from_words, keys_of, parse
+from orchestrator.jobs.sweep import JobFile, expand
+from orchestrator.record.archive import StoredRun, head_of, read_run
+from orchestrator.record.command_file import any_waits
+from orchestrator.record.events import StoredEvent, read_events
+from orchestrator.record.folders import (
+    RUNNING,
+    command_for,
+    find_queue,
+    find_run,
+    go_on_command,
+    list_runs,
 )
-from orchestrator.jobs.sweep import expand
-from orchestrator.record.archive import StoredEvent, head_of, read_events, read_run
-from orchestrator.record.folders import command_for, go_on_command
-from orchestrator.record.jobs import QUEUE_NAME, QueueReader, QueueSnapshot, queue_of
-from orchestrator.record.output import Follower
-from orchestrator.run.environment import Mode
-from orchestrator.run.sampled_sweeps import sampled_sweeps
+from orchestrator.record.jobs import QUEUE_NAME, QueueSnapshot, queue_of, queue_snapshot
+from orchestrator.record.output import Follower, last_lines
+from orchestrator.record.store import RunFacts
+from orchestrator.run.earlier import fetch_weights
+from orchestrator.run.prediction import least_room_of
+from orchestrator.run.sampled_sweeps import prepared, sampled_sweeps
 from orchestrator.view import jobs as view
-from orchestrator.view.phrases import counted
-from workers.learned_limits import default_path
-from workers.units import MIB
+
+#: A queue ends when it is empty. This only bounds it where nothing ever ends.
+_LONGEST: Final = "365d"
 
 _NAMED: Final = 8
 
 _LOOK_EVERY_S: Final = 0.5
 _INTERRUPTED: Final = 130
 _EXIT_MOST: Final = 255
-
-_RESTING: Final = frozenset({JobState.PARKED, JobState.PAUSED})
-#: In which states a word changes something (`jobs/lifecycle.py`).
-_OBEYING: Final = {
-    Word.CANCEL: frozenset(JobState) - ENDED,
-    Word.HOLD: frozenset(JobState) - ENDED - {JobState.HELD, JobState.SAVING},
-    Word.RELEASE: _RESTING | {JobState.HELD},
-    Word.RETRY: _RESTING | ENDED - {JobState.DONE},
-}
 
 _JOB = Argument(help="As `jobs list` shows it.", metavar="JOB")
 
@@ -76,98 +70,106 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-app.command("run")(jobs_run.run)
 
-
-class _Submit(TyperCommand):
-    """Notes whether `--` was typed: what stands behind it is a command, and no file."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401 - as in typer
-        """See click."""
-        ctx.meta["is_command"] = "--" in args
-        return super().parse_args(ctx, args)
-
-
-@app.command(cls=_Submit, context_settings={"ignore_unknown_options": True})
+@app.command()
 @shared
-def submit(  # noqa: PLR0913 - one parameter for each option of the command
+def run(
+    here: NewRun,
+    file: str | None = Argument(None, help="A job file; docs/jobs.md has one.", metavar="FILE"),
+    stay: bool = flag("--stay", "Wait for more jobs when nothing is left to do."),
+    new: bool = flag("--new", "Begin another queue, although one is unfinished."),
+) -> None:
+    """Work off a job file, and what is submitted meanwhile.
+
+    The same command after a crash or a reboot goes on with what is unfinished.
+    """
+    from orchestrator.run import runner
+
+    base = here.load_or_shipped()
+    runs_dir = Path(base.run.dir)
+    waits_in = here.mode if stay and file is None else ""
+    before = None if new else _queue_before(runs_dir, waits_in)
+    queue = Queue() if before is None else queue_of(before.folder)
+    read = None if file is None else read_file(file, base, queue.jobs)
+    jobs: Sequence[Job] = () if read is None else expand(read)
+    fetch_starts(read, runs_dir)
+    if before is not None and _never_began(before, queue, jobs):
+        before = None
+
+    def options(added: Sequence[Job], config: Config, target: Target) -> runner.Options:
+        of_queue = runner.QueueOptions(
+            stays=stay, sweeps=sampled_sweeps(read, queue), jobs=on_target(added, config, target)
+        )
+        return runner.Options(
+            json=here.as_json, plain=here.plain, wait_for_nodes=True, queue=of_queue
+        )
+
+    if before is not None:
+        _check_mode(before, file, here.mode)
+        added = not_known(jobs, queue.jobs)
+        _say_that_it_goes_on(before, queue, len(added), stays=stay)
+        goes_on = options(added, *ground_of(before.facts))
+        cluster = base.cluster if Path(here.config).exists() else None
+        raise typer.Exit(runner.go_on(before, goes_on, None, cluster=cluster))
+    if file is None and not stay:
+        raise UsageError(
+            "there is no unfinished queue to go on with; name a job file, or wait for jobs with "
+            "--stay"
+        )
+    # A job's share of the card changes; that of an MPS client cannot.
+    loaded = here.load_here({"run.duration": _LONGEST})
+    loaded = loaded.model_copy(update={"workers": WorkersConfig()})
+    environment = here.environment(loaded)
+    begins = options(jobs, environment.config, environment.target)
+    raise typer.Exit(runner.run(environment, begins))
+
+
+@app.command()
+@shared
+def submit(
     queue: OfQueue,
-    context: typer.Context,
-    words: list[str] | None = Argument(
-        None,
-        help="A job file; or, behind --, a command with its arguments.",
+    words: list[str] = Argument(
+        help="A job file, which ends in .yaml; or, behind --, a command with its arguments.",
         metavar="FILE | -- COMMAND",
         show_default=False,
     ),
-    train: list[str] | None = Option(
-        None, help="A training, such as preset=gpt2-small.", metavar="KEY=VALUE"
-    ),
-    over: list[str] | None = Option(
-        None, help="A job for each value, as train.lr=1e-4,3e-4.", metavar="KEY=VALUE,..."
-    ),
-    name: str | None = Option(None, help="Of the job, or of its sweep.", metavar="NAME"),
-    after: list[str] | None = Option(None, help="A job that must be done before.", metavar="JOB"),
-    priority: int | None = Option(None, help="Higher goes first. Default: 0."),
-    hours: str | None = Option(None, help="When it may run.", metavar="22:00-07:00"),
-    wait: bool = Option(
-        False, "--wait", help="Print what the job prints, and end with its exit code."
-    ),
+    name: str | None = value("NAME", "Of the job."),
+    after: list[str] | None = value("JOB", "A job that must be done before."),
+    priority: int | None = value("NUMBER", "Higher goes first. Default: 0."),
+    hours: str | None = value("22:00-07:00", "When it may run."),
+    wait: bool = flag("--wait", "Print what the job prints, and end with its exit code."),
     json_output: bool = AS_JSON,
 ) -> None:
-    """Put jobs into the queue: a file, training or command.
-
-    A command stands behind `--`.
+    """Put jobs into the queue: a file, or a command.
 
     Also while the queue runs, and while its head is dead.
     """
     folder = queue.folder
     snapshot, (base, target) = snapshot_of(folder), _ground_of(folder, queue)
     known = [standing.job for standing in snapshot.standings]
-    given = words or []
-    if given and not context.meta["is_command"]:
-        if given[0].startswith("-"):
-            raise UsageError(
-                f"there is no option {given[0][:40]}; `jobs submit --help` lists them, and those "
-                "of a command stand behind --"
-            )
-        if len(given) > 1:
-            raise UsageError(
-                "a command stands behind --, as in: python -m orchestrator jobs submit -- "
-                f"{' '.join(given)[:200]}"
-            )
-        if train or over or name or after or hours or priority is not None:
-            raise UsageError(
-                f"{given[0]} is a job file, which says these things itself; for a command put -- "
-                "before it"
-            )
-        file = jobs_run.read_file(given[0], base, known)
+    of_command = {"after": after, "priority": priority, "hours": hours}
+    options = {key: value for key, value in of_command.items() if value is not None}
+    if len(words) == 1 and words[0].endswith((".yaml", ".yml")):
+        if options or name:
+            raise UsageError(f"{words[0]} is a job file, which says names, hours and more itself")
+        file = read_file(words[0], base, known)
     else:
-        if not given and not train:
-            raise UsageError(
-                "there is nothing to submit; type a job file, --train preset=gpt2-small, or "
-                "-- python train.py"
-            )
-        from orchestrator.jobs.spec import from_words
-
-        said = {"after": after, "priority": priority, "hours": hours}
-        options = {key: value for key, value in said.items() if value is not None}
-        file = from_words(base, train, over or (), given, name=name, known=known, **options)
+        file = from_words(base, words, name=name, known=known, **options)
     expanded = expand(file)
-    jobs_run.fetch_starts(file, folder.parent)
-    added = jobs_run.not_known(expanded, known)
-    sweeps = sampled_sweeps(file, queue_of(folder / QUEUE_NAME))
+    fetch_starts(file, folder.parent)
+    added = not_known(expanded, known)
+    sweeps = sampled_sweeps(file, queue_of(folder))
     if wait and (json_output or sweeps or len(expanded) != 1):
         raise UsageError("--wait is for one job, and excludes --json")
     if added or sweeps:
-        _put(folder, [*jobs_run.submitted(added, base, target, snapshot.standings), *sweeps])
+        _put(folder, [*submitted(added, base, target), *sweeps])
     ahead = sum(standing.state not in ENDED for standing in snapshot.standings)
     names = [*(job.name for job in added), *(sweep.name for sweep in sweeps)]
     if json_output:
         told = {"run_id": folder.name, "jobs": names, "queue_ahead": ahead}
         print_json({**told, "head_is_alive": _is_alive(folder)})
     elif wait:
-        typer.echo(f"submitted to run {folder.name}: {expanded[0].name}", err=True)
-        raise typer.Exit(_wait_for(folder, expanded[0]))
+        raise typer.Exit(_wait_for(folder, expanded[0].name))
     elif not names:
         tell(f"all {len(expanded)} jobs of it are in the queue already")
     else:
@@ -177,49 +179,31 @@ def submit(  # noqa: PLR0913 - one parameter for each option of the command
         _tell_if_dead(folder)
 
 
-def _wait_for(folder: Path, job: Job) -> int:
+def _wait_for(folder: Path, job: str) -> int:
     """Print what a job of a run folder prints, until it has ended; return the exit code for it.
 
     That of its program, 0 where it is DONE, else 1. Ctrl-C ends this and not the job: 130.
-
-    Raises:
-        UsageError: The queue has not taken the job.
     """
-    output, reader = Follower(folder, job.name), QueueReader(folder)
-    had_head, ended = True, None
+
+    def is_over() -> bool:
+        return standing_of(snapshot_of(folder), job).state in ENDED
+
     try:
-        while ended is None:
-            has_head = _is_alive(folder)
-            if had_head and not has_head:
-                typer.echo(f"the queue waits for a head: `{go_on_command(folder)}`", err=True)
-            had_head = has_head
-            standing = _submitted_one(folder, reader, job)
-            if standing is not None and standing.state in ENDED:
-                ended = standing
-            typer.echo(output.more(is_last=ended is not None), nl=False)
-            if ended is None:
-                time.sleep(_LOOK_EVERY_S)
+        typer.echo(f"submitted to run {folder.name}: {job}", err=True)
+        if not _is_alive(folder):
+            typer.echo(f"the queue waits for a head: `{go_on_command(folder)}`", err=True)
+        for text in followed(folder, job, is_over):
+            typer.echo(text, nl=False)
     except KeyboardInterrupt:
-        see = command_for(folder, "jobs", "show", job.name)
-        typer.echo(f"{job.name} goes on without this; look at it: {see}", err=True)
+        see = command_for(folder, "jobs", "show", job)
+        typer.echo(f"{job} goes on without this; look at it: {see}", err=True)
         return _INTERRUPTED
-    typer.echo(f"{job.name} is {ended.state}: {ended.reason}", err=True)
+    ended = standing_of(snapshot_of(folder), job)
+    typer.echo(f"{job} is {ended.state}: {ended.reason}", err=True)
     if ended.state is JobState.DONE:
         return 0
     code = ended.exit_code if ended.state is JobState.FAILED else None
     return code if code is not None and 0 < code <= _EXIT_MOST else 1
-
-
-def _submitted_one(folder: Path, reader: QueueReader, job: Job) -> Standing | None:
-    """Return how a job stands that was submitted; `None`: the head has not taken it yet."""
-    waits = any(one.name == job.name for one in _waiting_jobs(folder))  # before the look at others
-    snapshot = reader.look((), time.time())
-    found = [one for one in snapshot.standings if one.job.name == job.name] if snapshot else []
-    if found and found[0].job.id == job.id:
-        return found[0]
-    if waits:
-        return None
-    raise UsageError(f"the queue has refused {job.name}: events.jsonl in {folder} says why")
 
 
 @app.command("list")
@@ -229,9 +213,12 @@ def list_jobs(queue: OfQueue, json_output: bool = AS_JSON) -> None:
     folder = queue.folder
     snapshot = snapshot_of(folder)
     if json_output:
-        print_json(view.queue_object(snapshot))
+        print_json(view.queue_object(snapshot, view.current(snapshot)))
         return
-    tell(view.jobs_table(snapshot), f"run {folder.name}: {view.summary_line(snapshot)}")
+    tell(
+        view.jobs_table(snapshot, view.current(snapshot)),
+        f"run {folder.name}: {view.summary_line(snapshot)}",
+    )
     if snapshot.held is not None:
         tell("`python -m orchestrator jobs release` lets it go on")
     if any(standing.state not in ENDED for standing in snapshot.standings):
@@ -247,124 +234,54 @@ def show(queue: OfQueue, job: str = _JOB, json_output: bool = AS_JSON) -> None:
     standing = standing_of(snapshot, job)
     if json_output:
         print_json(view.job_object(standing, snapshot))
-    else:
-        tell(*view.job_lines(standing, _happened(folder, job), snapshot))
+        return
+    happened: Sequence[StoredEvent] = ()
+    with suppress(ArchiveError):  # the run has no record yet
+        happened = read_events(folder, view.TOLD_OF_JOBS, slot=job)
+    tell(*view.job_lines(standing, happened, snapshot))
 
 
 @app.command()
 @shared
-def results(
-    queue: OfQueue,
-    as_csv: bool = Option(False, "--csv", help="As CSV, with a column for each setting."),
-    json_output: bool = AS_JSON,
-) -> None:
+def results(queue: OfQueue, json_output: bool = AS_JSON) -> None:
     """Show what came out of every job, the best of a metric first."""
-    if as_csv and json_output:
-        raise UsageError("--csv and --json exclude each other")
     snapshot = snapshot_of(queue.folder)
     if json_output:
-        print_json(view.results_object(snapshot))
-    elif as_csv:
-        typer.echo(view.results_csv(snapshot))
+        print_json(view.queue_object(snapshot, view.best_first(snapshot)))
     else:
-        tell(view.results_table(snapshot), f"files: {snapshot.files}/JOB")
+        tell(view.jobs_table(snapshot, view.best_first(snapshot)), f"files: {snapshot.files}/JOB")
 
 
-@app.command()
-@shared
-def fetch(queue: OfQueue, job: str = _JOB, to: Path = TO) -> None:
-    """Copy a job's files from whichever PC has them."""
-    folder = queue.folder
-    tell(_copied(folder, standing_of(snapshot_of(folder), job), to))
-
-
-def _happened(folder: Path, job: str) -> tuple[StoredEvent, ...]:
-    """Return what happened to a job; nothing where the run has no record."""
-    try:
-        return read_events(folder, view.TOLD_OF_JOBS, slot=job)
-    except ArchiveError:
-        return ()
-
-
-def _copied(folder: Path, standing: Standing, to: Path) -> str:
-    """Copy the files of a job of a run folder into `to`; return what is to be told.
-
-    Raises:
-        UsageError: There is nothing to copy, or no place for it.
-        NoClusterError: The files are on another PC, which does not answer.
-    """
-    job, of_run = standing.job.name, default_path().parent / "state" / folder.name
-    places = [folder / QUEUE_NAME / "files" / job, of_run / job]
-    try:
-        for place in places:
-            if place.is_dir():
-                shutil.copytree(place, to, symlinks=True, dirs_exist_ok=True)
-        if not to.exists():
-            _copy_from_node(folder, standing, to)
-    except OSError as failure:
-        raise UsageError(f"{to} cannot be written: {failure.strerror or failure}") from failure
-    sizes = [path.stat().st_size for path in to.rglob("*") if path.is_file()]
-    if not sizes:
-        raise UsageError(f"job {job} has no files yet, in {' or '.join(map(str, places))}")
-    return f"{to}: {counted(len(sizes), 'file')} of {job}, {sum(sizes) / MIB:.1f} MiB"
-
-
-def _copy_from_node(folder: Path, standing: Standing, to: Path) -> None:
-    """Copy what is on the PC of the last attempt, where that is another one."""
-    job, card = standing.job.name, standing.last_card
-    try:
-        facts = read_run(folder).facts
-    except ArchiveError:
-        return
-    if card is None or facts.mode != Mode.CLUSTER:
-        return
-    node = card.partition(":")[0]
-    config = config_from_text(facts.config_yaml, f"the configuration of run {facts.run_id}")
-    try:
-        with connected(config.cluster.address, config.cluster.auth):
-            from orchestrator.cluster.checkpoint_copy import copied
-
-            copied(node, facts.run_id, job, "**/*", to)
-    except NoClusterError as failure:
-        raise NoClusterError(
-            f"the files of {job} are on {node}, and {failure}; start that node and type this again"
-        ) from failure
-
-
-def _add_word(word: Word, summary: str, jobs: Any) -> None:  # noqa: ANN401 - as typer's
-    @app.command(word.value, help=summary)
+def _add_order(order: JobOrder, summary: str, jobs: Any) -> None:  # noqa: ANN401 - as typer's
+    @app.command(order.value, help=summary)
     @shared
     def verb(queue: OfQueue, jobs: list[str] | None = jobs) -> None:
-        _say(queue.folder, word, jobs or ())
+        _say(queue.folder, order, jobs or ())
 
 
 _JOBS = Argument(help="As `jobs list` shows them.", metavar="JOB", show_default=False)
 _JOBS_OR_QUEUE = Argument(
     None, help="As `jobs list` shows them. Default: the whole queue.", metavar="JOB"
 )
-_add_word(Word.CANCEL, "End jobs for good; what they saved stays.", _JOBS)
-_add_word(Word.RETRY, "Put jobs that have ended back into the queue.", _JOBS)
-_add_word(
-    Word.HOLD, "Have jobs wait, or the whole queue: then nothing starts any more.", _JOBS_OR_QUEUE
+_add_order(JobOrder.CANCEL, "End jobs for good; what they saved stays.", _JOBS)
+_add_order(JobOrder.RETRY, "Put jobs that have ended back into the queue.", _JOBS)
+_add_order(
+    JobOrder.HOLD,
+    "Have jobs wait, or the whole queue: then nothing starts any more.",
+    _JOBS_OR_QUEUE,
 )
-_add_word(Word.RELEASE, "Let held jobs, or the whole queue, go on.", _JOBS_OR_QUEUE)
+_add_order(JobOrder.RELEASE, "Let held jobs, or the whole queue, go on.", _JOBS_OR_QUEUE)
 
 
-def _say(folder: Path, word: Word, names: Sequence[str]) -> None:
-    snapshot, now_s, by = snapshot_of(folder), time.time(), getpass.getuser()
-    named = {name: standing_of(snapshot, name) for name in names}
-    said: Message = [
-        Said(at_s=now_s, id=secrets.token_hex(8), word=word, job=name, by=by) for name in named
-    ]
-    if not names:
-        reason = f"{by} holds it" if word is Word.HOLD else None
-        said = [QueueHeld(at_s=now_s, reason=reason, id=secrets.token_hex(8))]
-    _put(folder, said)
-    what = f"{counted(len(said), 'job')}" if len(said) > _NAMED else ", ".join(names)
-    tell(f"{word.value}: {what or 'the whole queue'}, in the queue of run {folder.name}")
-    for name, one in named.items():
-        if one.state not in _OBEYING[word] and one.recalled_to is None:
-            tell(f"{name} is {one.state.value}: while it is, that changes nothing")
+def _say(folder: Path, order: JobOrder, names: Sequence[str]) -> None:
+    by, snapshot = getpass.getuser(), snapshot_of(folder)
+    named = [standing_of(snapshot, name).job.name for name in dict.fromkeys(names)]
+    if named:
+        say(folder / QUEUE_NAME, order, named, by=by)
+    else:
+        reason = f"{by} holds it" if order is JobOrder.HOLD else None
+        _put(folder, [QueueHeld(at_s=time.time(), reason=reason, id=secrets.token_hex(8))])
+    tell(f"{order}: {', '.join(named) or 'the whole queue'}, in the queue of run {folder.name}")
     _tell_if_dead(folder)
 
 
@@ -373,27 +290,33 @@ def _ground_of(folder: Path, queue: OfQueue) -> tuple[Config, Target]:
     try:
         facts = read_run(folder).facts
     except ArchiveError:
-        return queue.to_read(), Target()  # nothing has begun yet
-    return jobs_run.ground_of(facts)
+        return queue.load_or_shipped(), Target()  # nothing has begun yet
+    return ground_of(facts)
 
 
 def snapshot_of(folder: Path) -> QueueSnapshot:
     """Return how the jobs of a run folder stand, with those that the head has not taken yet."""
+    messages = waiting(folder / QUEUE_NAME)  # before the look at those that it has taken
     try:
         rows = read_run(folder).snapshot().rows
     except ArchiveError:
         rows = ()  # nothing has begun yet
     now_s = time.time()
-    snapshot = QueueReader(folder).look(rows, now_s, is_alive=_is_alive(folder))
+    snapshot = queue_snapshot(folder, rows, now_s, is_alive=_is_alive(folder))
     snapshot = snapshot or QueueSnapshot(standings=(), now_s=now_s)
     names = {standing.job.name for standing in snapshot.standings}
-    new = (_not_taken(job) for job in _waiting_jobs(folder) if job.name not in names)
-    return replace(snapshot, standings=(*snapshot.standings, *new))
-
-
-def _not_taken(job: Job) -> Standing:
-    reason, since_s = "submitted, and not taken by the head yet", job.submitted_at_unix_s
-    return Standing(job=job, state=JobState.QUEUED, reason=reason, since_s=since_s)
+    more = [
+        Standing(
+            job=one.job,
+            state=JobState.QUEUED,
+            reason="submitted, and not taken by the head yet",
+            since_s=one.job.submitted_at_unix_s,
+        )
+        for message in messages
+        for one in message
+        if isinstance(one, Submitted) and one.job.name not in names
+    ]
+    return replace(snapshot, standings=(*snapshot.standings, *more))
 
 
 def standing_of(snapshot: QueueSnapshot, name: str) -> Standing:
@@ -416,18 +339,174 @@ def _put(folder: Path, message: Message) -> None:
         ) from failure
 
 
-def _waiting_jobs(folder: Path) -> Iterator[Job]:
-    """Yield the jobs that were submitted, and that the head has not taken yet."""
-    for message in waiting(folder / QUEUE_NAME):
-        yield from (one.job for one in message if isinstance(one, Submitted))
-
-
 def _is_alive(folder: Path) -> bool:
     return head_of(folder) is not None
 
 
 def _tell_if_dead(folder: Path) -> None:
     if not _is_alive(folder):
-        count = len(waiting(folder / QUEUE_NAME))
-        taken = f"; {counted(count, 'command')} waiting" if count else ""
-        tell(f"its head is not running{taken}: `{go_on_command(folder)}` goes on")
+        tell(f"its head is not running: `{go_on_command(folder)}` goes on")
+
+
+def _queue_before(runs_dir: Path, waits_in: str = "") -> StoredRun | None:
+    """Return the newest run with a queue that has something left to do; one of the mode `waits_in`
+    also where it has nothing left.
+
+    Raises:
+        UsageError: Its head is at work.
+    """
+    for listed in list_runs(runs_dir):
+        folder = listed.folder / QUEUE_NAME
+        if not folder.exists():
+            continue
+        if listed.outcome == RUNNING:
+            raise UsageError(
+                f"the queue of run {listed.run_id} is under way; add to it: python -m "
+                "orchestrator jobs submit FILE; or begin another: --new"
+            )
+        mode = None if listed.run is None else listed.run.facts.mode
+        is_over = queue_of(listed.folder).is_over and not any_waits(folder)
+        return None if is_over and mode != waits_in else read_run(listed.folder)
+    return None
+
+
+def _never_began(stored: StoredRun, queue: Queue, jobs: Sequence[Job]) -> bool:
+    """Return whether a queue was refused before it began, as without a cluster, and has none but
+    `jobs`: they begin anew, where and how the user says now.
+    """
+    is_covered = {job.id for job in jobs}.issuperset(job.id for job in queue.jobs)
+    was_refused = stored.outcome == "failed" and stored.elapsed_s == 0
+    has_more = bool(queue.sweeps) or any_waits(stored.folder / QUEUE_NAME)
+    return was_refused and is_covered and not has_more
+
+
+def _check_mode(stored: StoredRun, file: str | None, wanted: str) -> None:
+    """Refuse jobs that were meant for another place than that of the unfinished queue."""
+    mode = stored.facts.mode
+    if mode != wanted and (file is not None or wanted != "cluster"):
+        place = "of the cluster" if mode == "cluster" else f"one of --{mode}"
+        raise UsageError(
+            f"the unfinished queue of run {stored.facts.run_id} is {place}; go on with it: python "
+            "-m orchestrator jobs run; or begin another: --new"
+        )
+
+
+def _say_that_it_goes_on(stored: StoredRun, queue: Queue, added: int, *, stays: bool) -> None:
+    known = queue.standings
+    left = sum(standing.ended_at_s is None for standing in known.values())
+    said = f"Going on with the queue of run {stored.facts.run_id}: {left} of {len(known)} jobs left"
+    new, waits = f", {added} new" if added else "", "; it waits for more" if stays else ""
+    look = command_for(stored.folder, "jobs", "list")
+    typer.echo(f"{said}{new}{waits}; look at it: {look}", err=True)
+
+
+def ground_of(facts: RunFacts) -> tuple[Config, Target]:
+    """Return the configuration and the target of a run."""
+    config = config_from_text(facts.config_yaml, f"the configuration of run {facts.run_id}")
+    return config, Target(device=facts.device, one_machine=facts.one_machine)
+
+
+def not_known(jobs: Iterable[Job], known: Iterable[Job]) -> list[Job]:
+    """Return the jobs that the queue does not have yet; `UsageError` for a name that is taken."""
+    there = {job.name: job for job in known}
+    added = []
+    for job in jobs:
+        other = there.get(job.name)
+        if other is None:
+            added.append(job)
+        elif other.id != job.id:
+            raise UsageError(
+                f"{job.origin}: the queue has another job {job.name}, from {other.origin}; give "
+                "this one another name, or begin another queue: jobs run --new"
+            )
+    return added
+
+
+def on_target(
+    jobs: Sequence[Job], config: Config, target: Target
+) -> Callable[[Config, Target], tuple[Submitted, ...]]:
+    """Return what makes the records of jobs for a run on the target that is found in the end.
+
+    What cannot be is refused here, before anything starts.
+    """
+    expected = submitted(jobs, config, target)
+    return lambda config, found: expected if found == target else submitted(jobs, config, found)
+
+
+def submitted(jobs: Iterable[Job], config: Config, target: Target) -> tuple[Submitted, ...]:
+    """Return the records of jobs that are submitted here and now, to a run on `target`.
+
+    `UsageError` where a job names what cannot be trained.
+    """
+    ready = prepared(jobs, None if target.one_machine else config.head_node)
+    least = least_room_of(ready, config, on_card=target.device != "cpu")
+    return tuple(
+        Submitted(at_s=job.submitted_at_unix_s, job=job, least_bytes=least.get(job.name))
+        for job in ready
+    )
+
+
+def fetch_starts(file: JobFile | None, runs_dir: Path) -> None:
+    """Have ready the weights that trainings of a job file begin with; see `fetch_weights`."""
+    keys = (key for entry in (file.entries if file else ()) for key in keys_of(entry))
+    starts = (start for _, order, values in keys if order == "train.from" for start in values)
+    for start in dict.fromkeys(filter(None, starts)):
+        for line in fetch_weights(start, runs_dir):
+            typer.echo(line, err=True)
+
+
+def read_file(file: str, base: Config, known: Sequence[Job] = ()) -> JobFile:
+    """Return a job file, for a queue that has the jobs `known`.
+
+    `ConfigError` with every problem of it, each with line and key.
+    """
+    if file.endswith((".py", ".sh")):
+        raise UsageError(f"{file} is a program; type: python -m orchestrator jobs submit -- {file}")
+    text = read_text(file, "jobs.yaml", "jobs run PATH", "the path of a job file")
+    return parse(text, file, base, known)
+
+
+def followed(folder: Path, name: str, is_over: Callable[[], bool]) -> Iterator[str]:
+    """Yield what a slot or a job of a run folder prints, until it is over."""
+    output, may_come = Follower(folder, name), True
+    while may_come:
+        may_come = not is_over()  # before the last look at its lines
+        yield output.more(is_last=not may_come)
+        time.sleep(_LOOK_EVERY_S if may_come else 0.0)
+
+
+def output_of(runs_dir: Path, run_id: str, name: str, *, follow: bool) -> Iterator[str]:
+    """Yield text: the last lines of a slot (`pc1/3`) or a job; with `follow` all that is kept, and
+    what it prints until it has ended.
+
+    Raises:
+        UsageError: There is no such run, slot or job.
+    """
+    folder = _folder(runs_dir, run_id, name)
+    state, is_over = _state(folder, name)
+    lines = last_lines(folder, name)
+    if follow and not is_over:
+        yield from followed(folder, name, lambda: _state(folder, name)[1])
+    else:
+        yield "".join(f"{line}\n" for line in lines or [f"{name} has printed nothing{state}"])
+
+
+def _folder(runs_dir: Path, run_id: str, name: str) -> Path:
+    """Return the run that is meant: for the name of a job, the newest with a queue."""
+    if "/" not in name:  # as in the name of a slot
+        with suppress(UsageError):
+            return find_queue(runs_dir, run_id)
+    return find_run(runs_dir, run_id)
+
+
+def _state(folder: Path, name: str) -> tuple[str, bool]:
+    """Return how a job stands, in words, and whether nothing more will be printed."""
+    is_over = head_of(folder) is None
+    if "/" not in name and (folder / QUEUE_NAME).is_dir():
+        standing = standing_of(snapshot_of(folder), name)
+        words = f"; it is {standing.state.value}: {standing.reason}"
+        return words, is_over or standing.state in ENDED
+    known = [record.slot for record in read_run(folder).slots]
+    if name not in known:
+        raise UsageError(f"run {folder.name} has no slot {name!r}; valid: {', '.join(known)}")
+    return "", is_over

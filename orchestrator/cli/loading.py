@@ -12,7 +12,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass
 from functools import partial, wraps
 from importlib import resources
 from pathlib import Path
@@ -25,13 +25,12 @@ from typer import Argument, Option
 
 from orchestrator.config.duration import parse_duration
 from orchestrator.config.load import load_config
-from orchestrator.config.schema import Config, RunConfig
+from orchestrator.config.schema import Config
 from orchestrator.errors import UsageError
 from orchestrator.record.folders import LATEST, find_queue, find_run
 
 if TYPE_CHECKING:
     from orchestrator.run.environment import Environment
-    from orchestrator.run.runner import Faults
 
 DEFAULT_CONFIG: Final = "cluster.yaml"
 """The configuration that is read if the user names none."""
@@ -39,38 +38,33 @@ DEFAULT_CONFIG: Final = "cluster.yaml"
 _NOTHING: Final[Mapping[str, str | None]] = MappingProxyType({})
 
 
-def new_folder(to: Path) -> Path:
-    """Return the whole path of a folder that is to be made; `UsageError` if something is there."""
-    to = to.expanduser().absolute()
-    if to.exists() and not (to.is_dir() and not any(to.iterdir())):
-        raise UsageError(f"{to} is there already; name a new folder, or remove that one")
-    return to
+def value(metavar: str, what: str, default: Any = None, *names: str) -> Any:  # noqa: ANN401
+    """Return an option with a value, by default of its parameter's name; its value is typer's."""
+    return Option(default, *names, help=what, metavar=metavar)
 
 
-AS_JSON: Any = Option(
-    False, "--json", help="One JSON object on standard output, and nothing else there."
-)
+def flag(name: str, what: str) -> Any:  # noqa: ANN401 - as typer's
+    """Return an option that is there or not, without a `--no-` beside it."""
+    return Option(False, name, help=what)
+
+
+AS_JSON: Any = flag("--json", "One JSON object on standard output, and nothing else there.")
 RUN_ID: Any = Argument(
     LATEST, help="As `runs` shows it, or its end. Default: the newest.", metavar="RUN_ID"
 )
 SLOT: Any = Argument(help="Such as pc1/3.", metavar="SLOT")
-TO: Any = Option(
-    ..., "--to", help="A new folder, or an empty one.", metavar="DIR", callback=new_folder
-)
-APPLY_POWER_LIMIT: Any = Option(
-    False, "--apply-power-limit", help="Set power_limit_w on the cards until the run ends; as root."
+APPLY_POWER_LIMIT: Any = flag(
+    "--apply-power-limit", "Set power_limit_w on the cards until the run ends; as root."
 )
 
 
 def shared(verb: Callable[..., None]) -> Callable[..., None]:
     """Return a verb with an option for each field of the dataclasses among its parameters."""
-    own = inspect.signature(verb, eval_str=True).parameters
+    own = inspect.signature(verb, eval_str=True).parameters.values()
     groups: dict[str, Any] = {
-        name: each.annotation for name, each in own.items() if is_dataclass(each.annotation)
+        one.name: one.annotation for one in own if is_dataclass(one.annotation)
     }
-    options = [
-        (name, own[name].annotation, own[name].default) for name in own if name not in groups
-    ]
+    options = [(one.name, one.annotation, one.default) for one in own if one.name not in groups]
     for group in groups.values():
         hints = get_type_hints(group)
         options += [(field.name, hints[field.name], field.default) for field in fields(group)]
@@ -93,14 +87,9 @@ def shared(verb: Callable[..., None]) -> Callable[..., None]:
 class Configured:
     """Which configuration a verb reads."""
 
-    config: str = Option(
-        DEFAULT_CONFIG, "--config", "-c", help="The configuration.", metavar="FILE"
-    )
-    overrides: list[str] | None = Option(
-        None,
-        "--set",
-        help="Override any key, such as workload.size=4096. May be repeated.",
-        metavar="KEY=VALUE",
+    config: str = value("FILE", "The configuration.", DEFAULT_CONFIG, "--config", "-c")
+    overrides: list[str] | None = value(
+        "KEY=VALUE", "Override any key: workload.size=4096. May be repeated.", None, "--set"
     )
 
     @property
@@ -108,52 +97,34 @@ class Configured:
         """Whether the user names no configuration, and there is none here."""
         return self.config == DEFAULT_CONFIG and not Path(self.config).exists()
 
-    @property
-    def words(self) -> list[str]:
-        """The same options as words of a command that may be typed in another folder."""
-        config = Path(self.config)
-        words = ["--config", str(config.absolute())] if config.exists() else []
-        return words + [word for override in self.overrides or () for word in ("--set", override)]
-
     def load(self, typed: Mapping[str, str | None] = _NOTHING) -> Config:
         """Return the configuration with what other options say of some keys, after `--set`."""
+        return self._load(self.config, typed)
+
+    def load_or_shipped(self, typed: Mapping[str, str | None] = _NOTHING) -> Config:
+        """The same; where there is none, of that which comes with the program."""
+        shipped = resources.files("orchestrator").joinpath(DEFAULT_CONFIG)
+        return self._load(str(shipped) if self.is_missing else self.config, typed)
+
+    def _load(self, path: str, typed: Mapping[str, str | None]) -> Config:
         quoted = partial(yaml.safe_dump, default_style='"', width=math.inf)
         given = [f"{key}={quoted(value)}" for key, value in typed.items() if value is not None]
-        return load_config(self.config, [*(self.overrides or []), *map(str.strip, given)])
-
-    def load_shipped(self, typed: Mapping[str, str | None] = _NOTHING) -> Config:
-        """The same, with the configuration that comes with the program."""
-        shipped = str(resources.files("orchestrator").joinpath(DEFAULT_CONFIG))
-        return replace(self, config=shipped).load(typed)
+        return load_config(path, [*(self.overrides or []), *map(str.strip, given)])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Where(Configured):
     """Where the runs are."""
 
-    run_dir: str | None = Option(
-        None, help="Where run folders are. Default: run.dir.", metavar="DIR"
-    )
+    run_dir: str | None = value("DIR", "Where run folders are. Default: run.dir.")
 
-    def load(self, typed: Mapping[str, str | None] = _NOTHING) -> Config:
-        """The same, with `--run-dir`."""
-        return super().load({**typed, "run.dir": self.run_dir})
-
-    def to_read(self) -> Config:
-        """Return the configuration for a verb that starts no worker: the shipped one where there is
-        no cluster.yaml here.
-
-        Such a verb needs to know where runs are. It is told by `--run-dir`, or they are in the
-        usual folder.
-        """
-        usual = Path(RunConfig.model_fields["dir"].default)
-        is_known = self.run_dir is not None or usual.is_dir()
-        return self.load_shipped() if self.is_missing and is_known else self.load()
+    def _load(self, path: str, typed: Mapping[str, str | None]) -> Config:
+        return super()._load(path, {**typed, "run.dir": self.run_dir})
 
     @property
     def runs(self) -> Path:
         """The folder of the run folders."""
-        return Path(self.to_read().run.dir)
+        return Path(self.load_or_shipped().run.dir)
 
     def run(self, run_id: str) -> Path:
         """Return the folder of a run, by its name, its end, or what `find_run` knows besides."""
@@ -164,12 +135,7 @@ class Where(Configured):
 class OfQueue(Where):
     """Which queue of jobs."""
 
-    of_run: str = Option(
-        LATEST,
-        "--run",
-        help="As `runs` shows it, or its end. Default: the newest with a queue.",
-        metavar="RUN_ID",
-    )
+    of_run: str = value("RUN_ID", "Default: the newest that has a queue.", LATEST, "--run")
 
     @property
     def folder(self) -> Path:
@@ -181,12 +147,8 @@ class OfQueue(Where):
 class Here(Configured):
     """On which machines it is done, and how it is told."""
 
-    local: bool = Option(False, "--local", help="This machine alone, with what it really has.")
-    rehearse: bool = Option(
-        False,
-        "--rehearse",
-        help="Every node as a small copy on this machine: real Ray, real failures.",
-    )
+    local: bool = flag("--local", "This machine alone, with what it really has.")
+    rehearse: bool = flag("--rehearse", "Every node as a small copy here: real Ray and failures.")
     as_json: bool = AS_JSON
 
     def __post_init__(self) -> None:
@@ -199,7 +161,7 @@ class Here(Configured):
 class NewRun(Where, Here):
     """Where a new run goes on, and how it is shown."""
 
-    plain: bool = Option(False, "--plain", help="Lines instead of a live table.")
+    plain: bool = flag("--plain", "Lines instead of a live table.")
 
     @property
     def mode(self) -> str:
@@ -214,38 +176,15 @@ class NewRun(Where, Here):
         if self.rehearse:
             what = "both PCs of the reference pair are rehearsed"
         typer.echo(f"no {DEFAULT_CONFIG} here: {what}; `init` writes one for your cards", err=True)
-        return self.load_shipped(typed)
+        return self.load_or_shipped(typed)
 
-    def environment(self, config: Config, scale: float | None = None) -> Environment:
+    def environment(self, config: Config) -> Environment:
         """Return where the run is to be."""
         from orchestrator.run import environment as environments  # noqa: PLC0415 - imports ray
 
         if self.rehearse:
-            return environments.in_rehearsal(config, scale)
+            return environments.in_rehearsal(config)
         return (environments.on_this_machine if self.local else environments.on_cluster)(config)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Injected:
-    """What is injected into a run."""
-
-    chaos: str | None = Option(
-        None, help='Inject faults, such as "oom:rate=0.05;kill:every=20s".', metavar="FAULTS"
-    )
-    chaos_seed: int = Option(0, help="Of --chaos: the same seed, the same faults.")
-    yes_really: bool = Option(
-        False,
-        "--yes-really",
-        help="Allow --chaos on a real cluster; with --apply-power-limit, memory offsets.",
-    )
-
-    def faults(self) -> Faults | None:
-        """Return what `--chaos` asks for; `UsageError` where that is nothing."""
-        if self.chaos is None:
-            return None
-        from orchestrator.lab.chaos import Chaos  # noqa: PLC0415 - for some runs only
-
-        return Chaos(self.chaos, self.chaos_seed, yes_really=self.yes_really)
 
 
 def duration_s(text: str | None, option: str = "--duration") -> float | None:

@@ -55,7 +55,7 @@ def main() -> NoReturn:
         # The reader of our output went away.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         code = 1
-    except Exception as error:  # noqa: BLE001 - a bug of this program; what was started is already torn down
+    except Exception as error:  # noqa: BLE001 - a bug of ours; all that was started has ended
         traceback.print_exc()
         code = 1
         message = f"internal error, please report it: {type(error).__name__}: {error}"

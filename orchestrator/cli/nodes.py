@@ -1,14 +1,14 @@
-"""What `up` and `stop` do on this PC: find the head's address, start a node, end what these
-commands started.
+"""What `up` and `stop` do on this PC: find the head's address, start and keep a node, end what
+these commands started.
 
 Processes are found by the process id in the run folder and by the environment variable that `up`
-sets, and are ended by process id. Does not touch any other Ray on the machine.
+sets, and are ended by process id. Asks nothing of Ray, and does not touch any other Ray on the
+machine.
 """
 
 from __future__ import annotations
 
 import os
-import shlex
 import shutil
 import signal
 import socket
@@ -23,14 +23,23 @@ import psutil
 
 from orchestrator.cli.loading import Where
 from orchestrator.cluster import ray_programs
+from orchestrator.cluster.connect import reach
 from orchestrator.config.schema import Config
 from orchestrator.core.node_commands import NODE_MARK, NodeCommand, node_command
-from orchestrator.errors import UsageError
+from orchestrator.errors import NoClusterError, UsageError, one_line
 from orchestrator.record.archive import NOTE_NAME, head_of
+from orchestrator.run.terminal import Interrupts
 from workers.card_settings import put_back_left
 
 #: How long processes get to end by themselves before they are killed.
 _GRACE_S = 10.0
+
+#: Of a node that is kept.
+_LOOK_EVERY_S, _PAUSE_S = 1.0, 5.0
+#: A head that does not answer for so long takes the node for dead. One that refuses has ended.
+_AWAY_S = 60.0
+#: Less than `stop --node` grants the process that keeps a node, and that ends the same processes.
+_KEEPER_GRACE_S = 4.0
 
 #: What the process of a head is called that knows the cluster.
 _STORE = "gcs_server"
@@ -38,12 +47,9 @@ _STORE = "gcs_server"
 #: After its last steps a run writes its summary and ends its processes.
 _SUMMARY_S = 30.0
 
-_NOT_MADE = (
-    "the token, the secret of the cluster, could not be made: make ~/.ray writable for yourself"
-)
-_NOT_COPIED = (
+_HOW_TO_GET_IT = (
     "this PC has no token, the secret of the cluster: copy ~/.ray/auth_token from the head's PC "
-    "to the same place here, readable by you alone"
+    "to the same place here, readable by you alone; on the head make ~/.ray writable for yourself"
 )
 
 
@@ -77,8 +83,7 @@ def get_token(command: NodeCommand) -> None:
         if not step.startswith("#"):
             done = subprocess.run(["/bin/sh", "-c", step], env=_path_with_ray(), check=False)  # noqa: S603
             if done.returncode != 0:
-                told = _NOT_MADE if command.is_head else _NOT_COPIED
-                raise UsageError(f"{told}, then try again. What has failed (see above):\n{step}")
+                raise UsageError(f"{_HOW_TO_GET_IT}. What has failed (see above):\n{step}")
 
 
 def ray_start(command: NodeCommand) -> tuple[list[str], dict[str, str]]:
@@ -95,6 +100,96 @@ def ray_start(command: NodeCommand) -> tuple[list[str], dict[str, str]]:
     return [*program, *command.argv[1:]], {**_path_with_ray(), **command.environment}
 
 
+def keep(command: NodeCommand) -> int:
+    """Start `ray start --block` again whenever the node has ended, until Ctrl-C, SIGTERM or
+    `stop --node`; then end the node, and return the exit code.
+
+    A raylet of Ray 2.60 goes on without an end when its head has ended and begun a new cluster
+    (ray issue 64349). So the node is started again when its head was away. This process has the
+    mark of the node, too: `stop --node` ends both.
+
+    Raises:
+        UsageError: The node runs already, there is no token, or Ray is not installed.
+    """
+    node = command.environment[NODE_MARK]
+    if os.environ.get(NODE_MARK) != node:  # the kernel must show the mark
+        again = [sys.executable, *sys.orig_argv[1:]]
+        os.execve(sys.executable, again, {**os.environ, NODE_MARK: node})  # noqa: S606
+    if family := processes_of(node):
+        raise UsageError(
+            f"{node} runs here already (process {min(process.pid for process in family)}); to end "
+            f"it: python -m orchestrator stop --node {node}"
+        )
+    get_token(command)
+    interrupts, said = Interrupts(), ""
+    interrupts.install()
+    try:
+        while not interrupts.asked:
+            if away := _away(command):
+                why = f"waits: {away}"
+            else:
+                _say(node, "starting")
+                why = _run_once(command, interrupts)
+                end(processes_of(node), _KEEPER_GRACE_S)  # a worker may still hold its card
+            if why != said:
+                _say(node, why)
+            said, until_s = why, time.monotonic() + _PAUSE_S
+            while not interrupts.asked and time.monotonic() < until_s:
+                time.sleep(_LOOK_EVERY_S / 5)
+    finally:
+        end(processes_of(node), _KEEPER_GRACE_S)
+        interrupts.restore()
+    return 130
+
+
+def _run_once(command: NodeCommand, interrupts: Interrupts) -> str:
+    """Start the node, and return why it is to be started again."""
+    argv, environment = ray_start(command)
+    started = subprocess.Popen(  # noqa: S603 - the command that `up` prints
+        [*argv, "--block"],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,  # the terminal's Ctrl-C is for this process, which ends it
+    )
+    had_raylet, answered_s, has_refused = False, time.monotonic(), False
+    while not interrupts.asked:
+        time.sleep(_LOOK_EVERY_S)
+        # Ray takes a raylet that was asked to end for a good end, and blocks on.
+        has_raylet = _has_raylet(started)
+        if started.poll() is not None or (had_raylet and not has_raylet):
+            return "Ray has ended on this PC"
+        had_raylet = has_raylet
+        if away := _away(command):
+            has_refused |= isinstance(away.__cause__, ConnectionRefusedError)
+        elif has_refused or time.monotonic() - answered_s > _AWAY_S:
+            return "its head was away"
+        else:
+            answered_s = time.monotonic()
+    return "asked to end"
+
+
+def _has_raylet(started: subprocess.Popen[bytes]) -> bool:
+    with suppress(psutil.Error):
+        return any(name_of(one) == "raylet" for one in psutil.Process(started.pid).children())
+    return False
+
+
+def _away(command: NodeCommand) -> NoClusterError | None:
+    """Return why the head cannot be reached; `None` where it can, and on its own PC."""
+    try:
+        if not command.is_head:
+            reach(command.head_address)
+    except NoClusterError as error:
+        return error
+    return None
+
+
+def _say(node: str, text: str) -> None:
+    with suppress(OSError):  # a node is kept without a reader, too
+        line = one_line(f"{time.strftime('%H:%M:%S')} {node}: {text}")
+        print(line, flush=True)  # noqa: T201 - the terminal, or a log
+
+
 def stop(where: Where, node: str | None) -> Iterator[str]:
     """Put back what killed runs have set on cards, and end the runs under way, then the Ray node
     `node` where one is named; yield a line for each thing done.
@@ -104,7 +199,7 @@ def stop(where: Where, node: str | None) -> Iterator[str]:
     """
     put_back = put_back_left()
     yield from put_back
-    loaded = where.to_read()
+    loaded = where.load_or_shipped()
     if node is not None and node not in loaded.nodes and not processes_of(node):
         raise UsageError(
             f"no process of a node {node!r} runs here, and {where.config} has no such node; valid: "
@@ -127,8 +222,7 @@ def stop_runs(run_dir: str, *, wait_s: float = 0.0) -> Iterator[str]:
     for each.
 
     Raises:
-        UsageError: None is under way there, and it names those of this user that are under way
-            elsewhere; or the folder cannot be read.
+        UsageError: None is under way there; or the folder cannot be read.
     """
     try:
         folders = sorted(note.parent for note in Path(run_dir).glob(f"*/{NOTE_NAME}"))
@@ -137,39 +231,20 @@ def stop_runs(run_dir: str, *, wait_s: float = 0.0) -> Iterator[str]:
     heads = {folder.name: head for folder in folders if (head := head_of(folder)) is not None}
     if not heads:
         raise UsageError(
-            "\n".join([f"no run is under way in {Path(run_dir).absolute()}", *_runs_elsewhere()])
+            f"no run is under way in {Path(run_dir).absolute()}; --run-dir names another folder"
         )
-    asked = {}
     for name, head in heads.items():
         try:
             head.send_signal(signal.SIGINT)
+            yield f"asked run {name} (process {head.pid}) to end"
         except psutil.Error as error:
             yield f"run {name} cannot be asked to end: {error}"
-        else:
-            asked[name] = head
-            yield f"asked run {name} (process {head.pid}) to end"
-    if asked and wait_s > 0:
+    if wait_s > 0:
         yield f"waiting up to {wait_s:.0f} s until it has ended"
-        _await_end(asked.values(), wait_s)
+        _await_end(heads.values(), wait_s)
         yield from (
-            f"run {name} has not ended" for name, head in asked.items() if not has_ended(head)
+            f"run {name} has not ended" for name, head in heads.items() if not has_ended(head)
         )
-
-
-def _runs_elsewhere() -> Iterator[str]:
-    """Yield a line for each run under way on this machine: the head of a run keeps
-    its note open.
-    """
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):  # another user's, or gone
-            notes = {Path(file.path) for file in process.open_files()}
-            for folder in (note.parent for note in notes if note.name == NOTE_NAME):
-                if head_of(folder) == process:
-                    place = shlex.quote(str(folder.parent))
-                    yield (
-                        f"run {folder.name} is under way; to end it: python -m orchestrator "
-                        f"stop --run-dir {place}"
-                    )
 
 
 def stop_node(node: str) -> Iterator[str]:
@@ -206,26 +281,19 @@ def processes_of(node: str) -> set[psutil.Process]:
 
 
 def end(processes: Iterable[psutil.Process], grace_s: float) -> None:
-    """End processes; kill those that do not end by themselves within `grace_s`.
+    """End processes; kill those that do not end by themselves, each group within `grace_s`.
 
     The head's store comes last: told to end together with the others it waits for them, and its
     raylet for it, until all of them are killed (Ray 2.60; 10 s instead of 1 s).
     """
-    deadline_s = time.monotonic() + grace_s
     family = set(processes)
     stores = {process for process in family if name_of(process) == _STORE}
-    for group in (family - stores, stores):
-        _signal(group, signal.SIGTERM)
-        _await_end(group, deadline_s - time.monotonic())
-    _signal(family, signal.SIGKILL)
-    _await_end(family, grace_s)
-
-
-def _signal(processes: Iterable[psutil.Process], number: signal.Signals) -> None:
-    for process in processes:
-        with suppress(psutil.Error):  # it ended by itself
-            if not has_ended(process):
+    asked, killed = signal.SIGTERM, signal.SIGKILL
+    for group, number in ((family - stores, asked), (stores, asked), (family, killed)):
+        for process in group:
+            with suppress(psutil.Error):  # it ended by itself
                 process.send_signal(number)
+        _await_end(group, grace_s)
 
 
 def name_of(process: psutil.Process) -> str:

@@ -11,41 +11,54 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
-
-import yaml
+from typing import Any, Final
 
 from orchestrator.cli.printing import Part
 from orchestrator.config.duration import format_duration
 from orchestrator.core.slot import HeadState
 from orchestrator.errors import NothingStoredError
-from orchestrator.record.archive import StoredEvent, StoredRun, missed_of, read_events, read_run
-from orchestrator.record.folders import Listed, go_on_command, summary_of
-from orchestrator.record.history import all_state_spans, courses, sampled_between
-from orchestrator.record.jobs import QUEUE_NAME, QueueReader
+from orchestrator.record.archive import StoredRun, missed_of, read_run
+from orchestrator.record.events import StoredEvent, read_events
+from orchestrator.record.folders import Listed, go_on_command, run_object, summary_of
+from orchestrator.record.history import courses, sampled_between, state_spans
+from orchestrator.record.jobs import QUEUE_NAME, queue_snapshot
 from orchestrator.record.output import last_lines, slots_with_output
 from orchestrator.record.store import STORE_NAME
 from orchestrator.record.summary import summary_dict
 from orchestrator.view.advice import SAMPLED, advice_lines
-from orchestrator.view.cells import clean, moment
+from orchestrator.view.cells import clean, clock, moment, share_pct
+from orchestrator.view.document import OUTCOME_TONES, event_line
 from orchestrator.view.health import health_lines
-from orchestrator.view.jobs import jobs_table, with_jobs
-from orchestrator.view.phrases import (
-    event_words,
-    fault_lines,
-    section,
-    time_of_day,
-)
-from orchestrator.view.runs import runs_table
+from orchestrator.view.jobs import current, jobs_table, summary_line
+from orchestrator.view.look import Watch
+from orchestrator.view.phrases import fault_lines, section
+from orchestrator.view.tables import Column, Table, TableRow, Tone, row_of
 from orchestrator.view.terminal import plain_text, table_lines
 
 _FALLEN = frozenset({HeadState.RESTARTING, HeadState.QUARANTINED, HeadState.LOST})
-_TOLD = ("state", "node_left", "node_joined", "workload_error", "run_ended", "memory_predicted")
+_TOLD = ("state", "node_left", "node_joined", "workload_error", "run_ended")
 
 #: Into so many parts the time of a run is divided for its advice.
 _PARTS = 120
+
+
+_COLUMNS: Final = (
+    Column(key="run_id", title="run"),
+    Column(key="started_at_unix_s", title="started", priority=2),
+    Column(key="mode", title="mode", priority=9),
+    Column(key="outcome", title="outcome"),
+    Column(key="exit_code", title="exit", numeric=True, priority=3),
+    Column(key="elapsed_s", title="worked", numeric=True, priority=1),
+    Column(key="workers", title="workers", numeric=True, priority=8),
+    Column(key="steps_ok", title="steps ok", numeric=True, priority=4),
+    Column(key="success_rate", title="good %", numeric=True, priority=5),
+    Column(key="oom_count", title="OOM", numeric=True, priority=6),
+    Column(key="restart_count", title="restarts", numeric=True, priority=7),
+)
+"""Their keys are those of a run in JSON."""
 
 
 def runs_parts(listed: Sequence[Listed], runs_dir: Path) -> Iterator[Part]:
@@ -55,10 +68,29 @@ def runs_parts(listed: Sequence[Listed], runs_dir: Path) -> Iterator[Part]:
     if not listed:
         yield clean(f"there is no run in {runs_dir}; `python -m orchestrator run` makes one")
         return
-    yield runs_table(listed)
+    yield Table(name="runs", columns=_COLUMNS, rows=tuple(map(_run_row, listed)))
     newest = listed[0]
     if newest.run is not None and newest.run.is_resumable:
         yield from ("", _resume_line(newest.folder))
+
+
+def _run_row(one: Listed) -> TableRow:
+    told = run_object(one)
+    started_s, workers = told["started_at_unix_s"], told["workers"]
+    # A queue ends when it is empty.
+    spans = ("elapsed_s", "duration_s")[: 1 if (one.folder / QUEUE_NAME).exists() else 2]
+    texts = {
+        "started_at_unix_s": None if started_s is None else moment(started_s),
+        "elapsed_s": None if workers is None else "/".join(clock(told[span]) for span in spans),
+        "success_rate": share_pct(told["success_rate"]),
+    }
+    tones = {"outcome": OUTCOME_TONES.get(one.outcome, Tone.PLAIN)}
+    return row_of(_COLUMNS, one.run_id, told, texts, tones)
+
+
+def table_text(folder: Path, width: int) -> str:
+    """Return the header and the health table of a run as it is now."""
+    return plain_text(health_lines(Watch(folder).look().frame.snapshot, width))
 
 
 def report_text(folder: Path, width: int) -> str:
@@ -75,25 +107,23 @@ def report_text(folder: Path, width: int) -> str:
         if summary.get("workers"):
             lines.append(f"{STORE_NAME} is missing; summary.json has how its workers ended")
     else:
-        queue = QueueReader(run.folder).look(
-            run.snapshot().rows, time.time(), is_alive=run.outcome == "running"
+        queue = queue_snapshot(
+            run.folder, run.snapshot().rows, time.time(), is_alive=run.outcome == "running"
         )
-        snapshot = with_jobs(run.snapshot(), queue)
+        snapshot = run.snapshot()
+        if queue is not None:
+            snapshot = replace(snapshot, jobs=summary_line(queue))
         events = read_events(run.folder, _TOLD)
         missed = missed_of(events) if run.outcome == "degraded" else ()
         lines = [*_header(run), "", plain_text(health_lines(snapshot, width)), ""]
         if queue is not None:
-            lines += ["", "jobs", plain_text(table_lines(jobs_table(queue), width))]
-        predicted = {one.slot: one for one in events if one.event == "memory_predicted"}
-        lines += section("memory of trainings", map(_event_line, predicted.values()))
+            lines += ["", "jobs", plain_text(table_lines(jobs_table(queue, current(queue)), width))]
         lines += section("what fell short", missed)
         lines += section("what happened", map(_event_line, filter(_is_told, events)))
         lines += section("why the cards were not busy", _advice(run))
         errors = (one for one in events if one.event == "workload_error")
         lines += section("errors of the workload", map(_event_line, errors))
-        lines += section(
-            "printed last; more: python -m orchestrator logs SLOT", _printed(run.folder)
-        )
+        lines += section("printed last; more: `logs SLOT`", _printed(run.folder))
         lines += section("injected faults", fault_lines(run.faults))
     return "\n".join(line.rstrip() for line in lines)
 
@@ -124,7 +154,7 @@ def _header(run: StoredRun) -> Iterator[str]:
     worked = f"worked {format_duration(run.elapsed_s)}"
     if not (run.folder / QUEUE_NAME).exists():  # a queue ends when it is empty
         worked += f" of {format_duration(facts.duration_s)}"
-    yield clean(worked + (f", by {run.heads} heads one after the other" if run.heads > 1 else ""))
+    yield clean(worked + (f", by {facts.heads} heads in turn" if facts.heads > 1 else ""))
     yield clean(_outcome_words(run))
     if run.is_resumable:
         yield _resume_line(run.folder)
@@ -145,22 +175,14 @@ def _outcome_words(run: StoredRun) -> str:
         return f"outcome: running (process {run.facts.head_pid}); the state now"
     if run.was_killed:
         return (
-            "outcome: interrupted; its head ended without a summary (killed, or the machine "
-            "went down). The last state:"
+            "outcome: interrupted; its head was killed, or the machine went down. The last state:"
         )
     return _verdict({"outcome": run.outcome, "exit_code": run.exit_code, "error": run.error})
 
 
 def _verdict(ended: Mapping[str, Any]) -> str:
-    words = {
-        "good": "it ran to its end and every worker did its work",
-        "degraded": "it ran to its end, but not every worker did its work well",
-        "interrupted": "it was ended before its time",
-        "failed": "an error ended it",
-    }
-    meaning, error = words.get(str(ended.get("outcome"))), ended.get("error")
     said = f"outcome: {ended.get('outcome')}, exit code {ended.get('exit_code')}"
-    return said + (f": {meaning}" if meaning else "") + (f" ({error})" if error else "")
+    return f"{said} ({ended['error']})" if ended.get("error") else said
 
 
 def _is_told(event: StoredEvent) -> bool:
@@ -170,9 +192,9 @@ def _is_told(event: StoredEvent) -> bool:
 
 def _event_line(event: StoredEvent) -> str:
     """Return one event as `top` and the page show it."""
-    words, details = event_words(event)
-    told = f"{words}: {details}" if details else words
-    return "  ".join(filter(None, (time_of_day(event.at), event.slot, told)))
+    told = event_line(event)
+    words = ": ".join(filter(None, (told["words"], told["text"])))
+    return "  ".join(filter(None, (told["time"], told["slot"], words)))
 
 
 def _advice(run: StoredRun) -> Iterator[str]:
@@ -181,10 +203,8 @@ def _advice(run: StoredRun) -> Iterator[str]:
     if between is None or (run.folder / QUEUE_NAME).exists():
         return
     courses_of = courses(run.folder, SAMPLED, between[0], between[1] + 0.001, _PARTS)
-    spans, ends_unix_s = all_state_spans(run.folder), run.updated_at_unix_s or between[1]
-    with suppress(yaml.YAMLError):
-        config = yaml.safe_load(run.facts.config_yaml) or {}
-        yield from advice_lines(run.snapshot().rows, courses_of, spans, ends_unix_s, config)
+    spans, ends_unix_s = state_spans(run.folder), run.updated_at_unix_s or between[1]
+    yield from advice_lines(run.snapshot().rows, courses_of, spans, ends_unix_s)
 
 
 def _printed(folder: Path) -> Iterator[str]:

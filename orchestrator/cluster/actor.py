@@ -11,16 +11,13 @@ from __future__ import annotations
 import os
 import uuid
 from dataclasses import replace
-from typing import Final
 
+from orchestrator.cluster.kept_command import KeptCommand
 from orchestrator.cluster.kept_engine import KeptEngine
-from workers.command.engine import CommandEngine
+from orchestrator.cluster.kept_program import KeptProgram
 from workers.command.folder import CommandFolder
 from workers.messages import Orders, PrintedOutput, Status, WorkerEvent
 from workers.settings import WorkerSpec
-
-#: Of what was printed and is not acknowledged, at most so much is kept: the newest.
-_PRINTED_CHARS: Final = 64 * 2**10
 
 
 class WorkerActor:
@@ -34,7 +31,7 @@ class WorkerActor:
         if folder is not None and spec.command is not None:
             self._problem = folder.problem
             self._spec = replace(spec, command=replace(spec.command, cwd=folder.path))
-        self._worker: KeptEngine | CommandEngine | None = None
+        self._program: KeptProgram | None = None
         self._news = _News()
 
     def poll(self, orders: Orders, wait_s: float) -> Status:
@@ -46,10 +43,10 @@ class WorkerActor:
         """
         if orders.actor != self._name:
             return Status(slot=self._spec.slot, actor=self._name)
-        if self._worker is None:
-            self._worker = load_worker(self._spec, self._problem)
+        if self._program is None:
+            self._program = load_program(self._spec, self._problem)
         self._news.acknowledge(orders.heard)
-        status = self._worker.poll(orders, wait_s)
+        status = self._program.poll(orders, wait_s)
         return self._news.added(replace(status, actor=self._name))
 
 
@@ -73,8 +70,9 @@ class _News:
             self._number += 1
         self._events += [(self._number, event) for event in status.events]
         if status.output is not None:
-            before = None if self._output is None else self._output[1]
-            self._output = self._number, _joined(before, status.output)
+            kept = None if self._output is None else self._output[1]
+            output = status.output if kept is None else kept.followed_by(status.output)
+            self._output = self._number, output
         return replace(
             status,
             news=self._number,
@@ -83,19 +81,10 @@ class _News:
         )
 
 
-def _joined(before: PrintedOutput | None, output: PrintedOutput) -> PrintedOutput:
-    if before is None:
-        return output
-    text = before.text + output.text
-    cut = max(0, len(text) - _PRINTED_CHARS)
-    dropped_bytes = before.dropped_bytes + output.dropped_bytes + cut
-    return PrintedOutput(text=text[cut:], dropped_bytes=dropped_bytes)
-
-
-def load_worker(spec: WorkerSpec, problem: str | None = None) -> KeptEngine | CommandEngine:
+def load_program(spec: WorkerSpec, problem: str | None = None) -> KeptProgram:
     """Return what runs the program of a slot; `problem` says why its folder is not here."""
     if spec.command is None:
         return KeptEngine(spec)
     # What its PC says of torch is for it to read; only cards are numbered as NVML does.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-    return CommandEngine(spec, problem)
+    return KeptCommand(spec, problem)

@@ -27,4 +27,4 @@ def sent_folder(spec: WorkerSpec) -> Any:  # noqa: ANN401 - Ray's reference type
     theirs = ray.remote(look).options(**there).remote(cwd)
     at_head = ray.remote(pack).options(num_cpus=0, scheduling_strategy=here)
     packed = at_head.remote(theirs, cwd, spec.node)
-    return ray.remote(unpack).options(**there).remote(packed, cwd, spec.run_id, spec.slot)
+    return ray.remote(unpack).options(**there).remote(packed, spec.run_id, spec.slot)

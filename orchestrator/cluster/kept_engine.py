@@ -1,7 +1,7 @@
-"""The engine of a slot as a program that is kept, seen from the process that answers the head.
+"""The engine of a slot as a program that is kept: its orders, what it tells, its state in pieces,
+and what is seen of one that tells nothing.
 
-The program ends and starts without this process: each incarnation of the slot is a program of its
-own. Imports no torch, decides nothing, and waits for nothing longer than it is asked to.
+Each incarnation of the slot is a program of its own.
 """
 
 from __future__ import annotations
@@ -19,24 +19,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from workers.command.files import Log
+from orchestrator.cluster.kept_program import KeptProgram, end_words, last_line
 from workers.engine.channel import ClosedError, receive_all, send
-from workers.engine.pieces import SavedPieces
+from workers.engine.pieces import ReceivedFile, SavedPieces
 from workers.engine.spec_file import write_spec
-from workers.host.processes import ActivityMeter, oom_kills, worker_and_raylet
+from workers.host.processes import ActivityMeter, worker_and_raylet
 from workers.keeper import processes
 from workers.keeper.kept import Ended, Kept
 from workers.keeper.task import Task
 from workers.learned_limits import default_path
 from workers.messages import (
     Begin,
+    CheckpointPiece,
     EndCause,
     Orders,
+    PrintedOutput,
     ProcessEnd,
     Quiet,
     Status,
     Verdict,
-    WorkerEvent,
 )
 from workers.settings import WorkerSpec
 from workers.units import MIB
@@ -83,78 +84,69 @@ class _Silence:
     computed_s: float = 0.0
 
 
-class KeptEngine:
-    """The program of one slot, and those after it."""
+class KeptEngine(KeptProgram):
+    """The engine of one slot, and those after it."""
 
     def __init__(self, spec: WorkerSpec) -> None:
-        """Start nothing: the first orders of an incarnation do."""
-        self._spec = spec
+        """Start nothing; make its folder."""
         state = default_path().parent / "state"
-        self._folder = state / (spec.run_id or "no-run") / _FOLDER / spec.slot
-        self._folder.mkdir(parents=True, exist_ok=True)
+        super().__init__(spec, state / (spec.run_id or "no-run") / _FOLDER / spec.slot)
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _remove_old(state)
-        self._log = Log(self._folder / "output.log")
-        self._kept: Kept | None = None
         self._channel: socket.socket | None = None
         self._status = Status(slot=spec.slot)
         """The last that the present or the last process has told."""
-        self._events: list[WorkerEvent] = []
         self._sent: Orders | None = None
         self._pieces = SavedPieces()
+        self._copy = ReceivedFile(self._folder / "spec.checkpoint")
         self._meter = ActivityMeter()
         self._silence = _Silence(time.monotonic())
-        self._oom_kills = 0
-
-    def poll(self, orders: Orders, wait_s: float) -> Status:
-        """See to what is ordered, and return how the process is: at once when there is news of it,
-        else after `wait_s`.
-        """
-        self._follow(orders)
-        until_s = time.monotonic() + (0.0 if self._is_hurried(orders) else wait_s)
-        while not self._hears(max(0.0, until_s - time.monotonic())):
-            if time.monotonic() >= until_s:
-                break
-        return self._told(orders)
 
     def _follow(self, orders: Orders) -> None:
         is_other = orders.incarnation != self._status.incarnation
         if self._kept is not None and (is_other or not orders.runs):
             self._end()
         if is_other and orders.runs and orders.begin is not None:
-            self._begin(orders.incarnation, orders.begin)
-        wanted = replace(orders, actor=None, begin=None, heard=0, kept=None)
+            self._begin(orders.incarnation, orders.begin, orders.copy)
+        wanted = replace(orders, actor=None, begin=None, heard=0, kept=None, copy=None)
         if self._channel is not None and wanted != self._sent and send(self._channel, wanted):
             self._sent = wanted
 
     def _is_hurried(self, orders: Orders) -> bool:
-        """Say whether the head waits for the state of a process that does nothing any more."""
+        """Say whether the head waits to send more of a copy, or for the last of a state."""
+        if orders.copy is not None:
+            return True
         waits = self._status.is_held or self._status.verdict is Verdict.DONE
         return waits and self._pieces.pending(self._status.saved, orders.kept)
 
-    def _begin(self, incarnation: int, begin: Begin) -> None:
-        """Start the process of an incarnation; where it cannot be, as on a full disk, it has ended."""
-        self._status = Status(slot=self._spec.slot, incarnation=incarnation)
-        self._sent, self._pieces = None, SavedPieces()
-        self._silence = _Silence(time.monotonic())
-        if self._log.path.exists() and incarnation > 0:
-            with contextlib.suppress(OSError), self._log.path.open("a", encoding="utf-8") as file:
-                file.write(_ANOTHER)
+    def _begin(self, incarnation: int, begin: Begin, piece: CheckpointPiece | None) -> None:
+        """Start the process of an incarnation once all of its copy is here.
+
+        Where it cannot be started, as on a full disk, it has ended.
+        """
         try:
-            self._start(incarnation, begin)
+            if piece is not None:
+                self._copy.take(piece)
+            if begin.copy is None or begin.copy == self._copy.kept:
+                self._start(incarnation, begin)
         except OSError as error:
             text = f"its process cannot be started: {error.strerror or error}"
             end = ProcessEnd(cause=EndCause.EXITED, text=text)
-            self._status = replace(self._status, died=end)
+            self._status = Status(slot=self._spec.slot, incarnation=incarnation, died=end)
 
     def _start(self, incarnation: int, begin: Begin) -> None:
-        self._oom_kills = oom_kills()
+        self._status = Status(slot=self._spec.slot, incarnation=incarnation)
+        self._sent, self._pieces = None, SavedPieces()
+        self._silence = _Silence(time.monotonic())
+        if incarnation > 0:
+            self._add_output(PrintedOutput(text=_ANOTHER, dropped_bytes=0))
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        watched = worker_and_raylet()
         # On a card no fork was ever seen to see its devices and its allocator as a fresh process.
         is_forked = self._spec.device == "cpu"
         with theirs:
-            path = write_spec(self._folder, self._spec, incarnation, begin)
-            self._kept = Kept(
+            copy = None if begin.copy is None else self._copy.path
+            path = write_spec(self._folder, self._spec, incarnation, begin, copy)
+            self._keep(
                 Task(
                     argv=[sys.executable, "-m", _PACKAGE, str(path)],
                     env=dict(os.environ) | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": _path()},
@@ -162,48 +154,39 @@ class KeptEngine:
                     place=str(self._folder),
                     log_bytes=MIB,
                     grace_s=0.0,
-                    watch=watched,
+                    watch=worker_and_raylet(),
                     module=_PACKAGE if is_forked else None,
                 ),
-                server=watched[-1],
                 modules=_loaded_for(self._spec) if is_forked else (),
                 channel=theirs,
             )
         self._channel = ours
 
-    def _hears(self, wait_s: float) -> bool:
-        """Wait for news of the process, and take it in; say whether there was any."""
-        kept, channel = self._kept, self._channel
-        if kept is None:
-            time.sleep(wait_s)
-            return False
+    def _listen(self, kept: Kept, wait_s: float) -> None:
         # The channel of a process that has ended stays readable.
+        channel = self._channel
         ready = [kept.fileno(), *([] if channel is None else [channel.fileno()])]
         if not select.select(ready, [], [], wait_s)[0]:
-            return False
-        has_told = self._listen()
+            return
+        self._receive()
         kept.listen(0.0)
         if kept.is_over:
-            self._listen()  # what it told before its end
+            self._receive()  # what it told before its end
             self._note_end(kept)
-        return has_told or self._status.died is not None
 
-    def _listen(self) -> bool:
-        """Take in what the process has told; say whether it has told anything."""
+    def _receive(self) -> None:
+        """Take in what the process has told."""
         if self._channel is None:
-            return False
-        has_told = False
+            return
         try:
             for told in receive_all(self._channel):
-                has_told = True
+                self._has_news = True
                 self._events += told.events
                 self._status = replace(told, events=())
+                self._silence = _Silence(time.monotonic())
         except ClosedError:
             self._channel.close()
             self._channel = None
-        if has_told:
-            self._silence = _Silence(time.monotonic())
-        return has_told
 
     def _note_end(self, kept: Kept) -> None:
         if kept.refused is not None:
@@ -211,14 +194,16 @@ class KeptEngine:
         else:
             assert kept.ended is not None  # noqa: S101 - it is over
             cause = self._cause_of(kept.ended)
-            end = ProcessEnd(cause=cause, text=_in_words(kept.ended))
-        self._status = replace(self._status, died=end)
+            text = f"its process ended {end_words(kept.ended.status)}"
+            last = "" if kept.ended.status < 0 else last_line(kept.ended.tail)
+            end = ProcessEnd(cause=cause, text=f"{text}: {last}" if last else text)
+        self._status, self._has_news = replace(self._status, died=end), True
         self._let_go()
 
     def _cause_of(self, ended: Ended) -> EndCause:
         if ended.status > 0 and not self._status.is_up:
             return EndCause.UNBUILDABLE
-        if ended.status == -signal.SIGKILL and oom_kills() > self._oom_kills:
+        if ended.status == -signal.SIGKILL and self._was_memory_short():
             return EndCause.HOST_MEMORY
         return EndCause.SIGNALLED if ended.status < 0 else EndCause.EXITED
 
@@ -228,36 +213,30 @@ class KeptEngine:
         assert kept is not None  # noqa: S101 - asked by the caller
         quiet = self._quiet()
         if quiet is not None and kept.pid is not None:
-            quiet = replace(quiet, stands_at=self._stands_at(kept.pid))
-            self._events.append(
-                WorkerEvent(
-                    name="silent_process_ended",
-                    at_unix_s=time.time(),
-                    detail={
-                        "stands_at": quiet.stands_at,
-                        "told_nothing_s": quiet.seconds,
-                        "computed_s": quiet.computed_s,
-                    },
-                )
+            quiet = replace(quiet, stands_at=self._stands_at(kept, kept.pid))
+            self._tell(
+                "silent_process_ended",
+                stands_at=quiet.stands_at,
+                told_nothing_s=quiet.seconds,
+                computed_s=quiet.computed_s,
             )
         kept.end(0.0)
         until_s = time.monotonic() + _END_S
         while not kept.is_over and time.monotonic() < until_s:
-            self._listen()  # what it tells meanwhile counts
+            self._receive()  # what it tells meanwhile counts
             kept.listen(_LOCATE_S)
-        self._listen()
+        self._receive()
         self._status = replace(self._status, quiet=quiet)
         self._let_go()
 
     def _let_go(self) -> None:
-        if self._kept is not None:
-            self._kept.close()  # its keeper ends what may be left of it
+        super()._let_go()
         if self._channel is not None:
             self._channel.close()
-        self._kept = self._channel = None
+        self._channel = None
 
     def _told(self, orders: Orders) -> Status:
-        status, self._events, events = self._status, [], tuple(self._events)
+        status = self._status
         is_pending = self._pieces.pending(status.saved, orders.kept)
         is_done = status.verdict is Verdict.DONE and not is_pending
         return replace(
@@ -267,10 +246,9 @@ class KeptEngine:
             if status.verdict is Verdict.DONE and not is_done
             else status.verdict,
             save_due=status.save_due or is_pending,
-            events=events,
-            output=self._log.take(),
             quiet=status.quiet if self._kept is None else self._quiet(),
             checkpoint=self._pieces.piece(status.saved, orders.kept),
+            copied=self._copy.kept,
         )
 
     def _quiet(self) -> Quiet | None:
@@ -290,22 +268,19 @@ class KeptEngine:
         idle_s = seconds if seen.active_at_s is None else now_s - seen.active_at_s
         return Quiet(seconds=seconds, idle_s=idle_s, computed_s=seen.computed_s)
 
-    def _stands_at(self, pid: int) -> str | None:
+    def _stands_at(self, kept: Kept, pid: int) -> str | None:
         """Have a process print where it stands, and return that; `None` if it does not."""
-        path = self._log.path
         with contextlib.suppress(OSError):
-            before = path.stat().st_size
             processes.send_to_main_thread(pid, signal.SIGUSR1)
             os.kill(pid, signal.SIGCONT)  # one that is stopped would not print
-            until_s = time.monotonic() + _LOCATE_S
-            while time.monotonic() < until_s:
-                time.sleep(0.02)
-                with path.open("rb") as file:
-                    file.seek(before if path.stat().st_size >= before else 0)
-                    found = _LINE.search(file.read().decode("utf-8", "replace"))
-                if found is not None:
-                    where, line, name = found.groups()
-                    return f"{Path(where).name}:{line} in {name}"
+        until_s = time.monotonic() + _LOCATE_S
+        while time.monotonic() < until_s:
+            time.sleep(0.02)
+            self._take_output(kept)
+            found = None if self._output is None else _LINE.search(self._output.text)
+            if found is not None:
+                where, line, name = found.groups()
+                return f"{Path(where).name}:{line} in {name}"
         return None
 
 
@@ -328,10 +303,3 @@ def _path() -> str:
     """Return where the program finds modules: where this process does."""
     root = str(Path(__file__).parents[2])
     return os.pathsep.join([root, *filter(None, sys.path)])
-
-
-def _in_words(ended: Ended) -> str:
-    if ended.status < 0:
-        return f"its process was ended by {signal.Signals(-ended.status).name}"
-    last = next((line for line in reversed(ended.tail.splitlines()) if line.strip()), "")
-    return f"its process ended with exit code {ended.status}: {last.strip()[:300]}".rstrip(": ")

@@ -1,18 +1,14 @@
-"""Parts of Ray that need a process of their own, as programs.
+"""Ray's own command with a patched part, as a program.
 
     python -m orchestrator.cluster.ray_programs ray PATH_OF_RAY start --address=HOST:PORT ...
-    python -m orchestrator.cluster.ray_programs is-member HOST:PORT NODE_ID
 
-`ray` is Ray's own command with a raylet that does not wait for its agents. A raylet of Ray 2.60
+It is Ray's own command with a raylet that does not wait for its agents. A raylet of Ray 2.60
 waits until its agents have said by which ports they serve, and ends itself 15 s after it began to
 (`WaitForPersistedPort` in src/ray/util/port_persistence.h; ray issue 65983; no setting changes it).
 `ray start` goes on waiting for that raylet until 30 s are over, and fails. On a loaded machine the
 agents need that long (18 s at a load of 19 on 2 cores), so that a node came back late or not at
 all. Here their ports are known before they start, and nothing waits for them: at that load a node
 joined in 8 to 16 s instead of 17 to 25 s.
-
-`is-member` asks a head whether it counts a node in: exit code 0 it does, 3 it does not, else
-unknown. Ray's client ends its process at times. The environment must say how to authenticate.
 """
 
 from __future__ import annotations
@@ -20,7 +16,6 @@ from __future__ import annotations
 import functools
 import os
 import runpy
-import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -89,27 +84,5 @@ def free_ports(number: int) -> Sequence[int]:
         return [listener.getsockname()[1] for listener in sockets]
 
 
-MEMBER, NOT_A_MEMBER = 0, 3
-
-#: Ray's client waits without an end for a head that is silent. A loaded machine takes a quarter of
-#: this to import it.
-_PATIENCE_S = 60
-
-
-def is_member(address: str, node_id: str) -> int:
-    """Ask the head at `host:port` whether it counts a node in, and return the exit code."""
-    signal.alarm(_PATIENCE_S)  # its default action ends the process
-    from ray import NodeID  # noqa: PLC0415 - the patience includes the import
-
-    # The module has no types.
-    from ray._raylet import GcsClient  # type: ignore[attr-defined]  # noqa: PLC0415
-
-    client = GcsClient(address=address)
-    (answer,) = client.check_alive([NodeID.from_hex(node_id)], timeout=10)
-    return MEMBER if answer else NOT_A_MEMBER
-
-
 if __name__ == "__main__":
-    if sys.argv[1] == "ray":
-        start_ray(*sys.argv[2:])
-    sys.exit(is_member(*sys.argv[2:]))
+    start_ray(*sys.argv[2:])

@@ -258,24 +258,6 @@ class RunConfig(_Section):
         """Length of the run in seconds."""
         return parse_duration(self.duration)
 
-    @model_validator(mode="after")
-    def _ordered(self) -> RunConfig:
-        """Refuse times that contradict each other: with these, one of two alarms could never
-        appear.
-        """
-        for shorter, longer in (
-            ("restart_backoff_s", "restart_backoff_max_s"),
-            ("poll_s", "stale_after_s"),
-            ("stale_after_s", "hang_timeout_s"),
-        ):
-            if getattr(self, shorter) > getattr(self, longer):
-                raise ValueError(
-                    f"{shorter} {getattr(self, shorter):g} is longer than {longer} "
-                    f"{getattr(self, longer):g}; "
-                    f"valid: {shorter} at most {longer}"
-                )
-        return self
-
 
 class NotifyConfig(_Section):
     """What `run` and `notify` tell by mail or chat.
@@ -302,34 +284,6 @@ class NotifyConfig(_Section):
         return None if self.every is None else parse_duration(self.every)
 
 
-class TuneConfig(_Section):
-    """How `tune` measures, and what it chooses by."""
-
-    budget: Duration = "15m"
-    """`--budget` and the length of a rehearsal go before it."""
-    resolve: Annotated[float, Field(gt=0, le=0.5)] = 0.02
-    """A share of the speed: differences of at most this count as none."""
-    confidence: Annotated[float, Field(ge=0.5, le=0.999)] = 0.95
-    levers: Annotated[
-        str,
-        Field(
-            pattern=r"^[\w.=-]+(?: *, *[\w.=-]+)*$",
-            max_length=1024,
-            description="all, or levers with commas between",
-        ),
-    ] = "all"
-    objective: Literal["speed", "memory", "balanced"] = "speed"
-    parity_steps: Annotated[int, Field(ge=8, le=1_000)] = 100
-    """First optimiser steps of each arm that are compared; fewer where the budget has no room for
-    so many.
-    """
-
-    @property
-    def budget_s(self) -> float:
-        """How long it measures, in seconds."""
-        return parse_duration(self.budget)
-
-
 class Config(_Section):
     """All of cluster.yaml. Frozen; a changed copy is a new configuration and validated again."""
 
@@ -350,7 +304,6 @@ class Config(_Section):
     thermal: ThermalConfig = ThermalConfig()
     verify: VerifyConfig = VerifyConfig()
     notify: NotifyConfig = NotifyConfig()
-    tune: TuneConfig = TuneConfig()
     run: RunConfig = RunConfig()
 
     @property

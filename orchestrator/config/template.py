@@ -1,14 +1,13 @@
 """A commented cluster.yaml that fits the machines it is for: facts in, text out. Pure.
 
-The comments are those of the cluster.yaml that comes with the program, but for lines that begin
-with `Here:`, which are about the two reference PCs. Values that were chosen for a machine have
-their reason in such a line. `cli.init` inspects machines and writes files.
+All but its nodes is the cluster.yaml that comes with the program. What was chosen for a machine, and
+why, is in a line for each node. `cli.init` inspects machines and writes files.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import yaml
@@ -23,14 +22,9 @@ from workers.units import GIB
 #: A smaller card cannot hold a CUDA context and a matrix.
 _LEAST_CARD_BYTES = GIB
 
-#: A card this many times smaller than the largest one is left out.
-_BESIDE = 4
-
-#: In the template: what is true of that PC alone.
-_HERE = "Here: "
 _WRITTEN = "#\n# Written by `python -m orchestrator init` for:"
 #: Its nodes: all up to the next line that is not indented.
-_NODES = re.compile(r"(?m)^nodes:.*\n((?:(?: .*)?\n)*)")
+_NODES = re.compile(r"(?m)^nodes:.*\n(?:(?: .*)?\n)*")
 
 #: Of free RAM, for all workers on a processor together; each as large as a rehearsal needs at most.
 _RAM_SHARE = 0.5
@@ -50,9 +44,8 @@ class NodeChoice:
     """A node of cluster.yaml, chosen for one machine."""
 
     config: NodeConfig
-    reasons: Mapping[str, str]
-    """Why a key has its value, by key; whole sentences."""
     summary: str
+    """What was found and chosen, and why."""
 
 
 def choose(facts: MachineFacts, host: str | None = None) -> NodeChoice:
@@ -60,12 +53,14 @@ def choose(facts: MachineFacts, host: str | None = None) -> NodeChoice:
 
     `host` is how other PCs reach it.
     """
-    usable = [card for card in facts.visible_cards if card.total_bytes >= _LEAST_CARD_BYTES]
-    # Every worker of a node has the same budget: a small card for the display must not set that of
-    # the large one.
-    largest_bytes = max((card.total_bytes for card in usable), default=0)
-    cards = [card for card in usable if _BESIDE * card.total_bytes > largest_bytes][:_MOST_CARDS]
-    return _with_cards(facts, cards, host) if cards else _without_card(facts, host)
+    cards = [card for card in facts.visible_cards if card.total_bytes >= _LEAST_CARD_BYTES]
+    if not cards:
+        return _without_card(facts, host)
+    # Every worker of a node has the same budget, so its cards are alike: those like the largest.
+    largest = max(cards, key=lambda card: card.total_bytes)
+    profile = match_profile(largest.name, largest.total_bytes)
+    alike = [card for card in cards if card.name == largest.name][:_MOST_CARDS]
+    return _with_cards(facts, alike, profile, host)
 
 
 def render(template: str, nodes: Mapping[str, NodeChoice], port: int | None = None) -> str:
@@ -76,47 +71,19 @@ def render(template: str, nodes: Mapping[str, NodeChoice], port: int | None = No
     """
     if port is not None:
         template = re.sub(r"(?m)^  port: .*$", f"  port: {port}", template, count=1)
-    before, block, after = _NODES.split(template, maxsplit=1)
+    before, after = _NODES.split(template, maxsplit=1)
     header, _, cluster = before.partition("\n\n")
     lines = [header.partition(f"\n{_WRITTEN}")[0], _WRITTEN]
     lines += [one_line(f"#   {name}: {choice.summary}") for name, choice in nodes.items()]
-    lines += ["", f"{cluster}nodes:"]
-    comments = _comments(block)
-    for name, choice in nodes.items():
-        lines += _node(name, choice, comments)
-        comments = {}  # the first node explains the keys
-    return "\n".join([*lines, "", after])
+    keys = {name: choice.config.model_dump() for name, choice in nodes.items()}
+    written = yaml.safe_dump({"nodes": keys}, sort_keys=False, width=1000)
+    return "\n".join([*lines, "", cluster + written, after])
 
 
-def _comments(block: str) -> dict[str, list[str]]:
-    """Return the comments above each key of a node, where a node has them first."""
-    comments: dict[str, list[str]] = {}
-    above: list[str] = []
-    for line in block.splitlines():
-        key, colon, _ = line.strip().partition(":")
-        if line.strip().startswith("#"):
-            above += [] if _HERE in line else [line]
-        elif colon:
-            comments.setdefault(key, above)
-            above = []
-    return comments
-
-
-def _node(name: str, choice: NodeChoice, comments: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    """Yield a node: its keys with their values, and the reasons for them."""
-    yield f"  {_scalar(name)}:"
-    for key, value in choice.config:
-        yield from comments.get(key, ())
-        if key in choice.reasons:
-            yield one_line(f"    # {_HERE}{choice.reasons[key]}")
-        yield f"    {key}: {_scalar(value)}"
-
-
-def _with_cards(facts: MachineFacts, cards: Sequence[CardFacts], host: str | None) -> NodeChoice:
-    # Every worker of a node has the same budget, so the smallest card sets it.
+def _with_cards(
+    facts: MachineFacts, cards: Sequence[CardFacts], known: GpuProfile | None, host: str | None
+) -> NodeChoice:
     card = min(cards, key=lambda card: card.total_bytes)
-    profile, *others = {match_profile(each.name, each.total_bytes) for each in cards}
-    known = None if others else profile
     why_desktop = _why_desktop(facts, cards)
     total_gib = min(card.total_bytes / GIB, _MOST_GIB)
     advice = _advice(known, card, total_gib, is_desktop=why_desktop is not None)
@@ -130,29 +97,14 @@ def _with_cards(facts: MachineFacts, cards: Sequence[CardFacts], host: str | Non
         host=host,
         **{**asdict(advice), "workers": workers},
     )
-    held_gib = advice.workers * advice.vram_per_worker_gib
-    reasons = {
-        "gpu": f"{', '.join(each.name for each in cards)}.{_left_out(facts, cards)}",
-        "cpus_per_worker": _cpus_said(config),
-        "vram_per_worker_gib": f"{advice.workers} x {advice.vram_per_worker_gib:.2f} = "
-        f"{held_gib:.2f} of the {total_gib:.2f} GiB that this card shows "
-        f"({held_gib / total_gib:.0%}).",
-    }
-    if why_desktop is not None:
-        reasons["memory_fraction"] = f"{why_desktop}, so a part of the card is left to it."
-    if not as_known:
-        reasons["vram_gib"] = "as the card itself says."
-    where = " on each card" if len(cards) > 1 else ""
-    each = f"{_counted(advice.workers)} x {advice.vram_per_worker_gib:.2f} GiB{where}"
-    return NodeChoice(config=config, reasons=reasons, summary=f"{len(cards)} x {card.name}: {each}")
-
-
-def _left_out(facts: MachineFacts, cards: Sequence[CardFacts]) -> str:
-    """Say which cards are too small beside the others, and how Ray is kept from them."""
-    others = ", ".join(card.name for card in facts.visible_cards if card not in cards)
-    kept = ",".join(str(card.index) for card in cards)
-    start = f"start Ray there with CUDA_VISIBLE_DEVICES={kept}"
-    return f" Too small beside that: {others}; {start}." if others else ""
+    others = ", ".join(each.name for each in facts.visible_cards if each not in cards)
+    kept = ",".join(str(each.index) for each in cards)
+    notes = [
+        f"{len(cards)} x {card.name}: {_each(config)}{' on each card' if len(cards) > 1 else ''}",
+        why_desktop and f"{why_desktop}, so a part of the card is left to it",
+        others and f"left out: {others}; start Ray with CUDA_VISIBLE_DEVICES={kept}",
+    ]
+    return NodeChoice(config=config, summary="; ".join(filter(None, notes)))
 
 
 def _advice(
@@ -193,36 +145,19 @@ def _without_card(facts: MachineFacts, host: str | None) -> NodeChoice:
         size=2048,
         host=host,
     )
-    reasons = {
-        "gpu": "no NVIDIA card was found: workers run on the processor.",
-        "gpus": "with a card: 1, and its name above; or let `init` write a new file then.",
-        "cpus_per_worker": _cpus_said(config),
-        "vram_per_worker_gib": f"of the PC's own memory: {workers} x {each_gib:.2f} of the "
-        f"{free_gib:.1f} GiB that were free.",
-    }
-    summary = f"no NVIDIA card: {_counted(workers)} x {each_gib:.2f} GiB on the processor"
-    return NodeChoice(config=config, reasons=reasons, summary=summary)
+    return NodeChoice(config=config, summary=f"no NVIDIA card: {_each(config)} on the processor")
 
 
-def _counted(workers: int) -> str:
-    return f"{workers} workers" if workers > 1 else "1 worker"
+def _each(node: NodeConfig) -> str:
+    """Return how many workers a card has, and of which size."""
+    count = node.workers // max(1, node.gpus)
+    return f"{count} worker{'s' * (count > 1)} x {node.vram_per_worker_gib:.2f} GiB"
 
 
 def _cpus_per_worker(facts: MachineFacts, workers: int) -> int:
     return max(1, min(_MOST_CPUS, facts.cores_logical // workers))
 
 
-def _cpus_said(node: NodeConfig) -> str:
-    return f"{node.workers} x {node.cpus_per_worker} = {node.workers * node.cpus_per_worker}."
-
-
 def _floor(gib: float) -> float:
     """Return GiB with two digits, never more than there is."""
     return int(gib * 100) / 100
-
-
-def _scalar(value: object) -> str:
-    """Return a value as YAML has it, in quotes where it would be read as something else."""
-    if isinstance(value, float):
-        return f"{value:.2f}" if round(value, 2) == value else repr(value)
-    return str(yaml.safe_dump(value, default_flow_style=True, width=1000)).partition("\n")[0]

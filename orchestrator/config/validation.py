@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
-from typing import Final, TypeVar, get_args
+from typing import TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -30,8 +30,6 @@ _WORDS = {
     "model_type": "{value} should be a mapping",
     "string_pattern_mismatch": "{value} is not in the right form",
 }
-#: Keys of earlier versions, and what they are called now.
-_RENAMED = {"slice_s": "poll_s"}
 #: More sentences mean that it is the wrong file, and would push the first ones off the screen.
 MAX_PROBLEMS = 100
 
@@ -59,14 +57,6 @@ def checked(source: YamlSource, model: type[Model]) -> Model:
         for details in error.errors(include_url=False):
             found.setdefault(_path_of(source.data, details), []).append(details)
     raise refusals(source, [_problem(source, model, *item) for item in found.items()])
-
-
-#: Keys that cluster.yaml had once, and what to do instead.
-_LEFT: Final = {
-    "train.min_seq": "documents of unequal lengths are your own text: train.data, with "
-    "train.documents: files or lines",
-    "train.start_method": "no such line; loader processes are always started by a fork server",
-}
 
 
 def refusals(source: YamlSource, problems: Iterable[Problem]) -> ConfigError:
@@ -100,11 +90,8 @@ def _problem(
     """Return what is wrong at one place, in a sentence of one line."""
     details, kind, fields = errors[0], errors[0]["type"], _fields(model, path[:-1])
     if kind == "extra_forbidden":
-        if instead := _LEFT.get(".".join(path[-2:])):
-            return source.problem(path, "has left", instead)
-        keys, new = sorted(fields), _RENAMED.get(path[-1])
-        hint = f"; it is called {new} now" if new in keys else nearest(path[-1], keys)
-        return source.problem(path, f"unknown key{hint}", ", ".join(keys))
+        keys = sorted(fields)
+        return source.problem(path, f"unknown key{nearest(path[-1], keys)}", ", ".join(keys))
     if details["loc"][-1:] == ("[key]",):
         return source.problem(path, "cannot be the name of a node", VALID_NODE_NAME)
     valid = _description(fields[path[-1]]) if path and path[-1] in fields else None

@@ -1,8 +1,8 @@
 """Reads YAML into plain data and remembers where every value came from: a line of the file, or an
 override.
 
-Does not cover `--set` itself (`load`) nor what the values mean (`schema`). Binary, huge, deeply
-nested and exploding input and custom tags are refused in bounded time and memory, with the line.
+Does not cover `--set` itself (`load`) nor what the values mean (`schema`). Binary, huge and deeply
+nested input, aliases and custom tags are refused in bounded time and memory, with the line.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Place: TypeAlias = tuple[str, int | None]
 MAX_FILE_BYTES = 1024 * 1024
 #: The configuration has four levels; this bounds recursion far below Python's own limit.
 MAX_DEPTH = 32
-#: Keys and values, before and after aliases are expanded.
+#: Keys and values.
 MAX_VALUES = 50_000
 
 #: Names of nodes in one sentence.
@@ -81,14 +81,11 @@ def read_text(path: str, usual: str, typed: str, missing: str) -> str:
             raw = file.read(MAX_FILE_BYTES + 1)
     except FileNotFoundError:
         raise refusal(path, "no such file", missing) from None
-    except IsADirectoryError:
-        inside = f"{typed.removesuffix('PATH')}{path.rstrip('/')}/{usual}"
-        raise refusal(path, "is a directory", inside) from None
     except (OSError, ValueError) as error:
         reason = f"cannot be read: {getattr(error, 'strerror', None) or error}"
-        raise refusal(path, reason, f"{typed} with a file you may read") from None
+        raise refusal(path, reason, f"{typed} with the path of a {usual}") from None
     if len(raw) > MAX_FILE_BYTES:
-        raise refusal(path, "is larger than 1 MiB", f"{typed} with a {usual}")
+        raise refusal(path, "is larger than 1 MiB", f"{typed} with the path of a {usual}")
     if b"\0" in raw:
         raise refusal(path, "is a binary file", "a YAML text file in UTF-8")
     try:
@@ -114,12 +111,16 @@ def read_yaml_text(text: str, name: str, empty: str = _START) -> YamlSource:
         finally:
             line = reader.line + 1
     except yaml.YAMLError as error:
-        raise _syntax_refusal(error, text, name) from None
+        said = [getattr(error, words, None) for words in ("context", "problem", "reason")]
+        mark, position = getattr(error, "problem_mark", None), getattr(error, "position", None)
+        line = line if mark is None else mark.line + 1
+        if isinstance(position, int):  # of a control character
+            line = text.count("\n", 0, position) + 1
+        raise refusal(name, f"is not YAML: {', '.join(filter(None, said))}", None, line) from None
     except (ValueError, OverflowError):
         # PyYAML hands an escape such as "\UFFFFFFFF" and the digits of %YAML to Python as they are.
         reason = "is not YAML: an escape or a version number in it is too large"
-        valid = "characters up to \\U0010FFFF, and no %YAML line"
-        raise refusal(name, reason, valid, line) from None
+        raise refusal(name, reason, "characters up to \\U0010FFFF", line) from None
     if root is None:
         raise refusal(name, "is empty", empty)
     return YamlSource(name=name, data=reader.plain(root), places=reader.places)
@@ -141,17 +142,19 @@ class _Reader(yaml.SafeLoader):
         super().__init__(text)
         self.places: dict[KeyPath, Place] = {}
         self._source = name
-        self._depth = self._nodes = self._values = 0
+        self._depth = self._nodes = 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         self._depth += 1
         self._nodes += 1
-        if self._depth > MAX_DEPTH or self._nodes > MAX_VALUES:
-            text = f"has more than {MAX_VALUES} keys and values"
-            if self._depth > MAX_DEPTH:
-                text = f"is nested deeper than {MAX_DEPTH} levels"
-            event = self.peek_event()  # type: ignore[no-untyped-call]  # types-PyYAML leaves it bare
-            raise refusal(self._source, text, None, event.start_mark.line + 1)
+        event = self.peek_event()  # type: ignore[no-untyped-call]  # types-PyYAML leaves it bare
+        faults = {
+            f"is nested deeper than {MAX_DEPTH} levels": self._depth > MAX_DEPTH,
+            f"has more than {MAX_VALUES} keys and values": self._nodes > MAX_VALUES,
+            "has an alias (*name)": isinstance(event, yaml.AliasEvent),
+        }
+        for text in (text for text, is_so in faults.items() if is_so):
+            raise refusal(self._source, text, "what it stands for", event.start_mark.line + 1)
         node: yaml.Node | None = super().compose_node(parent, index)
         self._depth -= 1
         return node
@@ -163,12 +166,6 @@ class _Reader(yaml.SafeLoader):
         """
         line = _line_of(node) if line is None else line
         self.places[path] = (self._source, line)
-        self._values += 1
-        if self._values > MAX_VALUES or len(path) > MAX_DEPTH:
-            text = f"has more than {MAX_VALUES} values once aliases (*name) are expanded"
-            if len(path) > MAX_DEPTH:
-                text = "has an alias (*name) inside the value it stands for"
-            raise refusal(self._source, text, None, line)
         if isinstance(node, yaml.MappingNode) and node.tag == _TAG + "map":
             return self._mapping(node, path)
         if isinstance(node, yaml.SequenceNode) and node.tag == _TAG + "seq":
@@ -179,11 +176,8 @@ class _Reader(yaml.SafeLoader):
         found: dict[str, object] = {}
         for key_node, value_node in node.value:
             line = _line_of(key_node)
-            if not isinstance(key_node, yaml.ScalarNode):
-                text = "has a list or a mapping as a key"
-                raise refusal(self._source, text, "a word as the key", line, path)
             self._scalar(key_node, path, line)
-            at = (*path, key_node.value)
+            at = (*path, str(key_node.value))
             if at[-1] in found:
                 text = f"is given twice, on line {self.places[at][1]} and on line {line}"
                 raise refusal(self._source, text, "one of the two", line, at)
@@ -192,8 +186,8 @@ class _Reader(yaml.SafeLoader):
 
     def _scalar(self, node: yaml.Node, path: KeyPath, line: int) -> object:
         if not isinstance(node, yaml.ScalarNode) or node.tag not in _PLAIN_TAGS:
-            text = f"has the tag {str(node.tag).replace(_TAG, '!!')}"
-            raise refusal(self._source, text, "plain values, without tags", line, path)
+            text = f"has the tag {str(node.tag).replace(_TAG, '!!')}, or a list or mapping as a key"
+            raise refusal(self._source, text, "plain words and values", line, path)
         try:
             node.value.encode("utf-8")
             # YAML 1.1 would read 1:30 as 90.
@@ -221,17 +215,3 @@ def refusal(
 ) -> ConfigError:
     """Return the error for one problem of a whole source, of a line of it, or of a key."""
     return ConfigError([Problem(source, line, ".".join(path) or None, text, valid)])
-
-
-def _syntax_refusal(error: yaml.YAMLError, text: str, name: str) -> ConfigError:
-    """Return the error for text that is not YAML, at the line where reading stopped."""
-    if isinstance(error, yaml.reader.ReaderError):
-        before = text[: error.position].count("\n")
-        return refusal(name, "holds a control character", "printable text", before + 1)
-    problem, mark = getattr(error, "problem", None), getattr(error, "problem_mark", None)
-    line = None if mark is None else mark.line + 1
-    if "single document" in str(getattr(error, "context", None)):
-        valid = "one document, without a --- line between two parts"
-        return refusal(name, "holds a second document", valid, line)
-    tabs = "spaces for indentation; tabs are not allowed" if "'\\t'" in str(problem) else None
-    return refusal(name, "is not YAML" + (f": {problem}" if problem else ""), tabs, line)

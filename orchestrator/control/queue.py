@@ -1,6 +1,6 @@
 """Commands to a queue of jobs: what is submitted to it, and what is said of its jobs.
 
-A message is a batch of `Submitted`, `SweepSubmitted`, `Said` and `QueueHeld`, and is one row beside
+A message is a batch of `Submitted`, `SweepSubmitted`, `UserOrder` and `QueueHeld`, and is one row beside
 the queue (`record/command_file.py`). Its sender waits for no answer: the head may be dead. Does not
 know what the queue does about it (`jobs/queue.py`).
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -16,11 +17,11 @@ from typing import Final, TypeAlias
 
 from pydantic import TypeAdapter, ValidationError
 
-from orchestrator.errors import one_line
-from orchestrator.jobs.model import QueueHeld, Said, Submitted, SweepSubmitted
+from orchestrator.errors import ArchiveError, one_line
+from orchestrator.jobs.model import JobOrder, QueueHeld, Submitted, SweepSubmitted, UserOrder
 from orchestrator.record import command_file
 
-Sent: TypeAlias = Submitted | SweepSubmitted | Said | QueueHeld
+Sent: TypeAlias = Submitted | SweepSubmitted | UserOrder | QueueHeld
 Message: TypeAlias = Sequence[Sent]
 
 _MESSAGE: Final = TypeAdapter(tuple[Sent, ...])
@@ -42,6 +43,28 @@ def put(folder: Path, message: Message) -> None:
     command_file.put(folder, json.dumps(values).encode("ascii"), identity=secrets.token_hex(8))
 
 
+def say(
+    folder: Path, order: JobOrder, names: Sequence[str], *, by: str, identity: str = ""
+) -> None:
+    """Leave an order about jobs for the queue of a folder.
+
+    `by` is who says it. Of words with the same `identity` the first is obeyed alone; by default
+    each has its own.
+
+    Raises:
+        ArchiveError: The order cannot be left there, or others could have written there.
+    """
+    now_s, identity = time.time(), identity or secrets.token_hex(8)
+    said = [
+        UserOrder(at_s=now_s, id=f"{identity}-{name}", order=order, job=name, by=by)
+        for name in names
+    ]
+    try:
+        put(folder, said)
+    except OSError as failure:
+        raise ArchiveError(f"the queue cannot be told: {failure.strerror}") from failure
+
+
 def waiting(folder: Path) -> list[Message]:
     """Return the messages that the head of a folder has not taken yet, in their order.
 
@@ -54,10 +77,8 @@ def waiting(folder: Path) -> list[Message]:
     return messages
 
 
-def message_of(content: bytes | None) -> Message:
+def message_of(content: bytes) -> Message:
     """Return the message that a row holds; `NoMessageError` if it holds none."""
-    if content is None:
-        raise NoMessageError("it is larger than a message may be")
     try:
         return _MESSAGE.validate_python(json.loads(content), extra="forbid")
     except ValidationError as failure:

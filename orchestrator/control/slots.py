@@ -10,18 +10,17 @@ import json
 import secrets
 import socket
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from pydantic import TypeAdapter, ValidationError
 
 from orchestrator.config.byte_size import parse_bytes
 from orchestrator.core.user_commands import Command, Do
 from orchestrator.errors import ArchiveError, UsageError, one_line
-from orchestrator.record.archive import read_answer, read_run
+from orchestrator.record.archive import read_answers, read_run
 from orchestrator.record.command_file import put
 from orchestrator.record.folders import go_on_command
 
@@ -48,12 +47,11 @@ class Answer:
 
 
 _COMMAND: Final = TypeAdapter(Command)
-_ANSWER: Final = TypeAdapter(Answer)
 
 
-def command_of(content: bytes | None) -> Command:
+def command_of(content: bytes) -> Command:
     """Return the command that a row holds; `NoCommandError` if it holds none."""
-    if content is None or len(content) > COMMAND_MOST_BYTES:
+    if len(content) > COMMAND_MOST_BYTES:
         raise NoCommandError(f"a command has at most {COMMAND_MOST_BYTES} bytes")
     try:
         command = _COMMAND.validate_json(content, strict=True, extra="forbid")
@@ -69,17 +67,9 @@ def command_of(content: bytes | None) -> Command:
     return command
 
 
-def answer_of(told: Mapping[str, Any]) -> Answer | None:
-    """Return the answer that a store holds; `None` where another version gave it."""
-    try:
-        return _ANSWER.validate_python(told, extra="ignore")
-    except ValidationError:
-        return None
-
-
 def send(
     folder: Path,
-    do: str,
+    do: Do,
     slots: Sequence[str],
     *,
     by: str,
@@ -90,17 +80,12 @@ def send(
     """Send a command to the head of a run folder and return its answer, or one that says why there
     is none.
 
-    Every slot is named, none by a pattern. `do` is one of `Do`; `by` is the sending program, for
-    the event log. Of commands with the same `identity` the first is obeyed, and all get its answer;
-    default: a new one. After `timeout_s` it is not obeyed any more.
+    Every slot is named, none by a pattern. `by` is the sending program, for the event log. Of
+    commands with the same `identity` the first is obeyed, and all get its answer; default: a new
+    one. After `timeout_s` it is not obeyed any more.
     """
     identity = identity or secrets.token_hex(8)
-    try:
-        order = Do(do)
-    except ValueError:
-        error = one_line(f"no command {do[:40]!r}; valid: {', '.join(Do)}")
-        return Answer(ok=False, id=identity, error=error)
-    command = Command(id=identity, do=order, slots=tuple(slots), by=by, amount_bytes=amount_bytes)
+    command = Command(id=identity, do=do, slots=tuple(slots), by=by, amount_bytes=amount_bytes)
     content = json.dumps(asdict(command)).encode("ascii")
     if len(content) > COMMAND_MOST_BYTES:
         error = f"a command with {len(slots)} slots is too long: name fewer of them at a time"
@@ -118,7 +103,7 @@ def send(
         why = str(failure)
     silent = (
         f"the head of run {folder.name} did not answer: a run takes no commands while it starts or "
-        "ends, nor if an older version started it; try again in a moment"
+        "ends; try again in a moment"
     )
     return answer or Answer(ok=False, id=identity, error=why or silent)
 
@@ -129,7 +114,7 @@ def command(folder: Path, do: str, slots: Sequence[str], amount: str | None = No
         amount_bytes = None if amount is None else parse_bytes(amount)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    answer = send(folder, do, slots, by="command line", amount_bytes=amount_bytes)
+    answer = send(folder, Do(do), slots, by="command line", amount_bytes=amount_bytes)
     if not answer.ok:
         raise UsageError(answer.error or "the head has refused it")
     return f"{', '.join(slots)}: {answer.effect}"
@@ -140,11 +125,9 @@ def _answered(folder: Path, identity: str, until_s: float) -> Answer | None:
     has_head = True
     while has_head and time.monotonic() < until_s:
         time.sleep(_LOOK_EVERY_S)
-        with suppress(ArchiveError):  # the store is being written, or moved away
-            has_head = _why_none(folder) is None  # before the look at what it has stored
-            told = read_answer(folder, identity)
-            if told is not None and (answer := answer_of(told)) is not None:
-                return answer
+        has_head = _why_none(folder) is None  # before the look at what it has stored
+        if (told := read_answers(folder, identity).get(identity)) is not None:
+            return Answer(**told)
     return None
 
 

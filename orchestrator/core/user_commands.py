@@ -164,7 +164,7 @@ def _why_no_cap(amount_bytes: int, plan: SlotPlan) -> str:
     budget_mib = plan.spec.budget_bytes // MIB
     if not plan.spec.follows_memory:
         policy = plan.spec.policy
-        return f"cannot be capped under the policy {policy}: run with --policy adaptive"
+        return f"cannot be capped under the policy {policy}: run with --set memory.policy=adaptive"
     if not 1 <= amount_bytes // MIB <= budget_mib:
         return f"has a budget of {budget_mib} MiB: type an amount from 1MiB to {budget_mib}MiB"
     return ""

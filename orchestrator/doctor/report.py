@@ -61,12 +61,7 @@ fail = partial(Finding, Verdict.FAIL)
 
 
 _TONES: Final[Mapping[Verdict, Tone]] = MappingProxyType(
-    {
-        Verdict.FAIL: Tone.BAD,
-        Verdict.WARN: Tone.WARN,
-        Verdict.OK: Tone.GOOD,
-        Verdict.SKIP: Tone.DIM,
-    }
+    {Verdict.FAIL: Tone.BAD, Verdict.WARN: Tone.WARN, Verdict.OK: Tone.GOOD, Verdict.SKIP: Tone.DIM}
 )
 _WORST_FIRST: Final = tuple(_TONES)
 _COLUMNS: Final = (
@@ -137,22 +132,16 @@ class Diagnosis:
         warnings = counted(self.count(Verdict.WARN), "warning")
         if failures := self.count(Verdict.FAIL):
             return f"{counted(failures, 'failure')} to put right first, {warnings}."
-        if self.is_cluster:
-            return f"Ready for `{command} run{options}`; {warnings}."
         if not self.has_config:
             return f"Only a configuration is missing; {warnings}. Type `{command} init`."
-        if not self.has_card:
-            return f"Ready for a rehearsal; {warnings}. Type `{command} run --rehearse{options}`."
-        return (
-            f"No obstacle found here; {warnings}. This machine alone: `{command} run "
-            f"--local{options}`; with others: `{command} up NODE{options}`."
-        )
+        if self.is_cluster:
+            return f"Ready for `{command} run{options}`; {warnings}."
+        how = "--local" if self.has_card else "--rehearse"
+        return f"No obstacle found; {warnings}. This PC alone: `{command} run {how}{options}`."
 
 
 def _row(finding: Finding) -> TableRow:
     word = MISSING if finding.verdict is Verdict.SKIP else finding.verdict.value.upper()
-    tones, values = (
-        {"verdict": _TONES[finding.verdict]},
-        {key: getattr(finding, key) for key in _KEYS},
-    )
+    values = {key: getattr(finding, key) for key in _KEYS}
+    tones = {"verdict": _TONES[finding.verdict]}
     return row_of(_COLUMNS, finding.subject, values, {"verdict": word}, tones)

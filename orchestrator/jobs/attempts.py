@@ -13,15 +13,15 @@ from orchestrator.jobs.index import Reach
 from orchestrator.jobs.lifecycle import TAKEN_S, is_better
 from orchestrator.jobs.model import (
     AttemptEnded,
+    AttemptRecalled,
+    AttemptReleased,
+    AttemptStatus,
     Card,
     JobState,
-    Measured,
+    MilestoneReached,
     Milestones,
-    Reached,
-    Recalled,
     Record,
-    Rested,
-    Seen,
+    SpeedMeasured,
     Standing,
     World,
 )
@@ -31,22 +31,22 @@ from workers.units import GIB
 _SPEED_CHANGE, _BEST_EVERY_S = 0.2, 60.0
 
 
-def seen_of(standing: Standing, world: World) -> Seen | None:
+def seen_of(standing: Standing, world: World) -> AttemptStatus | None:
     """Return what is seen of the present attempt of a job."""
     seen = world.seen.get(standing.job.name)
     return seen if seen is not None and seen.attempt == standing.attempt else None
 
 
-def end_of(seen: Seen, now_s: float) -> AttemptEnded | Rested | None:
+def end_of(seen: AttemptStatus, now_s: float) -> AttemptEnded | AttemptReleased | None:
     """Return how an attempt ended, if it has: what both have of it is called alike."""
-    kind = Rested if seen.cause is None else AttemptEnded
-    if kind is Rested and not (seen.is_at_rest or seen.node_lost):
+    kind = AttemptReleased if seen.cause is None else AttemptEnded
+    if kind is AttemptReleased and not (seen.is_at_rest or seen.node_lost):
         return None
     names = {each.name for each in fields(kind)} - {"at_s"}
     return kind(at_s=now_s, **{name: getattr(seen, name) for name in names})
 
 
-def recall_of(standing: Standing, seen: Seen, world: World) -> Recalled | None:
+def recall_of(standing: Standing, seen: AttemptStatus, world: World) -> AttemptRecalled | None:
     """Return the recall of an attempt that is not to go on where it is."""
     job, card = standing.job, _card(world.cards, standing.card)
     if not is_in_hours(job.hours, world.minute_of_day):
@@ -66,14 +66,16 @@ def recall_of(standing: Standing, seen: Seen, world: World) -> Recalled | None:
     return recalled(standing, world, JobState.PARKED, why, least_room_bytes=budget)
 
 
-def recalled(standing: Standing, world: World, to: JobState, reason: str, **more: int) -> Recalled:
+def recalled(
+    standing: Standing, world: World, to: JobState, reason: str, **more: int
+) -> AttemptRecalled:
     """Return the record that has the present attempt of a job save and end, with `more` of it."""
     job, attempt = standing.job.name, standing.attempt
-    return Recalled(at_s=world.now_s, job=job, attempt=attempt, to=to, reason=reason, **more)
+    return AttemptRecalled(at_s=world.now_s, job=job, attempt=attempt, to=to, reason=reason, **more)
 
 
 def milestone_of(
-    standing: Standing, seen: Seen, world: World, reached: list[Reach]
+    standing: Standing, seen: AttemptStatus, world: World, reached: list[Reach]
 ) -> list[Record]:
     """Return the next milestone of a sweep's member once it is reached, and the decision about it.
 
@@ -84,14 +86,14 @@ def milestone_of(
     if rule is None or milestone is None or value is None:
         return []
     reached.append((job.name, milestone, value))
-    record = Reached(at_s=world.now_s, job=job.name, milestone=milestone, value=value)
+    record = MilestoneReached(at_s=world.now_s, job=job.name, milestone=milestone, value=value)
     if milestones.goes_on(rule, reached, job.name, milestone):
         return [record]
     why = f"{rule.metric} {value:.4g} at step {milestone}: others go first"
     return [record, recalled(standing, world, JobState.PAUSED, why)]
 
 
-def measured(standing: Standing, seen: Seen, world: World) -> list[Record]:
+def measured(standing: Standing, seen: AttemptStatus, world: World) -> list[Record]:
     """Return the speed and the best value of an attempt, where they are worth a record.
 
     On a card that it may share its speed is that of both.
@@ -106,7 +108,7 @@ def measured(standing: Standing, seen: Seen, world: World) -> list[Record]:
     if not is_news and not has_better:
         return []
     return [
-        Measured(
+        SpeedMeasured(
             at_s=world.now_s,
             job=standing.job.name,
             card_title=card.title,

@@ -1,7 +1,7 @@
 """Values of a queue as JSON and back: rows that are stored, and events.
 
 What is read back may come from anywhere: it is a value of its type, or a `ValueError`. Does not say
-where the text is kept (`record/jobs.py`), nor what users send (`control/queue.py`).
+where the text is kept (`record/store.py`), nor what users send (`control/queue.py`).
 """
 
 from __future__ import annotations
@@ -24,8 +24,13 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:  # noqa: ANN401 - a dataclass
 
 
 def as_json(value: object) -> str:
-    """Return a dataclass as JSON in ASCII: also a name of a file that is no UTF-8 comes back."""
-    return _dumped(_flat(value))
+    """Return a dataclass as JSON in ASCII, without what has its default value.
+
+    In ASCII a name of a file that is no UTF-8 comes back, too.
+    """
+    kind: Any = type(value)
+    fields = _adapter(kind).dump_python(value, mode="json", exclude_defaults=True)
+    return json.dumps(fields, separators=(",", ":"))
 
 
 def from_json(kind: type[_Value], text: str) -> _Value:
@@ -58,7 +63,3 @@ def _flat(value: object) -> dict[str, Any]:
     kind: Any = type(value)
     fields: dict[str, Any] = _adapter(kind).dump_python(value, mode="json")
     return fields
-
-
-def _dumped(value: object) -> str:
-    return json.dumps(value, separators=(",", ":"))

@@ -1,22 +1,22 @@
 """The lifecycle of a job as a table: (record type, state) -> how the record changes its standing.
 
-    WAITING ──Settled──> QUEUED ──Assigned──> RUNNING ──AttemptEnded──> FAILED, or again, or
-                                                │           SAVING ──Settled──> DONE, FAILED
+    WAITING ──StateChanged──> QUEUED ──AttemptBegun──> RUNNING ──AttemptEnded──> FAILED, or again, or
+                                                │           SAVING ──StateChanged──> DONE, FAILED
                            ^                    │
-                           │        Recalled, then Rested (MOVING where it goes on elsewhere)
+                           │        AttemptRecalled, then AttemptReleased (MOVING where it goes on elsewhere)
                            │                    v
-                           └─Settled, Said── PARKED, PAUSED, HELD        any ──Said──> CANCELLED
-                     PREEMPTED ──Assigned──> RUNNING: it is in line as QUEUED is
+                           └─StateChanged, UserOrder── PARKED, PAUSED, HELD        any ──UserOrder──> CANCELLED
+                     PREEMPTED ──AttemptBegun──> RUNNING: it is in line as QUEUED is
 
-    SKIPPED ──Settled──> WAITING, once what it was skipped for begins again
+    SKIPPED ──StateChanged──> WAITING, once what it was skipped for begins again
 
 Rules:
 
 1. A record of an attempt other than the present one is illegal: a late result changes nothing.
 2. What an attempt that ended leads to is decided by its cause (`causes.py`), here and nowhere else.
 3. An attempt that is recalled and fails while it saves is not counted; it goes where it was sent.
-4. A word of the user about a job on a card says where its attempt goes, however that ends. The
-   queue then has it end (`Recalled`).
+4. An order of the user about a job on a card says where its attempt goes, however that ends. The
+   queue then has it end (`AttemptRecalled`).
 
 Each pair is in the table: handled, ignored for a reason, or illegal. Pure. Does not decide which
 record comes next (`queue.py`).
@@ -34,21 +34,21 @@ from orchestrator.jobs.model import (
     ENDED,
     IN_LINE,
     ON_CARD,
-    Assigned,
+    AttemptBegun,
     AttemptEnded,
+    AttemptRecalled,
+    AttemptReleased,
     Cause,
+    JobOrder,
     JobState,
     Kind,
-    Measured,
-    Reached,
-    Recalled,
+    MilestoneReached,
     Record,
-    Rested,
-    Said,
-    Settled,
+    SpeedMeasured,
     Standing,
+    StateChanged,
     Submitted,
-    Word,
+    UserOrder,
 )
 
 #: A program that kills itself looks like one that is killed. After so many attempts in a row, each
@@ -114,13 +114,15 @@ def _into(standing: Standing, state: JobState, reason: str, at_s: float, **more:
     return changes
 
 
-def _require_same_attempt(standing: Standing, record: Recalled | Rested | AttemptEnded) -> None:
+def _require_same_attempt(
+    standing: Standing, record: AttemptRecalled | AttemptReleased | AttemptEnded
+) -> None:
     if record.attempt != standing.attempt:
         why = f"it is of attempt {record.attempt}, and {standing.attempt} is the present one"
         raise IllegalRecordError(standing, record, why)
 
 
-def _assigned(standing: Standing, record: Assigned) -> Changes:
+def _assigned(standing: Standing, record: AttemptBegun) -> Changes:
     if record.attempt != standing.attempt + 1:
         why = f"attempt {record.attempt} does not follow {standing.attempt}"
         raise IllegalRecordError(standing, record, why)
@@ -138,7 +140,7 @@ def _assigned(standing: Standing, record: Assigned) -> Changes:
     )
 
 
-def _recalled(standing: Standing, record: Recalled) -> Changes:
+def _recalled(standing: Standing, record: AttemptRecalled) -> Changes:
     _require_same_attempt(standing, record)
     wait_s = record.wait_s
     changes: Changes = {"reason": record.reason, "recalled_to": record.to, "to_recall": False}
@@ -154,7 +156,7 @@ def _recalled(standing: Standing, record: Recalled) -> Changes:
     return changes
 
 
-def _after_attempt(standing: Standing, record: Rested | AttemptEnded) -> Changes:
+def _after_attempt(standing: Standing, record: AttemptReleased | AttemptEnded) -> Changes:
     changes: Changes = {}
     if record.step is not None:
         changes["step"] = record.step
@@ -165,7 +167,7 @@ def _after_attempt(standing: Standing, record: Rested | AttemptEnded) -> Changes
     return changes
 
 
-def _rested(standing: Standing, record: Rested) -> Changes:
+def _rested(standing: Standing, record: AttemptReleased) -> Changes:
     _require_same_attempt(standing, record)
     to, more = standing.recalled_to, _after_attempt(standing, record)
     if to is None:  # its node was lost
@@ -247,13 +249,13 @@ def _more_room(standing: Standing, record: AttemptEnded) -> Changes:
     return {"least_room_bytes": max(least, standing.least_room_bytes or 0)}
 
 
-def _reached(standing: Standing, record: Reached) -> Changes:
+def _reached(standing: Standing, record: MilestoneReached) -> Changes:
     reached = (*standing.reached, (record.milestone, record.value, record.at_s))
     valued = _valued(standing, record.value, record.milestone)
     return {"step": record.milestone, "reached": reached, **valued}
 
 
-def _measured(standing: Standing, record: Measured) -> Changes:
+def _measured(standing: Standing, record: SpeedMeasured) -> Changes:
     changes: Changes = {"measured_at_s": record.at_s}
     if record.steps_per_s is not None:
         changes["speeds"] = {**standing.speeds, record.card_title: record.steps_per_s}
@@ -262,7 +264,7 @@ def _measured(standing: Standing, record: Measured) -> Changes:
     return changes
 
 
-def _settled(standing: Standing, record: Settled) -> Changes:
+def _settled(standing: Standing, record: StateChanged) -> Changes:
     if record.to not in _SETTLES[standing.state]:
         why = f"from {standing.state.value} it cannot become {record.to.value}"
         raise IllegalRecordError(standing, record, why)
@@ -275,38 +277,38 @@ def _sent(standing: Standing, state: JobState, reason: str, at_s: float, **more:
     return _into(standing, state, reason, at_s, wake_at_s=0.0, no_room=0, in_row=0, **more)
 
 
-def _said_aside(standing: Standing, record: Said) -> Changes:
-    """Obey a word about a job that has not ended and has no attempt."""
+def _said_aside(standing: Standing, record: UserOrder) -> Changes:
+    """Obey an order about a job that has not ended and has no attempt."""
     state, to, at_s = standing.state, standing.recalled_to, record.at_s
-    if record.word is Word.CANCEL:
+    if record.order is JobOrder.CANCEL:
         return _sent(standing, JobState.CANCELLED, f"cancelled by {record.by}", at_s)
     if state is JobState.SAVING:
         return {}  # its work is done
-    if record.word is Word.HOLD and state is not JobState.HELD:
+    if record.order is JobOrder.HOLD and state is not JobState.HELD:
         back = state if state in _BACK else None
         return _sent(standing, JobState.HELD, f"held by {record.by}", at_s, recalled_to=back)
-    if record.word is Word.RELEASE and state is JobState.HELD:
+    if record.order is JobOrder.RELEASE and state is JobState.HELD:
         return _sent(standing, to or JobState.QUEUED, f"released by {record.by}", at_s)
-    if record.word is not Word.HOLD and state in {JobState.PARKED, JobState.PAUSED}:
+    if record.order is not JobOrder.HOLD and state in {JobState.PARKED, JobState.PAUSED}:
         return _sent(standing, JobState.QUEUED, f"sent on by {record.by}", at_s)
     return {}
 
 
-def _said_on_card(standing: Standing, record: Said) -> Changes:
+def _said_on_card(standing: Standing, record: UserOrder) -> Changes:
     to = standing.recalled_to
-    if record.word is Word.CANCEL:
+    if record.order is JobOrder.CANCEL:
         goal, reason = JobState.CANCELLED, f"cancelled by {record.by}"
-    elif record.word is Word.HOLD and to is not JobState.CANCELLED:
+    elif record.order is JobOrder.HOLD and to is not JobState.CANCELLED:
         goal, reason = JobState.HELD, f"held by {record.by}"
-    elif record.word is Word.RELEASE and to is JobState.HELD:
+    elif record.order is JobOrder.RELEASE and to is JobState.HELD:
         goal, reason = JobState.QUEUED, f"released by {record.by}"
     else:
         return {}
     return {"recalled_to": goal, "reason": reason, "to_recall": True}
 
 
-def _said_after_end(standing: Standing, record: Said) -> Changes:
-    if record.word is not Word.RETRY:
+def _said_after_end(standing: Standing, record: UserOrder) -> Changes:
+    if record.order is not JobOrder.RETRY:
         return {}
     state = JobState.WAITING if standing.job.after else JobState.QUEUED
     return _sent(
@@ -321,7 +323,7 @@ def _said_after_end(standing: Standing, record: Said) -> Changes:
     )
 
 
-#: Where `Settled` may lead.
+#: Where `StateChanged` may lead.
 _SETTLES: Mapping[JobState, frozenset[JobState]] = {
     JobState.WAITING: frozenset({JobState.QUEUED, JobState.SKIPPED, JobState.INFEASIBLE}),
     JobState.QUEUED: frozenset({JobState.PARKED, JobState.INFEASIBLE}),
@@ -343,14 +345,14 @@ _ASIDE = frozenset(JobState) - ENDED - ON_CARD
 #: What a record does to a job by its state: its handler, or why it changes nothing. What is not
 #: here is illegal. Submitted and QueueHeld are the queue's.
 _TABLE: Mapping[type[Record], Mapping[JobState, Handler | str]] = {
-    Assigned: dict.fromkeys(IN_LINE, _assigned),
-    Recalled: dict.fromkeys(ON_CARD, _recalled),
-    Rested: dict.fromkeys(ON_CARD, _rested),
+    AttemptBegun: dict.fromkeys(IN_LINE, _assigned),
+    AttemptRecalled: dict.fromkeys(ON_CARD, _recalled),
+    AttemptReleased: dict.fromkeys(ON_CARD, _rested),
     AttemptEnded: dict.fromkeys(ON_CARD, _attempt_ended),
-    Reached: dict.fromkeys(ON_CARD, _reached),
-    Measured: dict.fromkeys(ON_CARD, _measured),
-    Settled: dict.fromkeys(_SETTLES, _settled),
-    Said: {
+    MilestoneReached: dict.fromkeys(ON_CARD, _reached),
+    SpeedMeasured: dict.fromkeys(ON_CARD, _measured),
+    StateChanged: dict.fromkeys(_SETTLES, _settled),
+    UserOrder: {
         **dict.fromkeys(_ASIDE, _said_aside),
         **dict.fromkeys(ON_CARD, _said_on_card),
         **dict.fromkeys(ENDED, _said_after_end),

@@ -183,7 +183,7 @@ class Card:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class AttemptStatus:
     """What is seen of the attempt of a job that has a place."""
 
     job: str
@@ -223,7 +223,7 @@ class World:
     minute_of_day: int
     """Local."""
     cards: tuple[Card, ...]
-    seen: Mapping[str, Seen] = field(default_factory=dict)
+    seen: Mapping[str, AttemptStatus] = field(default_factory=dict)
     """By job, of each that has a place."""
     left: Mapping[str, tuple[JobState, str]] = field(default_factory=dict)
     """By job that is SAVING, once something is known of what it leaves: DONE, FAILED where that can
@@ -233,7 +233,7 @@ class World:
     """One sentence where nothing can be written any more."""
 
 
-class Word(StrEnum):
+class JobOrder(StrEnum):
     """What a user says of jobs."""
 
     HOLD = "hold"
@@ -272,7 +272,7 @@ class SweepSubmitted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Assigned:
+class AttemptBegun:
     """An attempt of the job begins on a card."""
 
     at_s: float
@@ -285,7 +285,7 @@ class Assigned:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recalled:
+class AttemptRecalled:
     """The attempt is to save and to end its process, and the job goes to `to` when it has."""
 
     at_s: float
@@ -301,7 +301,7 @@ class Recalled:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rested:
+class AttemptReleased:
     """A recalled attempt has saved and ended, or its node was lost."""
 
     at_s: float
@@ -330,7 +330,7 @@ class AttemptEnded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reached:
+class MilestoneReached:
     """A job has reached a milestone with this value of its metric."""
 
     at_s: float
@@ -340,7 +340,7 @@ class Reached:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class SpeedMeasured:
     """The job's speed on a kind of card, in steps per second, while it was alone there."""
 
     at_s: float
@@ -352,19 +352,19 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Said:
-    """A user has said a word of a job."""
+class UserOrder:
+    """A user has given an order about a job."""
 
     at_s: float
     id: str
     """Of the command, so that one that comes twice is obeyed once."""
-    word: Word
+    order: JobOrder
     job: str
     by: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settled:
+class StateChanged:
     """A job without an attempt changes its state for a reason that is not a user's."""
 
     at_s: float
@@ -395,14 +395,14 @@ class HeadAway:
 Record: TypeAlias = (
     Submitted
     | SweepSubmitted
-    | Assigned
-    | Recalled
-    | Rested
+    | AttemptBegun
+    | AttemptRecalled
+    | AttemptReleased
     | AttemptEnded
-    | Reached
-    | Measured
-    | Said
-    | Settled
+    | MilestoneReached
+    | SpeedMeasured
+    | UserOrder
+    | StateChanged
     | QueueHeld
     | HeadAway
 )

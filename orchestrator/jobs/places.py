@@ -4,8 +4,7 @@ The highest priority is first. Within a priority the longest is first, and jobs 
 count as of the median length, in order of submission. Each goes to the card on which it is expected
 to end first; so a job may wait for a faster card while a slower one is idle. Two jobs share a card
 only where both say so, and jobs of lower priority make room only for one that says so. Pure. Does
-not measure how long a job takes (`queue.py`), start or end one, or estimate a whole queue
-(`cli/plan_jobs.py`).
+not measure how long a job takes (`queue.py`), and does not start or end one.
 """
 
 from __future__ import annotations
@@ -108,16 +107,14 @@ def plan(
     cards: Sequence[Card],
     taken: Sequence[Place],
     now_s: float,
-    typical_s: float | None = None,
 ) -> Plan:
     """Return which candidates start now, and why and until when the others wait.
 
     Candidates are in the order of submission, which decides ties. `taken` are the places of jobs on
-    cards. `typical_s` is the work of a job of unknown length, in seconds at speed 1; `None`: the
-    median of the known ones.
+    cards. A job of unknown length counts as of the median of the known ones.
     """
     works_s = [_work_s(each, cards) for each in candidates]
-    typical_s = typical_s or _median(works_s)
+    typical_s = _median(works_s)
     lines = [
         _line(card, [place for place in taken if place.card == card.name], now_s, typical_s)
         for card in cards
@@ -164,11 +161,6 @@ def plan(
         reasons[candidate.job.name] = _why_taken(line, ahead, start_s - now_s) + "".join(others)
     expected = {candidate.job.name: start_s for candidate, _, _, start_s in waits}
     return Plan(starts=tuple(starts), recalls=recalls, reasons=reasons, expected_start_s=expected)
-
-
-def typical_work_s(candidates: Sequence[Candidate], cards: Sequence[Card]) -> float:
-    """Return the median work of the candidates whose length is known, in seconds at speed 1."""
-    return _median([_work_s(each, cards) for each in candidates])
 
 
 def never_fits(job: Job, least_bytes: int | None, cards: Sequence[Card]) -> str | None:

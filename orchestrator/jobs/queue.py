@@ -28,25 +28,25 @@ from orchestrator.jobs.lifecycle import IllegalRecordError
 from orchestrator.jobs.model import (
     IN_LINE,
     ON_CARD,
-    Assigned,
+    AttemptBegun,
     AttemptEnded,
+    AttemptRecalled,
+    AttemptReleased,
     Card,
     Cause,
     HeadAway,
     Job,
     JobState,
     Kind,
-    Measured,
+    MilestoneReached,
     QueueHeld,
-    Reached,
-    Recalled,
     Record,
-    Rested,
-    Said,
-    Settled,
+    SpeedMeasured,
     Standing,
+    StateChanged,
     Submitted,
     SweepSubmitted,
+    UserOrder,
     World,
 )
 from orchestrator.jobs.places import Candidate, Place, Plan, likeness
@@ -73,7 +73,14 @@ _OF_ONE_JOB = frozenset(
 #: A training that had no room on the largest card is tried there so often.
 _NO_ROOM_TRIES = 6
 _JobRecord: TypeAlias = (
-    Assigned | Recalled | Rested | AttemptEnded | Reached | Measured | Said | Settled
+    AttemptBegun
+    | AttemptRecalled
+    | AttemptReleased
+    | AttemptEnded
+    | MilestoneReached
+    | SpeedMeasured
+    | UserOrder
+    | StateChanged
 )
 _OF_A_JOB = frozenset(get_args(_JobRecord))
 
@@ -229,9 +236,9 @@ class Queue:
             return None if there is None else self._taken(record.job.name)
         if isinstance(record, SweepSubmitted):
             return self._why_sweep_refused(record)
-        if isinstance(record, Said | QueueHeld) and record.id in self._said:
+        if isinstance(record, UserOrder | QueueHeld) and record.id in self._said:
             return "it has been obeyed already"
-        if isinstance(record, Said) and record.job not in self._standings:
+        if isinstance(record, UserOrder) and record.job not in self._standings:
             return f"there is no job called {record.job}"
         return None
 
@@ -342,10 +349,10 @@ class Queue:
 
     def _apply_to_job(self, record: _JobRecord) -> None:
         name, standing = record.job, self._standing(record)
-        if isinstance(record, Said) and record.id in self._said:
+        if isinstance(record, UserOrder) and record.id in self._said:
             return
         changes = lifecycle.changes_of(standing, record)
-        if isinstance(record, Said):
+        if isinstance(record, UserOrder):
             self._said[record.id] = None
         if isinstance(record, AttemptEnded):
             self._note_alike(standing, record)
@@ -428,7 +435,7 @@ class Queue:
         for sweep, paused in index.paused.items():
             found.update(self._promoted(sweep, paused, index, is_idle=False))
         return [
-            Settled(at_s=world.now_s, job=name, to=found[name][0], reason=found[name][1])
+            StateChanged(at_s=world.now_s, job=name, to=found[name][0], reason=found[name][1])
             for name in sorted(found, key=self._number)
         ]
 
@@ -489,7 +496,7 @@ class Queue:
         plan = self._planned(world)
         if plan.starts or plan.recalls:
             starts: list[Record] = [
-                Assigned(
+                AttemptBegun(
                     at_s=world.now_s,
                     job=start.job,
                     attempt=self._standings[start.job].attempt + 1,
@@ -536,7 +543,7 @@ class Queue:
         for sweep in sorted(index.paused):
             found = self._promoted(sweep, index.paused[sweep], index, is_idle=True)
             for name, (to, reason) in found.items():
-                return [Settled(at_s=world.now_s, job=name, to=to, reason=reason)]
+                return [StateChanged(at_s=world.now_s, job=name, to=to, reason=reason)]
         return []
 
     def _candidate(self, standing: Standing, cards: Sequence[Card]) -> Candidate:

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from orchestrator.config.load import override_value
 from orchestrator.config.schema import Config
 from orchestrator.config.validation import (
     MAX_PROBLEMS,
@@ -22,12 +21,12 @@ from orchestrator.config.validation import (
     refusals,
     validated,
 )
-from orchestrator.config.yaml_source import KeyPath, YamlSource, listed, read_yaml_text, refusal
+from orchestrator.config.yaml_source import KeyPath, YamlSource, listed, read_yaml_text
 from orchestrator.errors import ConfigError, Problem
 from orchestrator.jobs.entries import VALID_NAME, Document, Entry, Sweep
 from orchestrator.jobs.model import Job
 from orchestrator.jobs.places import plain
-from orchestrator.jobs.sweep import FOLDER, RANGES, JobFile, dotted, dotted_key, expand, range_of
+from orchestrator.jobs.sweep import FOLDER, RANGES, JobFile, dotted_key, expand, range_of
 
 #: More jobs than this in a file are a mistake of an exponent. A turn of the head looks at each job
 #: of the queue: at 1,000 of them for about 10 ms.
@@ -59,76 +58,36 @@ def parse(text: str, origin: str, base: Config, known: Sequence[Job] = ()) -> Jo
 
 def from_words(
     base: Config,
-    train: Sequence[str] | None = None,
-    over: Sequence[str] = (),
-    command: Sequence[str] = (),
+    command: Sequence[str],
     *,
     name: str | None = None,
     known: Sequence[Job] = (),
     **options: object,
 ) -> JobFile:
-    """Return the one entry that the words of a command line mean.
+    """Return the one entry of a command that is typed on a command line.
 
-    `train` and `over` are each `KEY=VALUE` of `--train` and `KEY=VALUE,VALUE,…` of `--over`,
-    `command` is what stands behind `--`, `options` are other keys of an entry. Without a `name` it
-    gets one that no job of `known`, the queue's, has. `ConfigError` with everything that is wrong,
-    each with its option.
+    `options` are other keys of an entry. Without a `name` it gets one that no job of `known`, the
+    queue's, has. `ConfigError` with everything that is wrong, each with its option.
     """
-    entry: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
-    at: KeyPath = ("jobs", "0")
-    typed = {(*at, key): f"--{key.replace('_', '-')}" for key in entry}
-    if train is None and not command:
-        raise refusal(_TYPED, "has nothing to do", "--train KEY=VALUE, or -- COMMAND")
-    if command:
-        line = command[0] if len(command) == 1 else list(command)
-        entry["command"], typed[*at, "command"] = line, "-- COMMAND"
-    if train is not None:
-        entry["train"] = {}
-        for key, word, text in _pairs("--train", train):
-            entry["train"][key], typed[*at, "train", key] = override_value(text, word, (key,)), word
-    if over:
-        entry["sweep"] = {"over": {}}
-        for key, word, text in _pairs("--over", over):
-            if not all(it.strip() for it in text.split(",")):
-                raise refusal(word, "has a comma without a value", f"--over {key}=1,2")
-            values = [override_value(it, word, (key,)) for it in text.split(",")]
-            entry["sweep"]["over"][key], typed[*at, "sweep", "over", key] = values, word
-    size = Sweep.model_validate(entry["sweep"]).size if over else 0
-    entry["name"] = _free_name(_usual_name(entry, base), size, known) if name is None else name
-    typed[*at, "name"] = "--name"
-    places = {where: (option, None) for where, option in typed.items()}
+    line = command[0] if len(command) == 1 else list(command)
+    entry: dict[str, Any] = {"command": line, **options}
+    entry["name"] = _free_name(command, known) if name is None else name
+    places: dict[KeyPath, tuple[str, int | None]] = {
+        ("jobs", "0", key): ("-- COMMAND" if key == "command" else f"--{key}", None)
+        for key in entry
+    }
     source = YamlSource(name=_TYPED, data={"jobs": [entry]}, places=places)
     return _right(source, base, known)
 
 
-def _pairs(option: str, words: Sequence[str]) -> Iterator[tuple[str, str, str]]:
-    """Yield the key of each `KEY=VALUE`, the word as typed, and its value."""
-    seen = set()
-    for word in words:
-        key, equals, text = word.partition("=")
-        if not equals or not key.strip():
-            raise refusal(f"{option} {word}", "is not KEY=VALUE", f"{option} lr=1e-4")
-        if key.strip() in seen:
-            raise refusal(f"{option} {word}", f"{key.strip()} is given twice", "one of the two")
-        seen.add(key.strip())
-        yield key.strip(), f"{option} {word}", text
-
-
-def _usual_name(entry: Mapping[str, Any], base: Config) -> str:
-    if "command" in entry:
-        words = [word for word in entry["command"] if word] or ["job"]
-        script = next((word for word in words if re.search(r"\w\.(?:py|sh)$", word)), words[0])
-        meant = script.rpartition("/")[2]
-    else:
-        meant = str(dotted(entry["train"]).get("train.preset", base.train.preset))
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", meant).strip(".-_")[:40] or "job"
-
-
-def _free_name(usual: str, size: int, known: Sequence[Job]) -> str:
-    """Return `usual`, or `usual.2`, … so that no name of its jobs is taken."""
+def _free_name(command: Sequence[str], known: Sequence[Job]) -> str:
+    """Return the name of a command's script, or with `.2`, … behind it where that is taken."""
+    words = [word for word in command if word] or ["job"]
+    script = next((word for word in words if re.search(r"\w\.(?:py|sh)$", word)), words[0])
+    usual = re.sub(r"[^A-Za-z0-9._-]+", "-", script.rpartition("/")[2]).strip(".-_")[:40] or "job"
     taken = {name for job in known for name in (job.name, job.sweep)}
     number, name = 1, usual
-    while not taken.isdisjoint((name, *(f"{name}-{n}" for n in range(min(size, MAX_JOBS))))):
+    while name in taken:
         number, name = number + 1, f"{usual}.{number + 1}"
     return name
 

@@ -1,9 +1,8 @@
-"""`run --chaos`: workers are killed, run out of memory and lose their nodes; the summary says
-whether each came back.
+"""`run --chaos`: workers are killed, run out of memory and lose their nodes, by a seed.
 
 A fleet around the run's fleet ends processes and nodes; out-of-memory is raised inside the worker
-(`workers/workloads/chaos.py`). The supervisor does not know of either. Chance follows from the
-seed: the same faults in the same course of a run. Starts nothing again but the nodes that it ended.
+(`workers/workloads/chaos.py`). The supervisor does not know of either. Starts nothing again but the
+nodes that it ended, and judges no run: states and counters do.
 """
 
 from __future__ import annotations
@@ -11,16 +10,14 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections import Counter, defaultdict
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
-from enum import StrEnum
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any, Final, cast
 
 from orchestrator.config.duration import parse_duration
 from orchestrator.core.fleet import Fleet, Heard
-from orchestrator.core.slot import HeadState, SlotState, slot_state
+from orchestrator.core.slot import HeadState, slot_state
 from orchestrator.errors import UsageError, one_line
 from orchestrator.record.events import EventLog
 from orchestrator.run.environment import Environment, Mode
@@ -33,104 +30,54 @@ from workers.settings import WorkerSpec
 _CALM_S: Final = 60.0
 _CALM_SHARE: Final = 0.2
 
-#: How long a node stays down unless the user says: long enough for Ray to notice.
+#: How long a node stays down: long enough for Ray to notice.
 _NODE_PAUSE_S: Final = 15.0
 
-_VALID: Final = "oom:rate=0.05 (of steps), kill:every=20s (at least 1s), node:NAME@30s+20s"
+_VALID: Final = "oom:rate=0.05 (of steps), kill:every=20s (at least 1s), node:NAME@30s"
 _TIME: Final = r"[\d.]{1,20}[a-z][\d.a-z]{0,20}"
-_FORMS: Final = (
-    r"oom:rate=(?P<rate>\d{0,9}\.?\d{1,12})",
-    rf"kill:every=(?P<every>{_TIME})",
-    rf"node:(?P<node>[^@=,]{{1,200}})@(?P<at>{_TIME})(\+(?P<pause>{_TIME}))?",
+_FORM: Final = re.compile(
+    r"oom:rate=(?P<rate>\d{0,9}\.?\d{1,12})"
+    rf"|kill:every=(?P<every>{_TIME})"
+    rf"|node:(?P<node>[^@=,]{{1,200}})@(?P<at>{_TIME})",
+    re.ASCII,
 )
 
-
-class FaultKind(StrEnum):
-    """What `--chaos` does, in the order in which the summary counts it."""
-
-    #: A step meets torch's out-of-memory error before it allocates.
-    OOM = "oom"
-    #: A worker's process is ended without warning.
-    KILL = "kill"
-    #: A node's raylet is ended with all its workers, and started again.
-    NODE = "node"
-
-
-class FaultOutcome(StrEnum):
-    """What became of a fault."""
-
-    #: The process continued.
-    SURVIVED = "survived"
-    #: A new process reports, or all workers of a node do.
-    RECOVERED = "recovered"
-    #: A slot was quarantined over it.
-    GIVEN_UP = "given_up"
-    #: The run, or the next fault of the node, came first.
-    NOT_BACK = "not_back"
-    #: It was planned, and the run ended first.
-    MOOT = "moot"
-
-
-#: A slot in these has no process, or will have none that works.
-_OVER: Final = frozenset({HeadState.QUARANTINED, WorkerState.DONE, WorkerState.STOPPED})
-_AT_WORK: Final = frozenset(WorkerState) - _OVER
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeFault:
-    """A node is ended at a moment of the run, and started again."""
-
-    node: str
-    at_s: float
-    """Since the run began to count."""
-    pause_s: float = _NODE_PAUSE_S
+#: A slot in these has a process that may be killed.
+_AT_WORK: Final = frozenset(WorkerState) - {WorkerState.DONE, WorkerState.STOPPED}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChaosPlan:
     """What `--chaos` asks for."""
 
-    seed: int
     oom_rate: float = 0.0
     """Share of the steps that run out of memory, 0..1."""
     kill_every_s: float = math.inf
     """Between two kills of a random worker."""
-    nodes: tuple[NodeFault, ...] = ()
-    """In the order of their times."""
-
-    @property
-    def kinds(self) -> tuple[FaultKind, ...]:
-        """The kinds of fault that it brings, in the order of `FaultKind`."""
-        asked = (self.oom_rate > 0, self.kill_every_s < math.inf, bool(self.nodes))
-        return tuple(kind for kind, is_asked in zip(FaultKind, asked, strict=True) if is_asked)
+    nodes: Mapping[str, float] = field(default_factory=dict)
+    """By node, when it is ended, in seconds since the run began to count."""
 
 
-def parse_chaos(text: str, seed: int = 0) -> ChaosPlan:
+def parse_chaos(text: str) -> ChaosPlan:
     """Return the plan in a text such as `oom:rate=0.05;kill:every=20s;node:pc2@30s`.
 
     Raises:
         UsageError: It cannot be read; the error names the part, and what may be typed.
     """
-    plan = ChaosPlan(seed=seed)
-    for part in text.split(";"):
-        piece = "".join(part.split())
-        forms = (re.fullmatch(form, piece, re.ASCII) for form in _FORMS)
-        asked = next((found.groupdict() for found in forms if found), None)
-        if asked is None:
-            if piece:
-                raise _refusal(piece)
-        elif "rate" in asked:
-            plan = replace(plan, oom_rate=float(asked["rate"]))
-        elif "every" in asked:
-            plan = replace(plan, kill_every_s=_time(piece, asked["every"]))
+    plan = ChaosPlan()
+    for piece in filter(None, ("".join(part.split()) for part in text.split(";"))):
+        found = _FORM.fullmatch(piece)
+        if found is None:
+            raise _refusal(piece)
+        if found["rate"]:
+            plan = replace(plan, oom_rate=float(found["rate"]))
+        elif found["every"]:
+            plan = replace(plan, kill_every_s=_time(piece, found["every"]))
         else:
-            pause = asked["pause"]
-            pause_s = _NODE_PAUSE_S if pause is None else _time(piece, pause)
-            fault = NodeFault(node=asked["node"], at_s=_time(piece, asked["at"]), pause_s=pause_s)
-            plan = replace(plan, nodes=(*plan.nodes, fault))
-    if not plan.kinds or plan.oom_rate > 1 or plan.kill_every_s < 1:
+            plan = replace(plan, nodes={**plan.nodes, found["node"]: _time(piece, found["at"])})
+    if plan == ChaosPlan() or plan.oom_rate > 1 or plan.kill_every_s < 1:
         raise _refusal(text)
-    return replace(plan, nodes=tuple(sorted(plan.nodes, key=lambda fault: fault.at_s)))
+    return plan
 
 
 def _time(piece: str, text: str) -> float:
@@ -146,38 +93,19 @@ def _refusal(piece: str) -> UsageError:
 
 @dataclass(slots=True, kw_only=True)
 class Fault:
-    """One injected fault; those of steps are one entry for each slot.
+    """A process or a node that was ended."""
 
-    The fields are keys of summary.json.
-    """
-
-    number: int
-    at_s: float
-    """Since the run began to count; of faults of steps, when the first was reported."""
-    kind: FaultKind
+    kind: str
+    """`kill` or `node`."""
     target: str
-    fate: FaultOutcome = FaultOutcome.NOT_BACK
-    became: str = "not back at the end"
-    """For the user: `reports again after 4.1 s`."""
-    detail: str = ""
-    """How the head saw it: the slot's reason, or which slots are missing."""
-    recovered_s: float | None = None
-    """From the fault to the first report after it; of a node, to its last slot's."""
-    count: int = 1
-
-
-@dataclass(slots=True, kw_only=True)
-class _Open:
-    """A fault that is under way."""
-
-    fault: Fault
-    struck_s: float
+    at_s: float
+    """Since the run began to count."""
     waiting: dict[str, bool]
     """Slots whose new process has not reported, each with whether the old one is gone."""
-    start_s: float | None = None
-    """When its node is to be started again; `None`: it was, or only a process was ended."""
-    lost: list[str] = field(default_factory=list)
-    """Slots that were quarantined meanwhile."""
+    fate: str = "not_back"
+    """Then `recovered`; or `given_up`, because a slot of it was quarantined."""
+    recovered_s: float | None = None
+    """From the fault to the first report after it; of a node, to its last slot's."""
 
 
 class Chaos:
@@ -192,18 +120,14 @@ class Chaos:
 
     def __init__(self, text: str, seed: int, *, yes_really: bool = False) -> None:
         """Read what the user typed; `UsageError` where that is no plan."""
-        self._plan = parse_chaos(text, seed)
-        self._yes_really = yes_really
+        self._plan, self._seed, self._yes_really = parse_chaos(text), seed, yes_really
         self.description = one_line(f"{text} (seed {seed})")
         self._faults: list[Fault] = []
-        self._open: list[_Open] = []
-        self._of_steps: dict[str, Fault] = {}
-        self._planned = list(self._plan.nodes)
+        self._due = [(at_s, node, True) for node, at_s in self._plan.nodes.items()]
         self._nodes: dict[str, str] = {}
-        self._states: dict[str, SlotState] = {}
+        self._at_work: set[str] = set()
         self._chance = Random(seed)  # noqa: S311 - repeatable is what is wanted
-        self._began_s = self._calm_s = self._ends_s = self._kill_s = math.inf
-        self._began_unix_s = 0.0
+        self._began_s = self._duration_s = self._kill_s = math.inf
 
     def check(self, environment: Environment) -> None:
         """Refuse, as a `UsageError`, faults that this environment cannot have."""
@@ -213,19 +137,13 @@ class Chaos:
                 "--chaos kills workers of a real cluster; try it with --rehearse, or say that you "
                 "mean it: --yes-really"
             )
-        if config.workers.mps and FaultKind.KILL in self._plan.kinds and not is_own:
-            raise UsageError(
-                "--chaos kill: under MPS that can end every other worker of the card; valid: "
-                "--set workers.mps=false"
-            )
         if self._plan.nodes and not is_own:
             raise UsageError("--chaos node: only a rehearsal owns the raylets that it could end")
         others = [node for node in config.nodes if node != config.head_node]
-        for fault in self._plan.nodes:
-            if fault.node not in others:
-                why = "carries the head" if fault.node == config.head_node else "is no node here"
+        for node in self._plan.nodes:
+            if node not in others:
                 valid = ", ".join(others) or "none, the head's node is the only one"
-                raise UsageError(one_line(f"--chaos node:{fault.node} {why}; valid: {valid}"))
+                raise UsageError(one_line(f"--chaos node:{node} cannot be; valid: {valid}"))
 
     def around(self, fleet: Fleet, events: EventLog, clock: Clock) -> Fleet:
         """Return the fleet with the faults; nothing is struck before the run counts."""
@@ -241,7 +159,7 @@ class Chaos:
         """Place a worker, whose steps run out of memory if the plan says so."""
         self._nodes[spec.slot] = spec.node
         if self._plan.oom_rate > 0:
-            faults = {"seed": self._plan.seed, "oom_rate": self._plan.oom_rate}
+            faults = {"seed": self._seed, "oom_rate": self._plan.oom_rate}
             settings = {**spec.workload.settings, "chaos": json.dumps(faults)}
             name = f"workers.workloads.chaos:{spec.workload.name}"
             spec = replace(spec, workload=replace(spec.workload, name=name, settings=settings))
@@ -254,132 +172,67 @@ class Chaos:
 
     def wait(self, timeout_s: float) -> tuple[Heard, ...]:
         """Strike what is due, then wait for statuses."""
-        now_s = self._clock.monotonic_s()
-        if self._began_s <= now_s < self._ends_s:
-            self._strike(now_s)
+        elapsed_s = self._clock.monotonic_s() - self._began_s
+        if 0 <= elapsed_s < self._duration_s:
+            self._end_and_start_nodes(elapsed_s)
+            self._kill(elapsed_s)
         heard = self._inner.wait(timeout_s)
-        self._close_what_is_back(self._clock.monotonic_s())
+        self._close_what_is_back(self._clock.monotonic_s() - self._began_s)
         return heard
 
     def on_event(self, entry: Mapping[str, Any]) -> None:
-        """Take in what the run writes into its event log: when it counts, how slots change, and
-        which steps ran out of memory.
-        """
+        """Take in what the run writes into its event log: when it counts, and how slots change."""
         if entry["event"] == "counting":
-            self._began_s, duration_s = self._clock.monotonic_s(), float(entry["duration_s"])
-            self._began_unix_s = self._clock.unix_s()
-            self._ends_s = self._began_s + duration_s
-            self._calm_s = self._ends_s - min(_CALM_S, _CALM_SHARE * duration_s)
-            self._kill_s = self._began_s + self._plan.kill_every_s
+            self._began_s = self._clock.monotonic_s()
+            self._duration_s = float(entry["duration_s"])
+            self._kill_s = self._plan.kill_every_s
         elif entry["event"] == "state" and entry["slot"]:
             slot, state = entry["slot"], slot_state(entry["to_state"])
-            self._states[slot] = state
-            for each in self._open:
-                if slot in each.waiting:
-                    _note(each, slot, state, str(entry["cause"]))
-        elif entry["event"] == "chaos" and isinstance(count := entry.get("count"), int):
-            slot = entry["slot"]
-            if slot not in self._of_steps:
-                at_s = max(0.0, self._clock.monotonic_s() - self._began_s)
-                fault = self._of_steps[slot] = self._enter(FaultKind.OOM, slot, at_s)
-                fault.fate, fault.became = FaultOutcome.SURVIVED, "survived in the same process"
-                fault.count = 0
-            self._of_steps[slot].count += count
+            (self._at_work.add if state in _AT_WORK else self._at_work.discard)(slot)
+            for fault in (fault for fault in self._faults if slot in fault.waiting):
+                if state is HeadState.QUARANTINED:
+                    fault.fate = "given_up"
+                elif state in {HeadState.LOST, HeadState.RESTARTING}:
+                    fault.waiting[slot] = True
+                elif fault.waiting[slot] and isinstance(state, WorkerState):
+                    del fault.waiting[slot]  # a report of the new process
 
-    def told(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Return every fault of a run that is over with its outcome, and their counts.
+    def told(self) -> list[dict[str, Any]]:
+        """Return every process and node that was ended, with whether it came back."""
+        keys = ("kind", "target", "at_s", "fate", "recovered_s")
+        return [{key: getattr(fault, key) for key in keys} for fault in self._faults]
 
-        Of a kind, `injected` is the sum of `recovered` (or survived), `given_up` and `pending` (not
-        back when the run ended). `moot` were planned, and the run ended first.
-        """
-        for each in self._open:
-            each.fault.detail = f"waiting for {', '.join(sorted(each.waiting)) or 'its node'}"
-        for planned in self._planned:
-            fault = self._enter(FaultKind.NODE, planned.node, planned.at_s)
-            fault.fate, fault.became = FaultOutcome.MOOT, "never struck: the run ended first"
-        self._open, self._planned = [], []
-        counts: defaultdict[FaultKind, Counter[str]] = defaultdict(Counter)
-        for fault in self._faults:
-            counts[fault.kind][fault.fate] += fault.count
-        told = [
-            {**asdict(fault), "at_unix_s": self._began_unix_s + fault.at_s}
-            for fault in self._faults
-        ]
-        return told, [
-            {
-                "kind": kind,
-                "injected": counts[kind].total() - counts[kind]["moot"],
-                "recovered": counts[kind]["survived"] + counts[kind]["recovered"],
-                "given_up": counts[kind]["given_up"],
-                "pending": counts[kind]["not_back"],
-                "moot": counts[kind]["moot"],
-            }
-            for kind in self._plan.kinds
-        ]
+    def _strike(self, kind: str, target: str, at_s: float, slots: Iterable[str]) -> None:
+        waiting = dict.fromkeys(slots, False)
+        self._faults.append(Fault(kind=kind, target=target, at_s=at_s, waiting=waiting))
 
-    def _enter(self, kind: FaultKind, target: str, at_s: float) -> Fault:
-        number = len(self._faults) + 1
-        self._faults.append(Fault(number=number, at_s=at_s, kind=kind, target=target))
-        return self._faults[-1]
-
-    def _strike(self, now_s: float) -> None:
-        """Kill a worker and end nodes if that is due; start nodes whose time has come."""
-        struck = {slot for each in self._open for slot in each.waiting}
-        at_work = {slot for slot in self._nodes if self._states.get(slot) in _AT_WORK}
-        if self._kill_s <= now_s < self._calm_s and (targets := sorted(at_work - struck)):
-            self._kill_s = max(self._kill_s + self._plan.kill_every_s, now_s)
+    def _kill(self, elapsed_s: float) -> None:
+        calm_s = min(_CALM_S, _CALM_SHARE * self._duration_s)
+        struck = {slot for fault in self._faults for slot in fault.waiting}
+        targets = sorted(self._at_work & self._nodes.keys() - struck)
+        if targets and self._kill_s <= elapsed_s < self._duration_s - calm_s:
+            self._kill_s = max(self._kill_s + self._plan.kill_every_s, elapsed_s)
             slot = self._chance.choice(targets)
-            fault = self._enter(FaultKind.KILL, slot, now_s - self._began_s)
-            self._open.append(_Open(fault=fault, struck_s=now_s, waiting={slot: False}))
-            self._events.write("chaos_strike", slot=slot, kind=fault.kind.value)
+            self._strike("kill", slot, elapsed_s, [slot])
+            self._events.write("chaos_strike", slot=slot, kind="kill")
             self._inner.kill(slot)
-        for each in self._open:
-            if each.start_s is not None and now_s >= each.start_s:
-                each.start_s = None
-                self._events.write("chaos_node_started", node=each.fault.target)
-                self._inner.start_node(each.fault.target)
-        down = {each.fault.target for each in self._open if each.start_s is not None}
-        for planned in self._planned[:]:
-            if now_s - self._began_s >= planned.at_s and planned.node not in down:
-                self._planned.remove(planned)
-                down.add(planned.node)
-                self._end_node(planned, now_s)
 
-    def _end_node(self, planned: NodeFault, now_s: float) -> None:
-        for before in [each for each in self._open if each.fault.target == planned.node]:
-            before.fault.became = "not back before it was ended again"
-            self._open.remove(before)
-        slots = [slot for slot, node in self._nodes.items() if node == planned.node]
-        waiting = {slot: False for slot in slots if self._states.get(slot) not in _OVER}
-        fault = self._enter(FaultKind.NODE, planned.node, now_s - self._began_s)
-        start_s = now_s + planned.pause_s
-        self._open.append(_Open(fault=fault, struck_s=now_s, waiting=waiting, start_s=start_s))
-        self._events.write("chaos_node_ended", node=planned.node)
-        self._inner.end_node(planned.node)
+    def _end_and_start_nodes(self, elapsed_s: float) -> None:
+        for due in sorted(due for due in self._due if due[0] <= elapsed_s):
+            self._due.remove(due)
+            _, node, ends = due
+            self._events.write(f"chaos_node_{'ended' if ends else 'started'}", node=node)
+            if ends:
+                self._due.append((elapsed_s + _NODE_PAUSE_S, node, False))
+                slots = [slot for slot, its_node in self._nodes.items() if its_node == node]
+                self._strike("node", node, elapsed_s, slots)
+                self._inner.end_node(node)
+            else:
+                self._inner.start_node(node)
 
-    def _close_what_is_back(self, now_s: float) -> None:
-        for each in self._open[:]:
-            fault, is_node = each.fault, each.fault.kind is FaultKind.NODE
+    def _close_what_is_back(self, elapsed_s: float) -> None:
+        for fault in self._faults:
             # A slot that finished, or whose job went to another place, is not waited for.
-            if each.start_s is not None or any(slot in self._nodes for slot in each.waiting):
-                continue
-            self._open.remove(each)
-            after = f"after {now_s - each.struck_s:.1f} s"
-            fault.fate, fault.recovered_s = FaultOutcome.RECOVERED, now_s - each.struck_s
-            fault.became = f"{'all its workers report' if is_node else 'reports'} again {after}"
-            if each.lost:
-                without = f"back {after} without {', '.join(each.lost)}"
-                fault.fate, fault.recovered_s = FaultOutcome.GIVEN_UP, None
-                fault.became = without if is_node else f"given up: {fault.detail}"
-
-
-def _note(each: _Open, slot: str, state: SlotState, cause: str) -> None:
-    """Take in that a slot which a fault has struck is in another state now."""
-    if state in {HeadState.LOST, HeadState.RESTARTING}:
-        each.waiting[slot], each.fault.detail = True, cause
-    elif state is HeadState.QUARANTINED:
-        del each.waiting[slot]
-        each.lost.append(slot)
-        each.fault.detail = cause
-    elif each.waiting[slot] and isinstance(state, WorkerState):
-        del each.waiting[slot]  # a report of the new process
+            is_awaited = any(slot in self._nodes for slot in fault.waiting)
+            if fault.fate == "not_back" and not is_awaited:
+                fault.fate, fault.recovered_s = "recovered", elapsed_s - fault.at_s

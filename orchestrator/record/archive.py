@@ -1,133 +1,65 @@
-"""Reads a run store back: while the run goes, after its end, and after its head was killed.
+"""Reads a run back: while the run goes, after its end, and after its head was killed.
 
-A file may come from anywhere: it can only cause an `ArchiveError`. Does not open files
-(`reading.py`), nor cover run folders (`folders.py`) or values over time (`history.py`).
+Does not open the store (`store.py`), nor cover run folders (`folders.py`), the queue (`jobs.py`),
+events (`events.py`) or values over time (`history.py`).
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 import socket
-import sqlite3
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from datetime import datetime
 from enum import StrEnum
-from functools import cache
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, Final
 
 import psutil
-from pydantic import ConfigDict, TypeAdapter
 
-from orchestrator.core.slot import slot_state
-from orchestrator.errors import ArchiveError, NothingStoredError
+from orchestrator.errors import NothingStoredError
+from orchestrator.jobs.codec import from_json
 from orchestrator.record.command_file import any_waits
-from orchestrator.record.jobs import QUEUE_NAME, QueueReader, QueueSnapshot, state_of
-from orchestrator.record.model import FIELDS, Row, Snapshot
-from orchestrator.record.reading import DAMAGE, explained, opened
+from orchestrator.record.events import StoredEvent, read_events
+from orchestrator.record.jobs import QUEUE_NAME, QueueSnapshot, queue_snapshot
+from orchestrator.record.model import Snapshot
 from orchestrator.record.store import (
     COMMANDS_KNOWN,
-    COUNTERS,
-    SCHEMA_VERSION,
     STORE_NAME,
+    CommandRecord,
     RunFacts,
+    RunStatus,
     SlotRecord,
+    reading,
 )
 from workers.files import read_small
 from workers.host.processes import is_alive
-from workers.messages import StepCounts, WorkerState
+from workers.messages import WorkerState
 
-NOTE_NAME = "head.json"
+NOTE_NAME: Final = "head.json"
 """The note in a run folder that says which process works on it."""
-LEAST_TO_RESUME_S = 1.0
+LEAST_TO_RESUME_S: Final = 1.0
 """Less of its planned length is not worth starting a cluster for."""
 
-_NOTE_MOST_BYTES = 64 * 2**10
-_SLOTS_MOST = 20_000
-"""More than any cluster this program plans for."""
-EVENTS_MOST = 10_000
-_NEW_EVENTS_MOST = 1_000
+_NOTE_MOST_BYTES: Final = 64 * 2**10
+_NEW_EVENTS_MOST: Final = 1_000
 
-#: The head writes several times a second. Its store is late when nothing came for so long, and, on
-#: another machine where its process cannot be looked up, the head counts as gone after the second.
-LATE_AFTER_S = 5.0
-_GONE_AFTER_S = 30.0
-
-#: What a store is read from.
-_TABLES = ("meta", "runs", "slots", "progress", "samples", "events", "commands")
-
-_hints = cache(get_type_hints)
-
-
-@contextmanager
-def reading(folder: Path, most_s: float | None = None) -> Iterator[sqlite3.Connection]:
-    """Open the store of a run for one consistent look, which may take `most_s`.
-
-    Raises:
-        NothingStoredError: There is none, or nothing in it yet.
-        ArchiveError: It cannot be opened, or what is done with it fails because it is damaged.
-    """
-    if not folder.is_dir():
-        raise ArchiveError(
-            f"there is no run folder {folder}; `python -m orchestrator runs` lists those there are"
-        )
-    with opened(folder / STORE_NAME, _TABLES, SCHEMA_VERSION, most_s) as store:
-        yield store
+#: The head writes once a second. Its store is late when nothing came for so long, and, on another
+#: machine where its process cannot be looked up, the head counts as gone after the second.
+LATE_AFTER_S: Final = 5.0
+_GONE_AFTER_S: Final = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoredEvent:
-    """One line of the event log."""
-
-    number: int
-    """Counts the events of a run."""
-    at: str
-    """ISO 8601 in UTC."""
-    event: str
-    slot: str | None
-    details: Mapping[str, Any]
-
-    @property
-    def at_unix_s(self) -> float | None:
-        """Its moment; `None` where `at` is none."""
-        try:
-            return datetime.fromisoformat(self.at).timestamp()
-        except (ValueError, OverflowError, OSError):
-            return None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredRun:
+class StoredRun(RunStatus):
     """A run as its store knows it."""
 
     folder: Path
     facts: RunFacts
-    """With the total time worked as `elapsed_s`."""
     outcome: str
-    """good, degraded, interrupted or failed as the run said itself; else running, or interrupted:
-    its head is gone.
-    """
-    exit_code: int | None
-    """`None` for a run that did not record how it ended."""
-    error: str | None
-    elapsed_s: float
-    updated_at_unix_s: float | None
-    """Of the last snapshot; `None` before the first."""
-    nodes_seen: tuple[str, ...]
-    notices: tuple[str, ...]
-    restart_count: int
-    """As the run recorded it in its last snapshot; `snapshot` has the newer sum of its slots."""
-    incomplete: bool
-    heads: int
-    faults: tuple[Mapping[str, Any], ...]
-    """Each injected fault with what became of it, the last ten thousand; those of a head are known
-    once it has ended by itself."""
+    """As the run said itself; else running, or interrupted: its head is gone."""
     slots: tuple[SlotRecord, ...]
 
     @property
@@ -149,7 +81,9 @@ class StoredRun:
         queue = self.folder / QUEUE_NAME
         if queue.exists():
             return self.outcome == "good" and not any_waits(queue)
-        return bool(self.slots) and all(slot.state == WorkerState.DONE for slot in self.slots)
+        return bool(self.slots) and all(
+            record.row.state is WorkerState.DONE for record in self.slots
+        )
 
     @property
     def is_resumable(self) -> bool:
@@ -167,15 +101,9 @@ class StoredRun:
         return self.outcome == "interrupted" and self.exit_code is None
 
     def snapshot(self) -> Snapshot:
-        """The last picture of the run, for every watcher.
-
-        Slots are written at every turn of the head, the figures of the run less often, so the sums
-        of the slots are used.
-        """
-        restarts = self.restart_count
-        if self.slots:
-            restarts = sum(int(slot.counters.get("restarts", 0)) for slot in self.slots)
+        """The last picture of the run, for every watcher."""
         facts, updated_at_unix_s = self.facts, self.updated_at_unix_s
+        rows = tuple(record.row for record in self.slots)
         return Snapshot(
             run_id=facts.run_id,
             started_at=facts.started_at_unix_s,
@@ -184,77 +112,43 @@ class StoredRun:
             duration_s=facts.duration_s,
             nodes_planned=facts.nodes_planned,
             nodes_seen=self.nodes_seen,
-            rows=tuple(map(row_of, self.slots)),
+            rows=rows,
             notices=self.notices,
-            restart_count=restarts,
+            restart_count=sum(row.restarts for row in rows),
         )
 
 
 def read_run(folder: Path) -> StoredRun:
     """Return the run in a run folder, as it is now.
 
-    `NothingStoredError` where nothing is stored in it yet.
+    Raises:
+        NothingStoredError: Nothing is stored in it yet.
+        ArchiveError: The store cannot be read.
     """
     with reading(folder) as store:
-        line = store.execute("SELECT * FROM runs ORDER BY rowid DESC LIMIT 1").fetchone()
-        if line is None:
+        told = dict(store.execute("SELECT key, value FROM run").fetchall())
+        if "facts" not in told:
             raise NothingStoredError(folder, STORE_NAME)
-        slots = store.execute(
-            "SELECT * FROM slots JOIN progress USING (slot) ORDER BY slots.rowid LIMIT ?",
-            [_SLOTS_MOST],
-        ).fetchall()
-    with explained(folder / STORE_NAME):
-        updated_at_unix_s = _value(line, "updated_at_unix_s", float | None)
-        return _run(folder, line, tuple(_slot(slot, updated_at_unix_s) for slot in slots))
+        slots = store.execute("SELECT value FROM slots ORDER BY rowid").fetchall()
+        facts = from_json(RunFacts, told["facts"])
+        status = from_json(RunStatus, told.get("status", "{}"))
+        known = {name: getattr(status, name) for name in RunStatus.__slots__}
+        known["elapsed_s"] = max(facts.elapsed_s, status.elapsed_s)
+        known["outcome"] = status.outcome or ("running" if _is_running(facts) else "interrupted")
+        records = tuple(from_json(SlotRecord, text) for (text,) in slots)
+        return StoredRun(folder=folder, facts=facts, slots=records, **known)
 
 
-def read_events(
-    folder: Path,
-    names: Collection[str] = (),
-    *,
-    after: int = 0,
-    slot: str | None = None,
-    limit: int = EVENTS_MOST,
-) -> tuple[StoredEvent, ...]:
-    """Return the last events after the one of a number, in the order in which they happened.
-
-    Of some names if any are given, and of one slot if one is.
+def read_answers(folder: Path, identity: str | None = None) -> dict[str, Mapping[str, Any]]:
+    """Return what the last commands of the user were answered, by their ids; or only the one with
+    this id, where it was answered.
     """
-    where, values = "id > ?", [after, *names]
-    if names:
-        where += f" AND event IN ({', '.join('?' * len(names))})"
-    if slot is not None:
-        where += " AND slot = ?"
-        values.append(slot)
+    where = "" if identity is None else "WHERE id = :id"
+    query = f"SELECT value FROM commands {where} ORDER BY rowid DESC LIMIT :most"  # noqa: S608 - constants
     with reading(folder) as store:
-        return events_of(store, where, values, min(limit, EVENTS_MOST))
-
-
-def read_answers(folder: Path) -> dict[str, Mapping[str, Any]]:
-    """Return what the last commands of the user were answered, by their ids."""
-    with reading(folder) as store:
-        query = "SELECT id, answer FROM commands ORDER BY rowid DESC LIMIT ?"
-        lines = store.execute(query, [COMMANDS_KNOWN]).fetchall()
-        return {line["id"]: _value(line, "answer", Mapping[str, Any]) for line in reversed(lines)}
-
-
-def read_answer(folder: Path, identity: str) -> Mapping[str, Any] | None:
-    """Return what the command with this id was answered; `None`: nothing so far."""
-    with reading(folder) as store:
-        line = store.execute("SELECT answer FROM commands WHERE id = ?", [identity]).fetchone()
-        return None if line is None else _value(line, "answer", Mapping[str, Any])
-
-
-def events_of(
-    store: sqlite3.Connection, where: str, values: Sequence[object], limit: int
-) -> tuple[StoredEvent, ...]:
-    """Return the last events that meet a condition in SQL, in the order in which they happened."""
-    query = (
-        f"SELECT id AS number, at, event, slot, details FROM events WHERE {where} ORDER BY id "  # noqa: S608 - conditions of this package
-        "DESC LIMIT ?"
-    )
-    lines = store.execute(query, (*values, limit)).fetchall()
-    return tuple(StoredEvent(**_fields(line, StoredEvent)) for line in reversed(lines))
+        lines = store.execute(query, {"id": identity, "most": COMMANDS_KNOWN}).fetchall()
+        commands = [from_json(CommandRecord, text) for (text,) in reversed(lines)]
+    return {command.id: command.answer for command in commands}
 
 
 def head_of(folder: Path) -> psutil.Process | None:
@@ -273,91 +167,20 @@ def head_of(folder: Path) -> psutil.Process | None:
         process = psutil.Process(pid)
         is_head = process.create_time() <= note.stat().st_mtime + 1.0 and pid != os.getpid()
         began = content.get("started")
-    except (*DAMAGE, OSError, AttributeError, psutil.Error):
+    except (ValueError, LookupError, TypeError, AttributeError, OSError, psutil.Error):
         return None
     is_head &= began is None or is_alive(pid, began)
     return process if is_head and not (folder / "summary.json").exists() else None
 
 
-def _run(folder: Path, line: sqlite3.Row, slots: tuple[SlotRecord, ...]) -> StoredRun:
-    facts = RunFacts(**_fields(line, RunFacts))
-    outcome = _value(line, "outcome", str | None)
-    if outcome is None:
-        outcome = "running" if _is_running(folder, facts) else "interrupted"
-    others = _fields(line, StoredRun, besides=("folder", "facts", "outcome", "slots"))
-    return StoredRun(folder=folder, facts=facts, outcome=outcome, slots=slots, **others)
-
-
-def _is_running(folder: Path, facts: RunFacts) -> bool:
-    if facts.host != socket.gethostname():
-        return False  # a process id means nothing on another machine
-    if facts.head_started is None:
-        return head_of(folder) is not None
-    return is_alive(facts.head_pid, facts.head_started)
-
-
-def _slot(line: sqlite3.Row, updated_at_unix_s: float | None) -> SlotRecord:
-    counters = {name: _counter(line, name) for name in COUNTERS}
-    values = _fields(line, SlotRecord, besides=("counters",))
-    slot_state(values["state"])
-    row = {**values["row"], **{name: counters[name] for name in COUNTERS if name in FIELDS}}
-    row["success_rate"] = success_rate(counters)
-    if values["heard_at_unix_s"] is not None and updated_at_unix_s is not None:
-        row["heartbeat_age_s"] = max(0.0, updated_at_unix_s - values["heard_at_unix_s"])
-    return SlotRecord(**{**values, "row": row}, counters=counters)
-
-
-def success_rate(counters: Mapping[str, Any]) -> float | None:
-    """Return that of a slot, from its counters among these values."""
-    known = {
-        name: counters[name] for name in StepCounts.__slots__ if type(counters.get(name)) is int
-    }
-    return StepCounts(**known).success_rate
-
-
-def _counter(line: sqlite3.Row, name: str) -> int | float:
-    value = line[name]  # a worker may have counted something that is not finite
-    return value if isinstance(value, int | float) and 0 <= value < math.inf else 0
-
-
-def row_of(record: SlotRecord) -> Row:
-    """Return the slot's row.
-
-    A key that is missing or makes no sense is left unknown, the others are kept.
-    """
-    own = {"slot": record.slot, "node": record.node, "state": record.state, "reason": record.reason}
-    return Row.from_dict({**record.row, **own})
-
-
-@cache
-def _adapter(hint: Any) -> TypeAdapter[Any]:  # noqa: ANN401 - a type or a union
-    # A policy's state may hold infinity, and another head must go on from the very same numbers.
-    is_finite = hint in (float, float | None)
-    return TypeAdapter(hint, config=ConfigDict(allow_inf_nan=not is_finite))
-
-
-def _fields(line: sqlite3.Row, kind: type, besides: Collection[str] = ()) -> dict[str, Any]:
-    return {
-        name: _value(line, name, hint) for name, hint in _hints(kind).items() if name not in besides
-    }
-
-
-def _value(line: sqlite3.Row, name: str, hint: Any) -> Any:  # noqa: ANN401 - what the hint says
-    """Return a column's value if it fits the hint of a field: SQLite takes anything anywhere."""
-    value = line[name]
-    if type(value) is hint and hint is not float:  # nearly all of them
-        return value
-    try:
-        if isinstance(value, str) and hint not in (str, str | None):
-            # Not by pydantic, which refuses the escape of a lone surrogate, as in a file name.
-            value = json.loads(value)
-        return _adapter(hint).validate_python(value)
-    except ValueError as wrong:
-        raise ValueError(f"{name} cannot be {line[name]!r:.80}") from wrong
+def _is_running(facts: RunFacts) -> bool:
+    # A process id means nothing on another machine.
+    is_here = facts.host == socket.gethostname()
+    return is_here and is_alive(facts.head_pid, facts.head_started)
 
 
 class Freshness(StrEnum):
-    """How far what is shown can be believed to be so now."""
+    """Whether what is shown is the state of the run now."""
 
     LIVE = "live"
     LATE = "late"
@@ -367,10 +190,8 @@ class Freshness(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """A run as its store tells it at one look."""
+    """A run as its folder tells it at one look."""
 
-    number: int
-    """Counts the frames that differ in what was read."""
     run: StoredRun
     snapshot: Snapshot
     events: tuple[StoredEvent, ...]
@@ -398,78 +219,54 @@ class Follower:
         self._folder = folder
         self._monotonic_s = monotonic_s
         self._unix_s = unix_s
-        self._here = socket.gethostname()
-        self._queue_reader = QueueReader(folder)
-        self._state: tuple[tuple[int, int, int] | None, ...] = ()
         self._frame: Frame | None = None
-        self._updated_at_unix_s: float | None = None
         self._changed_at_s = monotonic_s()
         self._event = 0
 
     def look(self) -> Frame:
-        """Return the run as it is now.
+        """Return the run as it is now; one that has ended is not read again.
 
         Raises:
             NothingStoredError: The head has not stored anything yet.
             ArchiveError: The folder or its store cannot be read.
         """
-        state = tuple(state_of(self._folder / f"{STORE_NAME}{suffix}") for suffix in ("", "-wal"))
         before, now_s = self._frame, self._monotonic_s()
-        if before is not None and (state == self._state or before.freshness is Freshness.ENDED):
-            # Whether its head still lives does not show in the store.
-            run = before.run
-            if (
-                before.freshness is not Freshness.ENDED
-                and now_s - self._changed_at_s > LATE_AFTER_S
-            ):
-                run = read_run(self._folder)
-            freshness, late_s = self._judged(run, now_s)
-            self._frame = replace(
-                before,
-                run=run,
-                events=(),
-                freshness=freshness,
-                late_s=late_s,
-                queue=self._queue(before.snapshot, freshness),
-                disk_free_bytes=_disk_free_bytes(self._folder),
-            )
-            return self._frame
+        if before is not None and before.freshness is Freshness.ENDED:
+            return replace(before, events=())
         run = read_run(self._folder)
         events = read_events(self._folder, after=self._event, limit=_NEW_EVENTS_MOST)
-        self._state = state
-        self._event = max((self._event, *(event.number for event in events)))
-        if before is None and run.updated_at_unix_s is not None and run.facts.host == self._here:
+        self._event = events[-1].number if events else self._event
+        is_here = run.facts.host == socket.gethostname()
+        if before is None and run.updated_at_unix_s is not None and is_here:
             self._changed_at_s = now_s - max(0.0, self._unix_s() - run.updated_at_unix_s)
-        elif run.updated_at_unix_s != self._updated_at_unix_s or events:
+        elif before is None or events or run.updated_at_unix_s != before.run.updated_at_unix_s:
             self._changed_at_s = now_s
-        self._updated_at_unix_s = run.updated_at_unix_s
-        freshness, late_s = self._judged(run, now_s)
-        snapshot = run.snapshot()
+        late_s = max(0.0, now_s - self._changed_at_s)
+        freshness, snapshot = _freshness(run, late_s, is_here=is_here), run.snapshot()
         self._frame = Frame(
-            number=1 if before is None else before.number + 1,
             run=run,
             snapshot=snapshot,
             events=events,
             freshness=freshness,
             late_s=late_s,
             missed=missed_of(events) or (() if before is None else before.missed),
-            queue=self._queue(snapshot, freshness),
+            queue=queue_snapshot(
+                self._folder,
+                snapshot.rows,
+                self._unix_s(),
+                is_alive=freshness in {Freshness.LIVE, Freshness.LATE},
+            ),
             disk_free_bytes=_disk_free_bytes(self._folder),
         )
         return self._frame
 
-    def _queue(self, snapshot: Snapshot, freshness: Freshness) -> QueueSnapshot | None:
-        is_alive = freshness in {Freshness.LIVE, Freshness.LATE}
-        return self._queue_reader.look(snapshot.rows, self._unix_s(), is_alive=is_alive)
 
-    def _judged(self, run: StoredRun, now_s: float) -> tuple[Freshness, float]:
-        late_s = max(0.0, now_s - self._changed_at_s)
-        if run.outcome != "running" and not run.was_killed:
-            return Freshness.ENDED, late_s
-        is_foreign = run.facts.host != self._here
-        if (late_s > _GONE_AFTER_S) if is_foreign else run.was_killed:
-            return Freshness.HEAD_GONE, late_s
-        return (Freshness.LATE if late_s > LATE_AFTER_S else Freshness.LIVE), late_s
+def _freshness(run: StoredRun, late_s: float, *, is_here: bool) -> Freshness:
+    if run.outcome != "running" and not run.was_killed:
+        return Freshness.ENDED
+    if run.was_killed if is_here else late_s > _GONE_AFTER_S:
+        return Freshness.HEAD_GONE
+    return Freshness.LATE if late_s > LATE_AFTER_S else Freshness.LIVE
 
 
 def _disk_free_bytes(folder: Path) -> int | None:

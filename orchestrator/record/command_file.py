@@ -20,7 +20,7 @@ import os
 import sqlite3
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,28 +34,19 @@ COMMANDS_NAME: Final = "commands.sqlite"
 _NAMES: Final = (COMMANDS_NAME, *(f"commands-{number}.sqlite" for number in range(1, 5)))
 #: How long a verb waits for the lock of each of them.
 _PATIENCE_S: Final = 1.0
-
-_LOOK_MOST_S: Final = 1.0
-
 #: More of them wait for the next look.
 _ROWS_MOST: Final = 10_000
-_ROW_MOST_BYTES: Final = 64 * 2**20
-_ID_MOST: Final = 200
 
 _CREATE: Final = """CREATE TABLE IF NOT EXISTS commands (
     number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL, put_at_unix_s REAL NOT NULL,
     until_unix_s REAL, content BLOB NOT NULL
 )"""
 _INSERT: Final = "INSERT INTO commands (id, put_at_unix_s, until_unix_s, content) VALUES (?,?,?,?)"
-#: The length of a blob is known without reading it. What is no row of a verb's is left alone.
-_SELECT: Final = f"""SELECT number, id, put_at_unix_s, until_unix_s,
-    CASE WHEN length(content) <= {_ROW_MOST_BYTES} THEN content END
-FROM commands WHERE typeof(id) = 'text' AND length(id) <= {_ID_MOST}
-    AND typeof(put_at_unix_s) = 'real' AND typeof(until_unix_s) IN ('real', 'null')
-    AND typeof(content) = 'blob'
-ORDER BY number LIMIT {_ROWS_MOST}"""  # noqa: S608 - numbers of this module
+_SELECT: Final = f"""SELECT number, id, put_at_unix_s, until_unix_s, content FROM commands
+ORDER BY number LIMIT {_ROWS_MOST}"""  # noqa: S608 - a number of this module
+#: It has no table yet, or the verb that makes one has the lock.
+_MADE_JUST_NOW: Final = {sqlite3.SQLITE_ERROR, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
 _DELETE: Final = "DELETE FROM commands WHERE number IN (SELECT value FROM json_each(?))"
-_HELD: Final = frozenset({sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED})
 
 
 class CommandFileError(ArchiveError):
@@ -72,8 +63,7 @@ class Row:
     put_at_unix_s: float
     until_unix_s: float | None
     """Until when its sender waits for an answer; `None`: it waits for none."""
-    content: bytes | None
-    """`None`: more than a command may have."""
+    content: bytes
 
 
 def put(folder: Path, content: bytes, *, identity: str, until_unix_s: float | None = None) -> None:
@@ -145,8 +135,18 @@ class Incoming:
 
     def rows(self) -> list[Row]:
         """Return what waits, in the order in which it was put."""
-        self.problem = None
-        rows = [row for name in _NAMES for row in self._rows_of(name)]
+        self.problem, rows = None, list[Row]()
+        for name in _NAMES:
+            path = self._folder / name
+            try:
+                rows += self._rows_of(name, path)
+            except CommandFileError as failure:
+                self.problem = str(failure)
+            except OSError as failure:
+                self.problem = f"{path} cannot be read: {failure.strerror}"
+            except sqlite3.Error as failure:
+                if failure.sqlite_errorcode & 0xFF not in _MADE_JUST_NOW:
+                    self.problem = f"{path} cannot be read: {failure}; move it away"
         return sorted(rows, key=lambda row: row.put_at_unix_s)
 
     def remove(self, rows: Iterable[Row]) -> None:
@@ -166,50 +166,27 @@ class Incoming:
             with suppress(sqlite3.Error):
                 self._files.popitem()[1].connection.close()
 
-    def _rows_of(self, name: str) -> Iterator[Row]:
-        path = self._folder / name
-        try:
-            file = self._opened(name, path)
-            if file is None:
-                return
-            # A view in the place of the table may be endless.
-            until_s = time.monotonic() + _LOOK_MOST_S
-            file.connection.set_progress_handler(lambda: time.monotonic() > until_s, 10_000)
-            lines = file.connection.execute(_SELECT).fetchall()
-        except CommandFileError as failure:
-            self.problem = str(failure)
-        except OSError as failure:
-            self.problem = f"{path} cannot be read: {failure.strerror}"
-        except sqlite3.Error as failure:
-            code = getattr(failure, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
-            if code not in _HELD and code != sqlite3.SQLITE_ERROR:  # as yet it has no table
-                self.problem = f"{path} cannot be read: {failure}; move it away"
-        else:
-            yield from (Row(name, *line) for line in lines if line[0] not in file.removed)
-
-    def _opened(self, name: str, path: Path) -> _File | None:
-        """Return the file that is there now; `None` if there is none."""
+    def _rows_of(self, name: str, path: Path) -> list[Row]:
         if not os.path.lexists(path):
-            return None
+            return []
         _check(self._folder, stat.S_ISDIR, 0o022)
         _check(path, stat.S_ISREG, 0o077)
-        status = path.lstat()
-        identity, file = (status.st_dev, status.st_ino), self._files.get(name)
-        if file is None or file.identity != identity:
+        status, file = path.lstat(), self._files.get(name)
+        identity = (status.st_dev, status.st_ino)
+        if file is None or file.identity != identity:  # the user may have moved it away
             if file is not None:
                 file.connection.close()
             file = self._files[name] = _File(identity, _connected(path, 0.0))
             # A checkpoint syncs: that is left to verbs.
             file.connection.execute("PRAGMA wal_autocheckpoint = 0")
             file.connection.execute("PRAGMA synchronous = NORMAL")
-        return file
+        lines = file.connection.execute(_SELECT).fetchall()
+        return [Row(name, *line) for line in lines if line[0] not in file.removed]
 
 
 def _connected(path: Path, patience_s: float) -> sqlite3.Connection:
     uri = f"{path.absolute().as_uri()}?mode=rw"
-    file = sqlite3.connect(uri, uri=True, timeout=patience_s, isolation_level=None)
-    file.text_factory = lambda content: content.decode("utf-8", "replace")
-    return file
+    return sqlite3.connect(uri, uri=True, timeout=patience_s, isolation_level=None)
 
 
 def _check(path: Path, is_kind: Callable[[int], bool], to_others: int) -> None:

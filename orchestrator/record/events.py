@@ -1,33 +1,45 @@
-"""The event log of a run: one JSON object a line, written when the event happens.
+"""The diary of a run, `events.jsonl`: one JSON object a line, written at once, and read back.
 
-Does not say which events there are, nor read them. structlog's global configuration is left alone.
+Does not say which events there are. structlog's global configuration is left alone.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import time
-from collections.abc import Callable, Mapping, MutableMapping
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, MutableMapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import structlog
 
-TEXT_LIMIT_BYTES = 8 * 1024
+from orchestrator.errors import ArchiveError
+from workers.files import open_regular
+
+EVENTS_NAME: Final = "events.jsonl"
+"""The file in the run folder."""
+TEXT_LIMIT_BYTES: Final = 8 * 1024
+EVENTS_MOST: Final = 10_000
+"""Of one look."""
 
 #: Of a text that is too long, mostly the end is kept: the last line of a traceback is the
 #: exception.
-_HEAD_BYTES = 2 * 1024
-_DEPTH_LIMIT = 6
+_HEAD_BYTES: Final = 2 * 1024
+_DEPTH_LIMIT: Final = 6
+_WAITING_MOST_BYTES: Final = 8 * 2**20
+"""Of lines that wait while nothing can be written; what comes then is lost."""
 
 
 class EventLog:
     """Writes events as they come. Never raises; `problem` tells what is wrong, if anything.
 
-    Each line goes to the operating system at once and in one piece, so that a killed head loses
-    none.
+    Each line goes to the operating system at once, so that a killed head loses none. While the disk
+    is full, lines wait.
     """
 
     def __init__(
@@ -40,15 +52,11 @@ class EventLog:
         to what is there.
 
         `also` is told of every event in its harmless form (`at`, `event`, `slot`, then the
-        details), whether or not its line can be written. It must not raise, and must not change
-        what it is given.
+        details). It must not raise, and must not change what it is given.
         """
         self._unix_s = unix_s
         self._also = also
         self._file = _LineFile(path)
-        self._lost_count = 0
-        self.incomplete = False
-        """Whether an event was ever lost from the file."""
         self.problem: str | None = None
         """A sentence for the user while events cannot be written, `None` while they can."""
         self._logger = structlog.wrap_logger(
@@ -62,6 +70,11 @@ class EventLog:
             cache_logger_on_first_use=True,
         )
 
+    @property
+    def incomplete(self) -> bool:
+        """Whether an event is missing in the file."""
+        return bool(self._file.lost_count or self._file.waiting)
+
     def write(self, event: str, /, slot: str | None = None, **fields: object) -> None:
         """Write an event (a snake_case word) of a slot, or of the run as a whole.
 
@@ -72,9 +85,8 @@ class EventLog:
             # As one argument: a worker's details may have names that mean something to the logger.
             self._logger.info(event, slot=slot, fields=fields)
         except OSError as failure:
-            self._lost_count += 1
-            self.incomplete = True
-            self.problem = f"events cannot be written ({self._lost_count} lost so far): {failure}"
+            lost = f" ({self._file.lost_count} lost so far)" if self._file.lost_count else ""
+            self.problem = f"events cannot be written{lost}: {failure}"
         else:
             self.problem = None
 
@@ -103,34 +115,29 @@ class EventLog:
 
 
 class _LineFile:
-    """Appends lines to a file without a buffer of its own.
-
-    Opened at the first line, and again after a failure.
-    """
+    """Appends lines to a file; what does not fit on the disk waits for the next line."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._raw: FileIO | None = None
-        self._torn = False
-        """The last line is incomplete: the disk was full."""
+        self.waiting = b""
+        self.lost_count = 0
 
     def info(self, line: str) -> None:
-        """Append one line.
-
-        `OSError` where the file cannot be opened, or holds only a part of the line.
-        """
+        """Append one line; `OSError` where it waits, or is lost."""
+        if len(self.waiting) > _WAITING_MOST_BYTES:
+            self.lost_count += 1
+        else:
+            self.waiting += line.encode("ascii") + b"\n"
         if self._raw is None:
             self._raw = FileIO(self._path, "a")
-        content = (("\n" if self._torn else "") + line + "\n").encode("ascii")
-        written = 0
         try:
-            written = self._raw.write(content) or 0
+            self.waiting = self.waiting[self._raw.write(self.waiting) or 0 :]
         except OSError:
             self.close()
             raise
-        self._torn = written < len(content)
-        if self._torn:
-            raise OSError(f"only {written} of {len(content)} bytes fitted on the disk")
+        if self.waiting:
+            raise OSError(f"{len(self.waiting)} bytes did not fit on the disk")
 
     def close(self) -> None:
         """Close the file."""
@@ -168,3 +175,75 @@ def _cut(text: str) -> str:
     return (
         f"{head}\n[... {len(content) - TEXT_LIMIT_BYTES} of {len(content)} bytes cut ...]\n{tail}"
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredEvent:
+    """One line of the diary."""
+
+    number: int
+    """Where its line ends, in bytes; a later event has a larger one."""
+    at: str
+    """ISO 8601 in UTC."""
+    event: str
+    slot: str | None
+    details: Mapping[str, Any]
+
+    @property
+    def at_unix_s(self) -> float | None:
+        """Its moment; `None` where `at` is none."""
+        try:
+            return datetime.fromisoformat(self.at).timestamp()
+        except (ValueError, OverflowError, OSError):
+            return None
+
+
+def read_events(
+    folder: Path,
+    names: Collection[str] = (),
+    *,
+    after: int = 0,
+    slot: str | None = None,
+    limit: int = EVENTS_MOST,
+) -> tuple[StoredEvent, ...]:
+    """Return the last events of a run folder after the one of a number, in their order.
+
+    Of some names if any are given, and of one slot if one is. A line that is no event is left out.
+
+    Raises:
+        ArchiveError: The diary cannot be read.
+    """
+    wanted = [f'"event":{json.dumps(name)}'.encode() for name in names]
+    of_slot = b"" if slot is None else f'"slot":{json.dumps(slot)}'.encode()
+    lines: deque[tuple[int, bytes]] = deque(maxlen=limit)
+    try:
+        with open_regular(folder / EVENTS_NAME) as file:
+            number = file.seek(after)
+            for line in file:
+                number += len(line)
+                # Most lines are not asked for, and to parse them all takes ten times as long.
+                if of_slot in line and (not names or any(name in line for name in wanted)):
+                    lines.append((number, line))
+    except FileNotFoundError:
+        return ()
+    except OSError as failure:
+        raise ArchiveError(
+            f"{folder / EVENTS_NAME} cannot be read: {failure.strerror}"
+        ) from failure
+    events = (_event(number, line) for number, line in lines)
+    return tuple(
+        event
+        for event in events
+        if event is not None
+        and (not names or event.event in names)
+        and (slot is None or event.slot == slot)
+    )
+
+
+def _event(number: int, line: bytes) -> StoredEvent | None:
+    try:
+        told = json.loads(line)
+        at, event, slot = (told.pop(key) for key in ("at", "event", "slot"))
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return None  # it is being written, or its end was not when a head was killed
+    return StoredEvent(number=number, at=str(at), event=str(event), slot=slot, details=told)

@@ -69,11 +69,10 @@ class Listed:
         if self.run is not None:
             return self.run.facts.started_at_unix_s
         try:
-            return (
-                datetime.strptime(self.run_id[:15], "%Y%m%d-%H%M%S").replace(tzinfo=UTC).timestamp()
-            )
+            named = datetime.strptime(self.run_id[:15], "%Y%m%d-%H%M%S").replace(tzinfo=UTC)
         except ValueError:
             return None
+        return named.timestamp()
 
 
 def command_for(folder: Path, *words: str) -> str:
@@ -116,7 +115,7 @@ def run_object(one: Listed) -> dict[str, Any]:
             "elapsed_s": run.elapsed_s,
             "duration_s": run.facts.duration_s,
             "remaining_s": run.remaining_s,
-            "heads": run.heads,
+            "heads": run.facts.heads,
             "workers": len(run.slots),
             "steps_ok": snapshot.counts.steps_ok,
             "success_rate": snapshot.counts.success_rate,
@@ -181,23 +180,9 @@ def find_queue(runs_dir: Path, run_id: str) -> Path:
 def summary_of(folder: Path) -> Mapping[str, Any] | None:
     """Return the content of a run's summary.json; `None` if there is none that can be read."""
     try:
-        return _summary(folder)
-    except ArchiveError:
+        content = json.loads(read_small(folder / _SUMMARY_NAME, _SUMMARY_MOST_BYTES))
+    except (OSError, ValueError, RecursionError):
         return None
-
-
-def _summary(folder: Path) -> Mapping[str, Any] | None:
-    """Return what is in summary.json; `None` if there is none, or none that was written to its end.
-
-    What is nothing that a run wrote is an `ArchiveError`.
-    """
-    path = folder / _SUMMARY_NAME
-    try:
-        content = json.loads(read_small(path, _SUMMARY_MOST_BYTES))
-    except (FileNotFoundError, ValueError, RecursionError):
-        return None
-    except OSError as failure:
-        raise ArchiveError(f"{path} cannot be read: {failure.strerror}") from failure
     return content if isinstance(content, dict) else None
 
 
@@ -241,15 +226,10 @@ def _was_refused(one: Listed) -> bool:
 
 
 def _without_store(folder: Path) -> Listed:
-    """Return a run that ended before it stored anything: as its summary says, else by its head."""
-    try:
-        summary = _summary(folder)
-    except ArchiveError as failure:
-        return Listed(folder=folder, outcome=UNREADABLE, error=str(failure))
+    """Return a run that could store nothing: as its summary says, else by its head."""
+    summary = summary_of(folder)
     if summary is None:
-        return Listed(
-            folder=folder, outcome="interrupted" if head_of(folder) is None else "running"
-        )
+        return Listed(folder=folder, outcome=RUNNING if head_of(folder) else "interrupted")
     code, error = summary.get("exit_code"), summary.get("error")
     return Listed(
         folder=folder,

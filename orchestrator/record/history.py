@@ -1,69 +1,39 @@
 """Reads the course of a run back: values over time, and states over time.
 
-A store holds the samples of all slots ordered by time. One slot is read by going from moment to
-moment, so that what a look costs does not grow with the number of slots; all slots are read in one
-pass. Does not read a run as it is now (`archive.py`). Pure SQL, nothing is kept in memory.
+Samples are stored in the order of time, so that a look at a part of it is one walk through the
+index. Does not read a run as it is now (`archive.py`). Nothing is kept in memory.
 """
 
 from __future__ import annotations
 
 import math
-import sqlite3
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Final
 
-from orchestrator.record.archive import (
-    EVENTS_MOST,
-    StoredEvent,
-    events_of,
-    read_events,
-    reading,
-)
+from orchestrator.record.events import read_events
 from orchestrator.record.model import FIELDS
+from orchestrator.record.store import reading
 
-BUCKETS_MOST = 1_000
-_CHANGES_MOST = 50_000
-_LATEST_UNIX_S = 253_402_300_799.0
+BUCKETS_MOST: Final = 1_000
+_CHANGES_MOST: Final = 50_000
+_LATEST_UNIX_S: Final = 253_402_300_799.0
 """The end of the year 9999: no calendar goes further."""
 
-#: Every moment of a sample from :first to :last, one index seek each.
-_MOMENTS = """WITH RECURSIVE moments(at) AS (
-    SELECT min(at_unix_s) FROM samples WHERE at_unix_s >= :first
-    UNION ALL
-    SELECT (SELECT min(at_unix_s) FROM samples WHERE at_unix_s > at) FROM moments WHERE at <= :last
-)"""
-
-_PART = "min(:count - 1, CAST((at_unix_s - :first) / :width AS INTEGER)) AS part"
-_OF_ONE = (
-    f"{_MOMENTS} SELECT slot, {_PART}{{figures}} FROM moments JOIN samples ON at_unix_s = at AND "  # noqa: S608 - constants
-    "slot = :slot "
-    "WHERE at <= :last GROUP BY part"
-)
-_SLICE = "WHERE at_unix_s >= :first AND at_unix_s < :last"
-_OF_EACH = f"SELECT slot, {_PART}{{figures}} FROM samples {_SLICE} GROUP BY slot, part"  # noqa: S608 - constants
-_OF_ALL = (
-    f"WITH sums AS (SELECT at_unix_s{{sums}} FROM samples {_SLICE} GROUP BY at_unix_s) "  # noqa: S608 - constants
-    f"SELECT '' AS slot, {_PART}{{figures}} FROM sums GROUP BY part"
-)
-# SQLite takes the other columns from the line of the minimum.
-_CURVES = (
-    "SELECT slot, train_step AS step, min(at_unix_s) AS at_unix_s, loss, samples_per_s FROM samples "
-    "WHERE train_step > 0 GROUP BY slot, train_step"
-)
-#: For all samples: a run may last for days.
-_READING_MOST_S = 120.0
+_OF_EACH: Final = "samples WHERE at_unix_s >= :first AND at_unix_s < :last"
+_OF_ONE: Final = f"{_OF_EACH} AND slot = :slot"
+_OF_ALL: Final = f"(SELECT '' AS slot, at_unix_s{{sums}} FROM {_OF_EACH} GROUP BY at_unix_s)"  # noqa: S608 - constants
+_BUCKETS: Final = """SELECT slot, min(:count - 1, CAST((at_unix_s - :first) / :width AS INTEGER))
+    AS part{figures} FROM {samples} GROUP BY slot, part"""
 
 #: Keys whose course can be asked for.
-SAMPLED_NUMBERS = tuple(key for key, each in FIELDS.items() if each.sampled and key != "state")
+SAMPLED_NUMBERS: Final = tuple(
+    key for key, each in FIELDS.items() if each.sampled and key != "state"
+)
 
 #: What the course of a whole run is told by.
-TOTALS = ("tflops", "allocated_bytes", "oom_count", "temperature_c", "samples_per_s")
-
-
-Curve: TypeAlias = dict[int, dict[str, float]]
-"""Figures of a training by its optimiser steps."""
+TOTALS: Final = ("tflops", "allocated_bytes", "oom_count", "temperature_c", "samples_per_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,35 +58,33 @@ class Span:
     cause: str
 
 
-def buckets(
-    folder: Path, slot: str, keys: Sequence[str], from_unix_s: float, to_unix_s: float, count: int
-) -> dict[str, Buckets]:
-    """Return sampled numbers of a slot between two moments, in `count` parts (at most
-    `BUCKETS_MOST`), by key.
+def courses(
+    folder: Path,
+    keys: Sequence[str],
+    from_unix_s: float,
+    to_unix_s: float,
+    count: int,
+    slot: str | None = None,
+) -> dict[str, dict[str, Buckets]]:
+    """Return sampled numbers between two moments, without the last one, in `count` parts (at most
+    `BUCKETS_MOST`), by slot and key: of every slot that was sampled then, or of one.
 
     Raises:
         ValueError: A key is not sampled, or is no number; the times or the count make no sense.
         ArchiveError: The store cannot be read.
     """
-    return _read(folder, _OF_ONE, keys, (from_unix_s, to_unix_s), count, slot)[slot]
-
-
-def courses(
-    folder: Path, keys: Sequence[str], from_unix_s: float, to_unix_s: float, count: int
-) -> dict[str, dict[str, Buckets]]:
-    """Return the same of every slot, by slot, in one pass over all samples.
-
-    Without the very last moment.
-    """
-    return _read(folder, _OF_EACH, keys, (from_unix_s, to_unix_s), count)
+    samples = _OF_EACH if slot is None else _OF_ONE
+    return _read(folder, samples, keys, (from_unix_s, to_unix_s), count, slot)
 
 
 def totals(folder: Path, from_unix_s: float, to_unix_s: float, count: int) -> dict[str, Buckets]:
     """Return sums over all slots, by the keys of `TOTALS`, and the highest temperature.
 
-    As `courses` otherwise.
+    As `courses` otherwise; empty where nothing was sampled.
     """
-    return _read(folder, _OF_ALL, TOTALS, (from_unix_s, to_unix_s), count, "")[""]
+    sums = ((f"{'max' if key == 'temperature_c' else 'sum'}({key})", key) for key in TOTALS)
+    samples = _OF_ALL.format(sums="".join(f", {total} AS {key}" for total, key in sums))
+    return _read(folder, samples, TOTALS, (from_unix_s, to_unix_s), count).get("", {})
 
 
 def sampled_between(folder: Path) -> tuple[float, float] | None:
@@ -126,52 +94,38 @@ def sampled_between(folder: Path) -> tuple[float, float] | None:
         first, last = store.execute(
             "SELECT (SELECT min(at_unix_s) FROM samples), (SELECT max(at_unix_s) FROM samples)"
         ).fetchone()
-    return None if _number(first) is None or _number(last) is None else (float(first), float(last))
+    return None if first is None else (float(first), float(last))
 
 
-def training_curves(folder: Path) -> dict[str, Curve]:
-    """Return what is known of each optimiser step of each slot that trains, by slot and step.
-
-    `loss` and `samples_per_s` at the first sample of a step, and the figures of its validation.
+def state_spans(folder: Path, slot: str | None = None) -> dict[str, tuple[Span, ...]]:
+    """Return the states of each slot one after the other, from its first change on, by slot; or of
+    one slot. Of very many changes, the last ones.
     """
-    curves: dict[str, Curve] = {}
-    with reading(folder) as store:
-        points = [(line["slot"], dict(line)) for line in store.execute(_CURVES)]
-    told = read_events(folder, ("evaluated",))
-    points += [(event.slot, {"at_unix_s": event.at_unix_s, **event.details}) for event in told]
-    for slot, values in points:
-        known = {key: number for key in values if (number := _number(values[key])) is not None}
-        curve = curves.setdefault(slot, {})
-        point = curve.setdefault(int(known.pop("step", 0)), {})
-        known.pop("worker_at_unix_s", None)
-        point |= {key: point.get(key, value) for key, value in known.items()}
-    return {slot: dict(sorted(curve.items())) for slot, curve in curves.items()}
-
-
-def state_spans(folder: Path, slot: str) -> tuple[Span, ...]:
-    """Return the states of a slot one after the other, from its first change on."""
-    with reading(folder) as store:
-        return _spans(events_of(store, "event = 'state' AND slot = ?", [slot], EVENTS_MOST))
-
-
-def all_state_spans(folder: Path) -> dict[str, tuple[Span, ...]]:
-    """Return the same of all slots, by slot; of very many changes the last ones."""
-    changes: dict[str, list[StoredEvent]] = {}
-    with reading(folder) as store:
-        for event in events_of(store, "event = 'state' AND slot IS NOT NULL", (), _CHANGES_MOST):
-            changes.setdefault(str(event.slot), []).append(event)
-    return {slot: _spans(of_slot) for slot, of_slot in changes.items()}
+    changes: dict[str, list[tuple[float, str, str]]] = {}
+    for event in read_events(folder, ("state",), slot=slot, limit=_CHANGES_MOST):
+        if event.slot is not None and (at_unix_s := event.at_unix_s) is not None:
+            to, cause = (str(event.details.get(key, "")) for key in ("to_state", "cause"))
+            changes.setdefault(event.slot, []).append((at_unix_s, to, cause))
+    return {
+        name: tuple(
+            Span(state=state, from_unix_s=at_unix_s, to_unix_s=to_unix_s, cause=cause)
+            for (at_unix_s, state, cause), to_unix_s in zip(
+                known, [*(at for at, _, _ in known[1:]), None], strict=True
+            )
+        )
+        for name, known in changes.items()
+    }
 
 
 def _read(
     folder: Path,
-    statement: str,
+    samples: str,
     keys: Sequence[str],
     between: tuple[float, float],
     count: int,
     slot: str | None = None,
 ) -> dict[str, dict[str, Buckets]]:
-    """Return what a statement finds, by slot and key; of `slot` also where it finds nothing."""
+    """Return the courses of what is selected of the samples."""
     for key in keys:
         if key not in SAMPLED_NUMBERS:
             raise ValueError(
@@ -185,45 +139,22 @@ def _read(
         )
     width_s = (last - first) / count
     figures = "".join(f", min({key}), avg({key}), max({key})" for key in keys)
-    sums = "".join(
-        f", {'max' if key == 'temperature_c' else 'sum'}({key}) AS {key}" for key in keys
-    )
+    statement = _BUCKETS.format(figures=figures, samples=samples)
     values = {"first": first, "last": last, "width": width_s, "count": count, "slot": slot}
-    with reading(folder, _READING_MOST_S) as store:
-        lines = store.execute(statement.format(figures=figures, sums=sums), values).fetchall()
-    parts: dict[str, dict[int, sqlite3.Row]] = {} if slot is None else {slot: {}}
-    for line in lines:
-        parts.setdefault(line["slot"], {})[line["part"]] = line
+    found: dict[str, list[list[float | None]]] = {}
+    with reading(folder) as store:
+        for name, part, *numbers in store.execute(statement, values):
+            columns = found.setdefault(name, [[None] * count for _ in numbers])
+            for column, number in zip(columns, numbers, strict=True):
+                column[part] = _number(number)
     at_unix_s = tuple(first + (part + 0.5) * width_s for part in range(count))
-
-    def part_values(lines: Mapping[int, sqlite3.Row], column: int) -> tuple[float | None, ...]:
-        return tuple(
-            _number(lines[part][column]) if part in lines else None for part in range(count)
-        )
-
     return {
         name: {
-            key: Buckets(
-                at_unix_s, *(part_values(found, 2 + 3 * place + which) for which in range(3))
-            )
+            key: Buckets(at_unix_s, *map(tuple, columns[3 * place : 3 * place + 3]))
             for place, key in enumerate(keys)
         }
-        for name, found in parts.items()
+        for name, columns in found.items()
     }
-
-
-def _spans(changes: Sequence[StoredEvent]) -> tuple[Span, ...]:
-    known = [(at, event) for event in changes if (at := event.at_unix_s)]
-    ends: list[float | None] = [at for at, _ in known[1:]]
-    return tuple(
-        Span(
-            state=str(event.details.get("to_state", "")),
-            from_unix_s=at,
-            to_unix_s=end,
-            cause=str(event.details.get("cause", "")),
-        )
-        for (at, event), end in zip(known, [*ends, None], strict=False)
-    )
 
 
 def _number(value: object) -> float | None:

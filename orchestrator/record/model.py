@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Final, Literal, TypeAlias
 
-from orchestrator.core.slot import HeadState, SlotState, slot_state
+from orchestrator.core.slot import HeadState, SlotState
 from workers.messages import NO_COUNTS, NO_PROGRESS, Progress, StepCounts, WorkerState
 
 #: The order of the table, and of every list of states in words.
@@ -85,10 +85,6 @@ class Field:
         """Return what is sorted, compared and exported; `None` if it is unknown."""
         value = row.value(self.key)
         return finite(value) if isinstance(value, float) else value
-
-    def is_value(self, value: object) -> bool:
-        """Say whether it can have this value; JSON writes 70.0 as 70 as often as not."""
-        return type(value) is self.type or (self.type is float and type(value) is int)
 
 
 #: In the order of summary.json.
@@ -268,30 +264,6 @@ class Row:
         """Return the row as JSON knows it: no enums, and `None` for a number that is not finite."""
         values = {key: field.value(self) for key, field in FIELDS.items()}
         return {**values, "state": self.state.value}
-
-    def known(self) -> dict[str, Any]:
-        """Return `to_dict` without what is unknown, which would be half of its text."""
-        return {key: value for key, value in self.to_dict().items() if value is not None}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Row:
-        """Rebuild a row from `to_dict`'s form: what is missing or of a wrong type is unknown.
-
-        Raises:
-            ValueError: It lacks its slot, node, state or reason, or has no valid state.
-        """
-        known = {
-            key: value
-            for key, value in values.items()
-            if key in FIELDS and FIELDS[key].is_value(value)
-        }
-        if missing := {"slot", "node", "state", "reason"} - known.keys():
-            raise ValueError(f"a worker's row lacks {', '.join(sorted(missing))}")
-        known.pop("success_rate", None)  # which follows from the others
-        known["state"] = slot_state(known["state"])
-        counts = {key: known.pop(key) for key in StepCounts.__slots__ if key in known}
-        progress = {key: known.pop(key) for key in Progress.__slots__ if key in known}
-        return cls(**known, counts=StepCounts(**counts), progress=Progress(**progress))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,8 +26,9 @@ _FILE_MOST_BYTES: Final = MIB // 2
 #: Sequences that steer a terminal: CSI, then OSC, DCS, SOS, PM and APC, then the short ones
 #: (ECMA-48, 5.3 to 5.6).
 _STEERS: Final = re.compile(
-    r"(?:\x1b\[|\x9b)[0-?]*[ "
-    r"-/]*[@-~]|(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f]).*?(?:\x07|\x1b\\|\x9c|$)|\x1b[ -/]*[0-~]",
+    r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]"
+    r"|(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f]).*?(?:\x07|\x1b\\|\x9c|$)"
+    r"|\x1b[ -/]*[0-~]",
     re.MULTILINE,
 )
 #: Control characters, those that turn the direction of writing, and lone surrogates.

@@ -28,13 +28,12 @@ def summary_dict(
     error: str | None = None,
     *,
     faults: Sequence[Mapping[str, Any]] = (),
-    fault_counts: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
     """Return the summary of a run: only what JSON can hold without `NaN` or `Infinity`.
 
     `duration_s` is how long it really took, `started_at` is ISO 8601 in UTC. The key `error` is
-    absent when nothing went wrong. `faults` are what `--chaos` injected, each with what became of
-    it; `fault_counts` are the same by kind, also of those that the list has no room for.
+    absent when nothing went wrong. `faults` are the processes and nodes that `--chaos` ended, each
+    with what became of it.
     """
     counts = snapshot.counts
     summary: dict[str, Any] = {
@@ -54,7 +53,6 @@ def summary_dict(
         "workers": [row.to_dict() for row in snapshot.rows],
         "notices": list(snapshot.notices),
         "faults": [dict(fault) for fault in faults],
-        "fault_counts": [dict(counts) for counts in fault_counts],
     }
     return summary if error is None else {**summary, "error": error}
 

@@ -11,7 +11,7 @@ from typing import Final
 
 from orchestrator.core.slot import Hold, Phase, Slot
 from orchestrator.jobs import causes
-from orchestrator.jobs.model import Cause, Job, Kind, Seen, Standing
+from orchestrator.jobs.model import AttemptStatus, Cause, Job, Kind, Standing
 from orchestrator.jobs.queue import node_lost_s
 from workers.messages import STARVED, Status
 from workers.units import GIB
@@ -37,7 +37,7 @@ class AttemptsSeen:
 
     def look(
         self, standings: Mapping[str, Standing], slots: Mapping[str, Slot], now_s: float
-    ) -> dict[str, Seen]:
+    ) -> dict[str, AttemptStatus]:
         """Return what is seen of jobs that have a place on a card, as far as they have a slot.
 
         `standings` are of these jobs alone. A job whose node has only just gone is left out.
@@ -52,7 +52,7 @@ class AttemptsSeen:
         standings: Mapping[str, Standing],
         slots: Mapping[str, Slot],
         now_s: float,
-    ) -> Seen | None:
+    ) -> AttemptStatus | None:
         """Return what is seen of a job on a card; `None` while its node has only just gone."""
         slot = slots[standing.job.name]
         name, progress, status = slot.slot, slot.training.progress, slot.status
@@ -80,7 +80,7 @@ class AttemptsSeen:
             cause, text = Cause.CARD_TAKEN, taken
         step, steps, eta_s = progress.train_step, progress.train_steps, progress.eta_s
         left = None if step is None or steps is None else steps - step
-        return Seen(
+        return AttemptStatus(
             job=name,
             attempt=standing.attempt,
             # A slot that a user drained keeps its place.

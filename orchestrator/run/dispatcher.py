@@ -29,26 +29,28 @@ from orchestrator.jobs.lifecycle import IllegalRecordError
 from orchestrator.jobs.model import (
     ENDED,
     ON_CARD,
-    Assigned,
+    AttemptBegun,
     AttemptEnded,
+    AttemptRecalled,
+    AttemptReleased,
+    AttemptStatus,
     Card,
     Cause,
     HeadAway,
     Job,
     JobState,
     Kind,
-    Recalled,
     Record,
-    Rested,
-    Seen,
-    Settled,
     Standing,
+    StateChanged,
     Submitted,
     World,
 )
+from orchestrator.jobs.queue import Queue
 from orchestrator.record.command_file import Incoming, Row
 from orchestrator.record.events import EventLog
-from orchestrator.record.jobs import QueueSnapshot, QueueStore
+from orchestrator.record.jobs import QueueSnapshot
+from orchestrator.record.store import RunStore
 from orchestrator.run.attempts_seen import AttemptsSeen
 from orchestrator.run.background import Background
 from orchestrator.run.job_files import JobFiles
@@ -107,7 +109,9 @@ class Dispatcher:
     """Of the run, scaled if it was."""
     target: Target
     events: EventLog
-    store: QueueStore
+    store: RunStore
+    queue: Queue
+    """As it was stored; it changes in memory, and each turn stores what has changed."""
     stays: bool = False
     """Whether the run goes on when nothing is left to do."""
     before_unix_s: float | None = None
@@ -117,7 +121,6 @@ class Dispatcher:
     """Why nothing can be decided now: the queue cannot be stored."""
 
     def __post_init__(self) -> None:
-        self.queue = self.store.queue
         self._records: list[Record] = []
         """Taken by the queue, and not told of yet: the queue may not be stored."""
         self._orders: list[Order] = []
@@ -132,7 +135,7 @@ class Dispatcher:
         self._unplanned: dict[str, str] = {}
         """Jobs on a card whose slot cannot be made, and why."""
         self._outlook_at_s = 0.0
-        self._told: Mapping[str, Seen] = {}
+        self._told: Mapping[str, AttemptStatus] = {}
         """What was seen last of jobs on cards."""
         self._files = JobFiles(self.folder, one_machine=self.target.one_machine, events=self.events)
         self._plans = JobPlans(
@@ -200,13 +203,12 @@ class Dispatcher:
                 self._decide(slots, nodes, away_s)
             orders = self._stored()
         except OSError as error:
-            self.problem = f"the queue of jobs cannot be stored: {error.strerror or error}"
+            self.problem = f"the queue of jobs cannot be stored: {error}"
             return ()
         self.problem, self._has_looked = None, True
         if self._at_s - self._outlook_at_s >= _OUTLOOK_EVERY_S:
             self._outlook_at_s = self._at_s
-            with suppress(OSError):  # it is for people alone
-                self.store.write_outlook(self.queue.standings.values())
+            self.store.outlook(self.queue.standings.values())
         return orders
 
     def note_ends(self, slots: Mapping[str, Slot], nodes: Collection[str]) -> None:
@@ -242,13 +244,15 @@ class Dispatcher:
         Raises:
             OSError: It is not stored; the next call tries again.
         """
-        self.store.commit()
+        self.store.queue(self.queue)
+        if not self.store.commit():
+            raise OSError(self.store.problem)
         self._incoming.remove(self._rows)
         for record in self._records:
             event, slot, details = event_of(record)
             self.events.write(event, slot, **details)
             match record:
-                case Settled(to=JobState.STOPPED | JobState.DONE):
+                case StateChanged(to=JobState.STOPPED | JobState.DONE):
                     self._files.drop_state(record.job)
         orders = tuple(self._orders)
         for taken in (self._rows, self._records, self._orders):
@@ -327,16 +331,16 @@ class Dispatcher:
 
     def _orders_of(self, record: Record) -> Iterator[Order]:
         match record:
-            case Assigned():
+            case AttemptBegun():
                 self._attempts.begin(record.job)
                 plan = self._planned(self.queue.standings[record.job])
                 if plan is not None:
                     yield Begin(plan=plan)
-            case Recalled(to=JobState.HELD):  # its slot says HELD itself
+            case AttemptRecalled(to=JobState.HELD):  # its slot says HELD itself
                 yield Rest(slot=record.job, why=record.reason)
-            case Recalled():
+            case AttemptRecalled():
                 yield Rest(slot=record.job, why=f"{record.to}: {record.reason}")
-            case Rested():
+            case AttemptReleased():
                 # After a node was lost nothing was recalled, and its slot must not come back.
                 yield Rest(slot=record.job, why=self.queue.shown(record.job).reason)
 
@@ -357,10 +361,10 @@ class Dispatcher:
             disk_full=self._disk_full(),
         )
 
-    def _never_begun(self) -> Mapping[str, Seen]:
+    def _never_begun(self) -> Mapping[str, AttemptStatus]:
         """Return the end of each job whose slot cannot be made."""
         return {
-            name: Seen(
+            name: AttemptStatus(
                 job=name,
                 attempt=self.queue.shown(name).attempt,
                 cause=Cause.BAD_CONFIG,

@@ -46,7 +46,7 @@ def fetch_weights(start: str, runs_dir: Path) -> Iterator[str]:
     config = config_from_text(facts.config_yaml, f"the configuration of run {run_id}")
     target = Target(device=facts.device, one_machine=facts.one_machine)
     nodes = {plan.spec.slot: plan.spec.node for plan in plan_slots(config, target)}
-    nodes |= {record.slot: record.node for record in stored.slots}
+    nodes |= {record.slot: record.row.node for record in stored.slots}
     if slot not in nodes:
         valid = ", ".join(sorted(nodes))
         raise UsageError(one_line(f"run {run_id} has no slot {slot[:80]!r}; valid: {valid}"))

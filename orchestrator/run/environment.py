@@ -211,18 +211,18 @@ def _scale_lines(head: str, scaled: Scaled) -> tuple[str, ...]:
     )
 
 
-def in_rehearsal(config: Config, scale: float | None) -> Environment:
+def in_rehearsal(config: Config) -> Environment:
     """Run every node of the real cluster as a raylet on this machine, on its card if it has one.
 
-    Bytes shrink by `scale`; `None` takes 1/16 on a CPU, and on a card as much as it has room for.
+    Bytes shrink to 1/16 on a CPU, and on a card to as much as it has room for.
 
     Raises:
-        UsageError: The scale is out of range, or leaves the workers nothing.
+        UsageError: That leaves the workers nothing.
     """
-    cards = [card for card in visible_cards() if _has_room(card, config, scale)]
+    cards = [card for card in visible_cards() if _has_room(card, config)]
     if cards:
         limit_bytes = int(_CARD_SHARE * cards[0].free_bytes)
-        where, wanted_scale = f"on this machine's {cards[0].name}", 1.0 if scale is None else scale
+        where, wanted_scale = f"on this machine's {cards[0].name}", 1.0
         # All nodes that have cards mean the one in this machine.
         nodes = {
             name: {**node.model_dump(), "gpus": min(1, node.gpus)}
@@ -232,10 +232,7 @@ def in_rehearsal(config: Config, scale: float | None) -> Environment:
         target = Target(one_machine=True)
     else:
         limit_bytes = int(_free_ram_bytes())
-        where, wanted_scale = (
-            f"on this machine's {_BY_KERNEL}",
-            REHEARSAL_SCALE if scale is None else scale,
-        )
+        where, wanted_scale = f"on this machine's {_BY_KERNEL}", REHEARSAL_SCALE
         target = Target(device="cpu", one_machine=True)
     scaled = scale_config(config, wanted_scale, limit_bytes)
     # A training has its own types, and what they cost is for it to say.
@@ -254,14 +251,13 @@ def in_rehearsal(config: Config, scale: float | None) -> Environment:
     )
 
 
-def _has_room(card: CardFacts, config: Config, scale: float | None) -> bool:
+def _has_room(card: CardFacts, config: Config) -> bool:
     """Say whether every worker's budget, scaled to this card, is more than the CUDA context it must
     pay for.
     """
     if card.free_bytes < _LEAST_CARD_WORKER_GIB * GIB:
         return False
-    wanted_scale = 1.0 if scale is None else scale
-    scaled = scale_config(config, wanted_scale, int(_CARD_SHARE * card.free_bytes)).config
+    scaled = scale_config(config, 1.0, int(_CARD_SHARE * card.free_bytes)).config
     return min(node.vram_per_worker_gib for node in scaled.nodes.values()) >= _LEAST_CARD_WORKER_GIB
 
 

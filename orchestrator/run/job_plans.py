@@ -19,8 +19,7 @@ from orchestrator.jobs.model import Card, Standing
 from orchestrator.jobs.queue import COMMAND_LEASE_S
 from orchestrator.run.prediction import job_config
 from workers.command.code import CODE
-from workers.command.engine import ATTEMPT
-from workers.command.launch import JOB_DIR, RESUME
+from workers.command.launch import ATTEMPT, JOB_DIR, RESUME
 from workers.settings import CommandSpec
 
 

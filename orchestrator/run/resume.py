@@ -8,21 +8,21 @@ The processes that were at work when the head ended have ended with it. Does not
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from orchestrator.config.load import config_from_text
 from orchestrator.config.schema import Config
 from orchestrator.control.slots import Answer
 from orchestrator.core.placement import Target
-from orchestrator.core.slot import HeadState, Hold, Phase, Rules, Slot, UserOrders
+from orchestrator.core.slot import HeadState, Phase, Rules, Slot
 from orchestrator.core.training import Training
 from orchestrator.errors import UsageError
-from orchestrator.record.archive import LEAST_TO_RESUME_S, StoredRun, row_of
+from orchestrator.record.archive import LEAST_TO_RESUME_S, StoredRun
 from orchestrator.record.store import SlotRecord
 from orchestrator.run import environment as environments
 from orchestrator.run.environment import Environment
-from workers.messages import NO_COUNTS, StepCounts, WorkerState
+from workers.messages import WorkerState
 from workers.units import MIB
 
 
@@ -113,51 +113,22 @@ def past_of(stored: StoredRun) -> Past:
 
 
 def _slot(record: SlotRecord) -> Slot:
-    done = record.state == WorkerState.DONE
+    row, orders = record.row, record.orders
+    done = row.state is WorkerState.DONE
     finished: dict[str, Any] = (
-        {"phase": Phase.DONE, "state": WorkerState.DONE, "reason": record.reason} if done else {}
+        {"phase": Phase.DONE, "state": WorkerState.DONE, "reason": row.reason} if done else {}
     )
-    orders = _orders(record.orders or {})
     if orders.hold is not None and not done:
         finished = {"state": HeadState.HELD, "reason": "it gets no work until `unpause`"}
     return Slot(
-        slot=record.slot,
+        slot=row.slot,
         orders=orders,
         **finished,
-        training=Training(last=row_of(record).progress),
+        training=Training(last=row.progress),
         # The earlier processes are gone, and their statuses must not be mistaken for those of new
         # ones.
         incarnation=record.incarnation + 1,
         resume=record.resume,
-        counts_before=StepCounts(
-            **{
-                name: _counter(record.counters, name, new)
-                for name, new in asdict(NO_COUNTS).items()
-            }
-        ),
-        restarts=int(_counter(record.counters, "restarts", 0)),
+        counts_before=row.counts,
+        restarts=row.restarts,
     )
-
-
-def _orders(stored: Mapping[str, Any]) -> UserOrders:
-    """Return what the user has asked of a slot.
-
-    What this version does not understand is left out.
-    """
-    hold, cap_bytes = stored.get("hold"), stored.get("cap_bytes")
-    return UserOrders(
-        hold=Hold(hold) if hold in list(Hold) else None,
-        cap_bytes=cap_bytes if type(cap_bytes) is int and cap_bytes > 0 else None,
-    )
-
-
-# Int or float, as `new` is.
-def _counter(stored: Mapping[str, int | float], name: str, new: Any) -> Any:  # noqa: ANN401
-    """Return a stored counter.
-
-    `new` for one that another version did not know, and for one that is no number.
-    """
-    value = stored.get(name)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 2**63:
-        return new
-    return value if type(value) is int or type(new) is float else new

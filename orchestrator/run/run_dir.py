@@ -16,7 +16,6 @@ import secrets
 import shlex
 import stat
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
@@ -24,7 +23,8 @@ from typing import Final
 from orchestrator.config.schema import Config
 from orchestrator.errors import UsageError
 from orchestrator.record.archive import NOTE_NAME
-from workers.host.processes import start_time
+from workers.engine.pieces import ReceivedFile, SavedPieces, whole_of
+from workers.keeper.processes import start_time
 from workers.messages import CheckpointPiece, KeptBytes, Status
 
 #: Of a run folder: the copies of the slots' states.
@@ -100,75 +100,59 @@ class CheckpointKeeper:
     def __init__(self, folder: Path) -> None:
         """Touch nothing yet."""
         self._folder = folder
-        self._kept: dict[str, KeptBytes] = {}
-        """Slot -> how much of the file that came last is here."""
-        self._copies: dict[str, tuple[int, Future[bytes | None]]] = {}
-        """Slot -> the incarnation that its copy is read for."""
-        self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="copies")
+        self._files: dict[str, ReceivedFile] = {}
+        self._sent: dict[str, SavedPieces] = {}
+        """Of slots that wait for their copy."""
+        self._copied: dict[str, KeptBytes | None] = {}
+        """Slot -> how much of a copy its actor has."""
         self.problem: str | None = None
         """One sentence; `None`: there is none."""
 
     def take(self, status: Status) -> None:
         """Add the piece that a status brings, unless it is here already."""
-        piece, here_bytes = status.checkpoint, 0
+        piece = status.checkpoint
         if piece is None:
             return
-        kept = self.kept(status.slot)
-        if kept is not None and kept.number == piece.number:
-            here_bytes = kept.size_bytes
-        if piece.offset_bytes != here_bytes:
-            return
-        here_bytes += len(piece.data)
+        file = self._files.setdefault(status.slot, ReceivedFile(self._path(status.slot)))
         try:
-            self._add(status.slot, piece)
-            self.problem = None
+            if file.take(piece):
+                self.problem = None
         except OSError as failure:
             self.problem = (
                 f"states of the workers are not kept in {self._folder}: {failure.strerror}"
             )
-            here_bytes = piece.total_bytes  # nothing waits for what cannot be kept
-        self._kept[status.slot] = KeptBytes(number=piece.number, size_bytes=here_bytes)
+            # Nothing waits for what cannot be kept.
+            file.kept = KeptBytes(number=piece.number, size_bytes=piece.total_bytes)
+
+    def note_copied(self, status: Status) -> None:
+        """Note how much of a copy is at the actor, whichever process it tells of."""
+        self._copied[status.slot] = status.copied
 
     def kept(self, slot: str) -> KeptBytes | None:
         """Return how much is here of the file that the slot has sent last."""
-        return self._kept.get(slot)
+        return self._files[slot].kept if slot in self._files else None
 
-    def copy_for(self, slot: str, incarnation: int, start: object = None) -> Future[bytes | None]:
-        """Read the copy for a process of the slot that is not its first one; where there is none,
-        the weights that `start`, its `train.from`, names. It gives `None` where there are none.
+    def copy_for(
+        self, slot: str, incarnation: int, start: object = None
+    ) -> tuple[KeptBytes | None, CheckpointPiece | None]:
+        """Return the size of the copy for a later process of a slot, and the part of it that its
+        actor lacks; where there is no copy, of the weights that `start`, its `train.from`, names.
 
-        In a thread of its own: it may be gigabytes.
+        `None`: there are none, and nothing is lacking.
         """
-        of, copy = self._copies.get(slot, (None, None))
-        if copy is None or of != incarnation:
-            paths = [self._path(slot)] if incarnation else []
-            if start is not None:
-                paths.append(weights_of(self._folder.parent.parent, str(start)))
-            copy = self._threads.submit(_first_of, paths)
-            self._copies[slot] = incarnation, copy
-        return copy
+        paths = [self._path(slot)] if incarnation else []
+        if start is not None:
+            paths.append(weights_of(self._folder.parent.parent, str(start)))
+        for path in paths:
+            if (whole := whole_of(path)) is not None:
+                sent = self._sent.setdefault(slot, SavedPieces())
+                return whole, sent.piece(str(path), self._copied.get(slot))
+        return None, None
 
     def drop_copy(self, slot: str) -> None:
-        """Forget the copy of a slot whose process has it."""
-        self._copies.pop(slot, None)
-
-    def _add(self, slot: str, piece: CheckpointPiece) -> None:
-        path = self._path(slot)
-        part = path.with_suffix(".part")
-        if not piece.offset_bytes:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        with part.open("ab" if piece.offset_bytes else "wb") as file:
-            file.write(piece.data)
-        if piece.is_last:
-            part.replace(path)
+        """Send no more of a copy: the process of the slot has begun."""
+        if (sent := self._sent.pop(slot, None)) is not None:
+            sent.close()
 
     def _path(self, slot: str) -> Path:
         return self._folder / f"{slot}.pt"
-
-
-def _first_of(paths: list[Path]) -> bytes | None:
-    """Return the content of the first file that can be read; `None`: of none."""
-    for path in paths:
-        with contextlib.suppress(OSError):
-            return path.read_bytes()
-    return None

@@ -37,10 +37,11 @@ from orchestrator.errors import (
     one_line,
 )
 from orchestrator.jobs.model import Submitted, SweepSubmitted
+from orchestrator.jobs.queue import Queue
 from orchestrator.record.archive import StoredRun
-from orchestrator.record.events import EventLog
+from orchestrator.record.events import EVENTS_NAME, EventLog
 from orchestrator.record.folders import command_for, go_on_command
-from orchestrator.record.jobs import QUEUE_NAME, QueueStore
+from orchestrator.record.jobs import QUEUE_NAME, queue_of
 from orchestrator.record.model import Snapshot
 from orchestrator.record.output import OutputFiles
 from orchestrator.record.store import STORE_NAME, RunFacts, RunStore
@@ -52,7 +53,7 @@ from orchestrator.run.environment import Environment, Mode
 from orchestrator.run.learned_limits import LearnedLimits
 from orchestrator.run.resume import Past
 from orchestrator.run.run_dir import CheckpointKeeper
-from orchestrator.run.supervisor import Clock, Commands, Supervisor, answers_before
+from orchestrator.run.supervisor import Clock, Commands, Outlets, Supervisor, answers_before
 from orchestrator.run.terminal import (
     Interrupts,
     Screen,
@@ -62,9 +63,9 @@ from orchestrator.run.terminal import (
     write_report,
 )
 from orchestrator.view.cells import width_of, wrapped
-from orchestrator.view.live import LiveTable, Outlets, PlainLines, Watcher
+from orchestrator.view.live import LiveTable, PlainLines, Watcher
 from orchestrator.view.phrases import fault_lines, section
-from workers.host.processes import start_time
+from workers.keeper.processes import start_time
 from workers.learned_limits import LimitStore
 
 _SUMMARY_NAME = "summary.json"
@@ -88,8 +89,8 @@ class Faults(Protocol):
     def on_event(self, entry: Mapping[str, Any]) -> None:
         """Take in what the run writes into its event log."""
 
-    def told(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Return the injected faults of a run that is over, and their counts by kind."""
+    def told(self) -> list[dict[str, Any]]:
+        """Return the injected faults of a run that is over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,8 +202,7 @@ def _in_folder(
         finally:
             interrupts.restore()
             record.outlets.events.close()
-            if record.queue is not None:
-                record.queue.close()
+            record.outlets.store.close()
 
 
 def _in_environment(environment: Environment, record: _Record, interrupts: Interrupts) -> int:
@@ -293,21 +293,17 @@ class _Record:
     """Once there is one, a run that ends in an error is reported too."""
     viewer: subprocess.Popen[bytes] | None = None
     """Outlives the run, and is not waited for."""
-    queue: QueueStore | None = None
+    queue: Queue | None = None
     """Of a run of jobs."""
 
     def __post_init__(self) -> None:
-        judge, store = self.options.judge, RunStore(self.folder / STORE_NAME)
-
-        def also(entry: Mapping[str, Any]) -> None:
-            store.event(entry)
-            if self.options.chaos is not None:
-                self.options.chaos.on_event(entry)
-
+        judge, chaos = self.options.judge, self.options.chaos
         self.outlets = Outlets(
             watchers=(*_viewers(self.options, self.screen), *(() if judge is None else (judge,))),
-            events=EventLog(self.folder / "events.jsonl", also=also),
-            store=store,
+            events=EventLog(
+                self.folder / EVENTS_NAME, also=None if chaos is None else chaos.on_event
+            ),
+            store=RunStore(self.folder / STORE_NAME),
         )
         self._begun = self._ended = self._with_report = False
 
@@ -357,19 +353,20 @@ class _Record:
         folder, options = self.folder / QUEUE_NAME, self.options.queue
         if options is None and not folder.exists():
             return
-        if self.queue is None:
-            self.queue = QueueStore(folder)
-        else:
-            self.queue.clear()
+        folder.mkdir(mode=0o700, exist_ok=True)
+        # What was stored for another target is of these same jobs, and is replaced.
+        queue = queue_of(self.folder) if self.queue is None else Queue()
         submitted: list[Submitted | SweepSubmitted] = []
         if options is not None:
             submitted += options.sweeps
             submitted += options.jobs(environment.config, environment.target)
-        queue = self.queue.queue
         for record in submitted:
             if queue.why_refused(record) is None:
                 queue.apply(record)
-        self.queue.commit()
+        self.queue = queue
+        self.outlets.store.queue(queue)
+        if not self.outlets.store.commit():
+            raise OrchestratorError(str(self.outlets.store.problem))
 
     def dispatcher(self, environment: Environment) -> Dispatcher | None:
         """Return what says which slots there are, in a run of jobs."""
@@ -380,7 +377,8 @@ class _Record:
             config=environment.config,
             target=environment.target,
             events=self.outlets.events,
-            store=self.queue,
+            store=self.outlets.store,
+            queue=self.queue,
             stays=self.options.queue is not None and self.options.queue.stays,
             before_unix_s=self.past.updated_at_unix_s,
         )
@@ -457,13 +455,11 @@ class _Record:
         self, snapshot: Snapshot, outcome: str, code: int, error: str | None = None
     ) -> dict[str, Any]:
         chaos = self.options.chaos
-        faults, counts = ([], []) if chaos is None else chaos.told()
+        faults = [] if chaos is None else chaos.told()
         started = datetime.fromtimestamp(self.started_at_unix_s, UTC).isoformat(
             timespec="milliseconds"
         )
-        return summary_dict(
-            snapshot, outcome, code, started, error, faults=faults, fault_counts=counts
-        )
+        return summary_dict(snapshot, outcome, code, started, error, faults=faults)
 
     def _write(self, summary: dict[str, Any]) -> str:
         """Write the summary if the folder can take it; return where it is, or why it is not."""

@@ -7,30 +7,25 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field, replace
-from operator import attrgetter
+from dataclasses import dataclass, field, replace
 
 from orchestrator.config.gpu_specs import match_profile, peak_tflops
 from orchestrator.core.placement import SlotPlan
-from orchestrator.core.slot import NOTHING_ASKED, HeadState, Phase, Slot, SlotState, UserOrders
+from orchestrator.core.slot import HeadState, Phase, Slot, SlotState, UserOrders
 from orchestrator.core.training import Training
 from orchestrator.record.model import Row
-from orchestrator.record.store import COUNTERS, RunStore, SlotRecord
+from orchestrator.record.store import RunStore, SlotRecord
 from workers.messages import (
     DeviceInfo,
     MemoryInfo,
     Progress,
-    ResumeState,
     Status,
-    StepCounts,
     WorkerState,
 )
 from workers.readings import SensorReading
 
 #: Throughput and duty are means over about this long: steady to read, quick to fall.
 _WINDOW_S = 10.0
-
-_counters_of = attrgetter(*StepCounts.__slots__)
 
 #: Fields that a row has under the same name: of a status, of its memory and of its sensors.
 _OF_STATUS = ("size", "batch", "claim_bytes")
@@ -54,7 +49,7 @@ class Meter:
     """Throughput of one slot over its last statuses."""
 
     best_tflops: float | None = None
-    """Most that was sustained, in this run or before."""
+    """Most that was sustained in this run."""
     tflops: float | None = None
     """Sustained TFLOP/s: work over wall time, pauses for the duty included; `None` if the workload
     counts none.
@@ -89,18 +84,13 @@ class Meter:
         wall_s, flop = status.wall_s - began_s, counts.work_flop - flop_before
         self.duty = min(1.0, (counts.busy_s - busy_before_s) / wall_s) if wall_s > 0 else None
         self.tflops = flop / wall_s / 1e12 if wall_s > 0 and flop > 0 else None
-        if not is_first:
-            self.remember(self.tflops)
+        if not is_first and self.tflops is not None:
+            self.best_tflops = max(self.tflops, self.best_tflops or 0.0)
 
     @property
     def sm_clock_mhz(self) -> int | None:
         """Highest clock in the window: an idle card lowers its clock, and no work was done then."""
         return max((clock for *_, clock in self._window if clock is not None), default=None)
-
-    def remember(self, tflops: float | None) -> None:
-        """Measure against what was done in earlier runs, too."""
-        if tflops is not None and tflops > (self.best_tflops or 0.0):
-            self.best_tflops = tflops
 
 
 def _is_at_work(slot: Slot) -> bool:
@@ -200,14 +190,10 @@ def row_of(plan: SlotPlan, slot: Slot, meter: Meter, now_s: float) -> Row:
     )
 
 
-def _counters(slot: Slot) -> tuple[float, ...]:
-    """Return a slot's counters in the order of `COUNTERS`."""
-    return *_counters_of(slot.counts), slot.restarts
-
-
 class Recorder:
-    """Puts slots that have changed into the store: all of a record only where more than its
-    progress has changed.
+    """Puts slots that have changed into the store: at once where another head must know it.
+
+    What a slot counts and has learned is stored with its sample, about once a second.
     """
 
     def __init__(
@@ -216,52 +202,20 @@ class Recorder:
         self._plans = plans
         self._meters = meters
         self._store = store
-        self._written: dict[
-            str, tuple[SlotState, str, int, ResumeState | None, Training, UserOrders]
-        ] = {}
+        self._written: dict[str, tuple[SlotState, str, int, Training, UserOrders]] = {}
 
-    def take(
-        self, changed: Collection[str], slots: Mapping[str, Slot], now_s: float, now_unix_s: float
-    ) -> None:
+    def take(self, changed: Collection[str], slots: Mapping[str, Slot], now_s: float) -> None:
         """Give the store what is new of these slots at `now_s` (monotonic seconds)."""
-        unix_offset_s = now_unix_s - now_s
-        records, lines, written = [], [], self._written
         for name in changed:
             slot = slots[name]
             # Every step that a training tells of: one that is done again later must be known to
             # have been done.
-            told = (
-                slot.state,
-                slot.reason,
-                slot.incarnation,
-                slot.resume,
-                slot.training,
-                slot.orders,
+            told = (slot.state, slot.reason, slot.incarnation, slot.training, slot.orders)
+            record = SlotRecord(
+                row=row_of(self._plans[name], slot, self._meters[name], now_s),
+                incarnation=slot.incarnation,
+                resume=slot.resume,
+                orders=slot.orders,
             )
-            if written.get(name) != told:
-                written[name] = told
-                records.append(self._record(slot, now_s, unix_offset_s))
-            else:
-                lines.append((name, _heard_at_unix_s(slot, unix_offset_s), *_counters(slot)))
-        self._store.slots(records)
-        self._store.progress(lines)
-
-    def _record(self, slot: Slot, now_s: float, unix_offset_s: float) -> SlotRecord:
-        plan = self._plans[slot.slot]
-        return SlotRecord(
-            slot=slot.slot,
-            node=plan.spec.node,
-            state=slot.state.value,
-            reason=slot.reason,
-            incarnation=slot.incarnation,
-            counters=dict(zip(COUNTERS, _counters(slot), strict=True)),
-            resume=slot.resume,
-            row=row_of(plan, slot, self._meters[slot.slot], now_s).known(),
-            orders=None if slot.orders == NOTHING_ASKED else asdict(slot.orders),
-            heard_at_unix_s=_heard_at_unix_s(slot, unix_offset_s),
-        )
-
-
-def _heard_at_unix_s(slot: Slot, unix_offset_s: float) -> float | None:
-    """Return when its last status came; `unix_offset_s` is Unix time less monotonic time."""
-    return None if slot.heard_at_s is None else slot.heard_at_s + unix_offset_s
+            self._store.slots([record], at_once=self._written.get(name) != told)
+            self._written[name] = told

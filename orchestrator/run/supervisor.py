@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import wait
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from orchestrator.config.schema import Config
-from orchestrator.control.slots import Answer, NoCommandError, answer_of, command_of
+from orchestrator.control.slots import Answer, NoCommandError, command_of
 from orchestrator.core import circuit_breaker, lifecycle, run_outcome
 from orchestrator.core import slot as slots
 from orchestrator.core.fleet import Fleet, Heard, Told, Unreached
@@ -31,9 +30,10 @@ from orchestrator.core.user_commands import EFFECTS, CommandRefusedError, events
 from orchestrator.errors import NothingStoredError, PreflightError, UsageError
 from orchestrator.record.archive import read_answers
 from orchestrator.record.command_file import Incoming, Row
+from orchestrator.record.events import EventLog
 from orchestrator.record.model import Snapshot
 from orchestrator.record.output import OutputFiles
-from orchestrator.record.store import COMMANDS_KNOWN, CommandRecord, RunFacts
+from orchestrator.record.store import COMMANDS_KNOWN, CommandRecord, RunFacts, RunStore
 from orchestrator.run import dispatcher as jobs
 from orchestrator.run.dispatcher import Dispatcher
 from orchestrator.run.learned_limits import LearnedLimits
@@ -41,14 +41,12 @@ from orchestrator.run.node_watch import NodeWatch
 from orchestrator.run.resume import Past, rules_of
 from orchestrator.run.run_dir import CheckpointKeeper
 from orchestrator.run.snapshot import Meter, Recorder, row_of
-from orchestrator.view.live import GAPS, Outlets
+from orchestrator.view.live import Watcher
 from workers.messages import Begin, Orders, Status
 
 #: How long one wait for a status may last: Ctrl-C and times may be late by so much.
 _WAIT_S = 0.1
 
-#: A small copy of a slot's state is read within this time; for a large one its process waits.
-_COPY_S = 0.02
 
 #: What is done so often at most. A killed head loses what was learned since the last save.
 _EVERY_S = {"look at nodes": 1.0, "show": 0.25, "save": 60.0, "dispatch": 0.2}
@@ -60,6 +58,8 @@ _CATCH_UP_S = 2.0
 
 #: A slot in one of these phases gets no process any more, whatever happens.
 _OVER = frozenset({Phase.QUARANTINED, Phase.DONE})
+
+_GAPS = "the records of this run have gaps: they could not be written for a while"
 
 
 class Clock:
@@ -76,6 +76,44 @@ class Clock:
     def sleep(self, duration_s: float) -> None:
         """Return after this many seconds."""
         time.sleep(duration_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outlets:
+    """Where a run is written down and shown.
+
+    A full disk ends none of it: `problems` says what is wrong.
+    """
+
+    watchers: Sequence[Watcher]
+    events: EventLog
+    store: RunStore
+
+    def show(self, snapshot: Snapshot) -> None:
+        """Show the run as it is now, and take a sample of it if one is due."""
+        for watcher in self.watchers:
+            watcher.update(snapshot)
+        self.store.update(snapshot)
+
+    def close(self, snapshot: Snapshot) -> None:
+        """Show the run as it ended."""
+        for watcher in self.watchers:
+            watcher.close(snapshot)
+        self.store.update(snapshot, at_once=True)
+        self.store.incomplete |= not self.store.commit()  # there is no later turn that could
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """One sentence for each sink that cannot be written now, or lacks records of a time when it
+        could not.
+        """
+        now = tuple(text for text in (self.store.problem, self.events.problem) if text is not None)
+        return now or ((_GAPS,) * self.incomplete)
+
+    @property
+    def incomplete(self) -> bool:
+        """Whether the records of this run are incomplete."""
+        return self.store.incomplete or self.events.incomplete
 
 
 @dataclass(kw_only=True, eq=False)
@@ -206,7 +244,7 @@ class Supervisor:
             if self.dispatcher is None
             else tuple(self.dispatcher.shortfalls())
         )
-        return (*sentences, *((GAPS,) * incomplete))
+        return (*sentences, *((_GAPS,) * incomplete))
 
     def _over(self) -> bool:
         if self.interrupted():
@@ -300,11 +338,11 @@ class Supervisor:
         """Write down what has changed, then perform what follows from it."""
         now_s = self.clock.monotonic_s()
         changed, self._changed = self._changed, {}
-        self._recorder.take(changed, self._slots, now_s, self.clock.unix_s())
+        self._recorder.take(changed, self._slots, now_s)
         for name, lease_bytes in self._shares.look(self._slots, now_s).items():
             self.outlets.events.write("leased", slot=name, lease_bytes=lease_bytes)
-        self.outlets.store.commit()
-        self.commands.note_stored()
+        if self.outlets.store.commit():
+            self.commands.note_stored()
         outbox, self._outbox = self._outbox, []
         for name, command in outbox:
             self._perform(name, command)
@@ -315,19 +353,15 @@ class Supervisor:
 
     def _order(self, name: str, slot: Slot) -> None:
         """Tell the fleet what is wanted of the slot now, if it is not what was wanted before."""
-        begin = None
+        begin = piece = None
         if needs_begin(slot):
             start = self._plans[name].spec.workload.settings.get("from")
-            copy = self.checkpoints.copy_for(name, slot.incarnation, start)
-            if wait([copy], timeout=_COPY_S).done:
-                is_first = slot.incarnation == 0
-                begin = Begin(resume=slot.resume, fresh=is_first, checkpoint=copy.result())
-            else:
-                slot = replace(slot, runs=False)  # until a later turn finds it read
+            copy, piece = self.checkpoints.copy_for(name, slot.incarnation, start)
+            begin = Begin(resume=slot.resume, fresh=slot.incarnation == 0, copy=copy)
         elif slot.begun:
             self.checkpoints.drop_copy(name)
         kept = self.checkpoints.kept(name)
-        wanted = orders_of(slot, self._shares.grant(slot), begin, kept)
+        wanted = replace(orders_of(slot, self._shares.grant(slot), begin, kept), copy=piece)
         if wanted != self._ordered.get(name):
             self._ordered[name] = wanted
             self.fleet.order(name, wanted)
@@ -385,6 +419,7 @@ class Supervisor:
         match heard:
             case Told(status=status) if slot.placed and slot.phase is not Phase.ABSENT:
                 self._take_news(slot, status)
+                self.checkpoints.note_copied(status)
                 if status.incarnation == slot.incarnation:
                     self.checkpoints.take(status)
             case Unreached(text=text) if slot.unreached_since_s is None and slot.runs:
@@ -430,10 +465,8 @@ class Supervisor:
         self._slots[name] = after
         self._changed[name] = None
         if after.status is not None and after.news_at_s not in {None, before.news_at_s}:
-            meter, spec = self._meters[name], self._plans[name].spec
-            meter.add(after.status)
-            meter.remember(self.learned_limits.best_tflops(spec, after.status))
-            self.learned_limits.take(spec, after.status, meter.best_tflops)
+            self._meters[name].add(after.status)
+            self.learned_limits.take(after.status)
         if after.phase is not before.phase:
             self._cards_wait = True
             if after.phase in _OVER:
@@ -485,10 +518,9 @@ class Supervisor:
 def answers_before(folder: Path) -> dict[str, Answer]:
     """Return what earlier heads of a run answered last, by the ids of the commands."""
     try:
-        told = read_answers(folder)
+        return {it: Answer(**told) for it, told in read_answers(folder).items()}
     except NothingStoredError:
         return {}
-    return {it: answer for it, values in told.items() if (answer := answer_of(values)) is not None}
 
 
 class Commands:
@@ -548,9 +580,8 @@ class Commands:
 
     def note_stored(self) -> None:
         """Have what was received not come again, once it is stored with its answers."""
-        if self._taken and self._outlets.store.problem is None:
-            self._incoming.remove(self._taken)
-            self._taken = []
+        self._incoming.remove(self._taken)
+        self._taken = []
 
     def _record(self, identity: str, told: Mapping[str, Any], answer: Answer) -> None:
         self._answers[identity] = answer

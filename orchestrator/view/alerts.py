@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
-from typing import Any, Final, TypeAlias, get_args
+from typing import Any, Final, NamedTuple, TypeAlias, get_args
 
 from orchestrator.config.schema import Severity
 from orchestrator.core.slot import HeadState, SlotState
@@ -24,9 +24,7 @@ from workers.units import GIB
 SEVEREST_FIRST: Final[tuple[Severity, ...]] = get_args(Severity)
 NODE_MISSING: Final = "NodeMissing"
 
-_TONES: Final[Mapping[Severity, Tone]] = MappingProxyType(
-    {"critical": Tone.BAD, "warning": Tone.WARN, "info": Tone.NOTE}
-)
+_TONES: Final = dict(zip(SEVEREST_FIRST, (Tone.BAD, Tone.WARN, Tone.NOTE), strict=True))
 _NOT_WORKING: Final[frozenset[SlotState]] = frozenset(
     {HeadState.STARTING, HeadState.RESTARTING, HeadState.LOST}
     | {WorkerState.WARMING, WorkerState.BACKOFF, WorkerState.EMERGENCY, WorkerState.PARKED}
@@ -69,67 +67,55 @@ class Alert:
         return {**asdict(self), "tone": self.tone.value}
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
+class Kind(NamedTuple):
     """What all alerts of one name have in common."""
 
     severity: Severity
-    what_to_do: str
-    """Braces stand for the subject."""
-    lasts_s: float = 0.0
+    lasts_s: float
     """It is told once it has been wrong for so long."""
+    what_to_do: str
+    """`{0}` stands for the subject."""
 
 
 _COOL: Final = (
     "Check dust, airflow and the fan curve, or lower power_limit_w in cluster.yaml. "
     "thermal.critical_c says when workers pause."
 )
+_GO_ON: Final = (
+    "If its process has ended, type: python -m orchestrator run --resume; for a queue of jobs: "
+    "python -m orchestrator jobs run"
+)
+_ROOM: Final = "Make room on the disk: df -h. A run with gaps goes on, and ends with exit code 1."
+_UP: Final = "On that PC type what this prints on the head: python -m orchestrator up {0}"
+_REINSTATE: Final = (
+    "See docs/troubleshooting.md#quarantined, then type: python -m orchestrator reinstate {0}"
+)
+_LOGS: Final = "See what it printed: python -m orchestrator logs {0}"
+_CLOCKS: Final = (
+    "Lower the clocks of the card, those of its memory first. Then type: "
+    "python -m orchestrator burn"
+)
+_RELEASE: Final = "When the cause is gone, type: python -m orchestrator jobs release"
+_RETRY: Final = _LOGS + ". Then type: python -m orchestrator jobs retry {0}"
+
 #: A new alert is a kind here, and what finds it below.
 KINDS: Final[Mapping[str, Kind]] = {
-    "HeadGone": Kind(
-        "critical",
-        "If its process has ended, type: python -m orchestrator run --resume; for a queue of jobs: "
-        "python -m orchestrator jobs run",
-        lasts_s=30.0,
-    ),
-    "RecordsIncomplete": Kind(
-        "warning",
-        "Make room on the disk: df -h. A run with gaps goes on, and ends with exit code 1.",
-    ),
-    NODE_MISSING: Kind(
-        "critical",
-        "On that PC type what this prints on the head: python -m orchestrator up {}",
-    ),
-    "SlotQuarantined": Kind(
-        "critical",
-        "See docs/troubleshooting.md#quarantined, then type: python -m orchestrator reinstate {}",
-    ),
-    "SlotNotWorking": Kind(
-        "warning",
-        "See what its process printed: python -m orchestrator logs {}",
-        lasts_s=300.0,
-    ),
-    "WrongResults": Kind(
-        "critical",
-        "Lower the clocks of the card, those of its memory first. Then type: "
-        "python -m orchestrator burn",
-    ),
-    "CardPaused": Kind("critical", _COOL),
-    "CardSlowed": Kind("warning", _COOL, lasts_s=300.0),
-    "QueueHeld": Kind(
-        "critical", "When the cause is gone, type: python -m orchestrator jobs release"
-    ),
-    "JobFailed": Kind(
-        "critical",
-        "See what it printed: python -m orchestrator logs {0}. Then type: "
-        "python -m orchestrator jobs retry {0}",
-    ),
+    "HeadGone": Kind("critical", 30.0, _GO_ON),
+    "RecordsIncomplete": Kind("warning", 0.0, _ROOM),
+    NODE_MISSING: Kind("critical", 0.0, _UP),
+    "SlotQuarantined": Kind("critical", 0.0, _REINSTATE),
+    "SlotNotWorking": Kind("warning", 300.0, _LOGS),
+    "WrongResults": Kind("critical", 0.0, _CLOCKS),
+    "CardPaused": Kind("critical", 0.0, _COOL),
+    "CardSlowed": Kind("warning", 300.0, _COOL),
+    "QueueHeld": Kind("critical", 0.0, _RELEASE),
+    "JobFailed": Kind("critical", 0.0, _RETRY),
 }
 
 #: (run, name, subject) of all that is wrong -> when it was first seen, in Unix seconds.
 Since: TypeAlias = Mapping[tuple[str, str, str], float]
-_Wrong: TypeAlias = Iterator[tuple[str, str, str, str | None]]
-"""Name, subject, text and node of alerts."""
+_Wrong: TypeAlias = Iterator[tuple[str, str, str | None, str]]
+"""Name, subject and node of alerts, and what is wrong."""
 
 
 def alerts(
@@ -141,8 +127,8 @@ def alerts(
     for some time is counted from that look.
     """
     run_id, seen, told = frame.run.facts.run_id, dict[tuple[str, str, str], float](), []
-    for part in (_of_run, _of_nodes, _of_slots, _of_cards, _of_queue):
-        for name, subject, text, node in part(frame):
+    for part in (_of_run, _of_slots, _of_cards, _of_queue):
+        for name, subject, node, text in part(frame):
             key, kind = (run_id, name, subject), KINDS[name]
             seen[key] = since.get(key, now_unix_s)
             alert = Alert(
@@ -156,12 +142,12 @@ def alerts(
             )
             if now_unix_s - alert.since_unix_s >= kind.lasts_s:
                 told.append(alert)
-    return tuple(sorted(told, key=_order)), seen
 
+    def order(alert: Alert) -> tuple[object, ...]:
+        rank = SEVEREST_FIRST.index(alert.severity)
+        return rank, alert.since_unix_s, alert.name, natural_order(alert.subject)
 
-def _order(alert: Alert) -> tuple[int, float, str, tuple[str | int, ...]]:
-    rank = SEVEREST_FIRST.index(alert.severity)
-    return rank, alert.since_unix_s, alert.name, natural_order(alert.subject)
+    return tuple(sorted(told, key=order)), seen
 
 
 def is_up(frame: Frame) -> bool:
@@ -187,38 +173,34 @@ def nodes_up(frame: Frame) -> Mapping[str, bool]:
 def _of_run(frame: Frame) -> _Wrong:
     run_id, free_bytes = frame.run.facts.run_id, frame.disk_free_bytes
     if frame.freshness is Freshness.HEAD_GONE:
-        yield "HeadGone", run_id, f"the head of run {run_id} is gone", None
+        yield "HeadGone", run_id, None, f"the head of run {run_id} is gone"
     elif is_up(frame) and frame.late_s > _SILENT_HEAD_S:
-        text = f"the head of run {run_id} has written nothing for {frame.late_s:.0f} s"
-        yield "HeadGone", run_id, text, None
+        said = f"the head of run {run_id} has written nothing for {frame.late_s:.0f} s"
+        yield "HeadGone", run_id, None, said
     if frame.run.incomplete:
-        text = f"the records of run {run_id} have gaps: some could not be written"
-        yield "RecordsIncomplete", run_id, text, None
+        said = f"the records of run {run_id} have gaps: some could not be written"
+        yield "RecordsIncomplete", run_id, None, said
     elif is_up(frame) and free_bytes is not None and free_bytes < _DISK_LEAST_BYTES:
-        text = f"the disk of run {run_id} has {free_bytes / GIB:.2f} GiB free"
-        yield "RecordsIncomplete", run_id, text, None
-
-
-def _of_nodes(frame: Frame) -> _Wrong:
+        said = f"the disk of run {run_id} has {free_bytes / GIB:.2f} GiB free"
+        yield "RecordsIncomplete", run_id, None, said
     for node, is_there in nodes_up(frame).items():
         if not is_there:
-            yield NODE_MISSING, node, f"node {node} is not in the cluster", node
+            yield NODE_MISSING, node, node, f"node {node} is not in the cluster"
 
 
 def _of_slots(frame: Frame) -> _Wrong:
     nodes = nodes_up(frame)
     for row in rows(frame):
-        slot, state, node = row.slot, row.state, row.node
+        slot, state, node, why = row.slot, row.state, row.node, row.reason
         if state is HeadState.QUARANTINED:
-            yield "SlotQuarantined", slot, f"slot {slot} was given up: {row.reason}", node
+            yield "SlotQuarantined", slot, node, f"slot {slot} was given up: {why}"
         # Where the node is missing, the node is what is wrong.
         if state in _NOT_WORKING and nodes.get(node, True):
-            text = f"slot {slot} has not worked for five minutes: {row.reason}"
-            yield "SlotNotWorking", slot, text, node
-        if state is WorkerState.CORRUPT or (
-            row.counts.verify_errors and state is not HeadState.HELD
-        ):
-            yield "WrongResults", slot, f"slot {slot} computed wrong results: {row.reason}", node
+            said = f"slot {slot} has not worked for five minutes: {why}"
+            yield "SlotNotWorking", slot, node, said
+        has_errors = row.counts.verify_errors and state is not HeadState.HELD
+        if state is WorkerState.CORRUPT or has_errors:
+            yield "WrongResults", slot, node, f"slot {slot} computed wrong results: {why}"
 
 
 def _of_cards(frame: Frame) -> _Wrong:
@@ -226,19 +208,19 @@ def _of_cards(frame: Frame) -> _Wrong:
     for (node, uuid), slots in rows_by_card(on_cards).items():
         card = f"{slots[0].gpu_name or 'card'} of {node}"
         if any(row.state is WorkerState.PAUSED for row in slots):
-            yield "CardPaused", uuid, f"{card} is so hot that its workers pause", node
+            yield "CardPaused", uuid, node, f"{card} is so hot that its workers pause"
         elif any((row.throttle_pct or 0.0) > _SLOWED_PCT for row in slots):
             why = f"is slowed by heat or power more than {_SLOWED_PCT:.0f} % of the time"
-            yield "CardSlowed", uuid, f"{card} {why}", node
+            yield "CardSlowed", uuid, node, f"{card} {why}"
 
 
 def _of_queue(frame: Frame) -> _Wrong:
     if frame.queue is None:
         return
     if frame.queue.held is not None:
-        text = f"the queue is held, no job starts any more: {frame.queue.held}"
-        yield "QueueHeld", frame.run.facts.run_id, text, None
+        said = f"the queue is held, no job starts any more: {frame.queue.held}"
+        yield "QueueHeld", frame.run.facts.run_id, None, said
     for standing in frame.queue.standings:
         if standing.state in {JobState.FAILED, JobState.INFEASIBLE}:
             name = standing.job.name
-            yield "JobFailed", name, f"job {name} has ended badly: {standing.reason}", None
+            yield "JobFailed", name, None, f"job {name} has ended badly: {standing.reason}"

@@ -11,7 +11,6 @@ import os
 import re
 from collections.abc import Iterable
 from datetime import datetime
-from statistics import fmean
 from textwrap import wrap
 from typing import Final, TextIO
 
@@ -24,17 +23,12 @@ _COMMAND: Final = re.compile(
     r"(?:python -m orchestrator|ray (?:start|status)|sudo) .*?(?=[;,.]? *$|[;,] |\. )"
 )
 
-_HUGE = 1e7
+_HUGE = 1e9
 _TINY = 0.001
-
 
 MISSING: Final = "–"  # noqa: RUF001 - an en dash is what the table shows for unknown
 ELLIPSIS: Final = "…"
 SEPARATOR: Final = " · "
-RULE: Final = "─"
-FULL: Final = "█"
-PART: Final = "▒"
-EMPTY: Final = "░"
 
 
 def clean(text: str) -> str:
@@ -55,17 +49,6 @@ def shorten(text: str, width: int) -> str:
     return chop_cells(text, room)[0].rstrip() + ELLIPSIS if room > 0 else ELLIPSIS[: max(0, width)]
 
 
-def bar(*, full: float, part: float, width: int) -> str:
-    """Return a bar: `full` of it filled, from there to `part` half filled; both 0..1.
-
-    Every value above 0 shows as at least one cell.
-    """
-    full_cells, part_cells = (
-        max(share > 0, int(min(1.0, max(0.0, share)) * width)) for share in (full, max(full, part))
-    )
-    return FULL * full_cells + PART * (part_cells - full_cells) + EMPTY * (width - part_cells)
-
-
 def decimals_for(values: Iterable[float | None], *, significant: int = 4) -> int:
     """Return the decimals that show the largest value with so many digits, at most 3: one choice
     for a column.
@@ -77,10 +60,11 @@ def decimals_for(values: Iterable[float | None], *, significant: int = 4) -> int
     return min(3, max(0, significant - whole_digits))
 
 
-def number(value: float | None, decimals: int) -> str | None:
+def number(value: float | None, decimals: int = 0) -> str | None:
     """Return a number with fixed decimals.
 
-    Huge ones as 1e+09, and never 0.000 for something above nothing.
+    Beyond nine digits as 1e+10, so that no counter can push a column off the screen, and never
+    0.000 for something above nothing.
     """
     known = finite(value)
     if known is None:
@@ -90,21 +74,6 @@ def number(value: float | None, decimals: int) -> str | None:
     if decimals >= 3 and 0 < known < _TINY:
         return f"<{_TINY}"
     return f"{known:.{decimals}f}"
-
-
-def whole(value: int | None) -> str | None:
-    """Return a count.
-
-    Beyond nine digits as 1e+10, so that no counter can push a column off the screen.
-    """
-    known = finite(value)
-    return None if known is None else str(value) if abs(known) < 10**9 else f"{known:.0e}"
-
-
-def mean(values: Iterable[float | None]) -> float | None:
-    """Return the mean of those that are known."""
-    known = [value for value in values if value is not None]
-    return fmean(known) if known else None
 
 
 def share_pct(share: float | None) -> str | None:
@@ -147,20 +116,15 @@ def wrapped(text: str, width: int | None) -> str:
         return text
     lines = []
     for line in text.split("\n"):
-        if cell_len(line) > width:
-            indent = " " * (len(line) - len(line.lstrip()) + 2)
-            marked = _COMMAND.sub(lambda match: match[0].replace(" ", "\0"), line)
-            broken = wrap(
-                marked,
-                max(20, width),
-                subsequent_indent=indent,
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
-            lines += [part.replace("\0", " ") for part in broken]
-        else:
-            lines.append(line)
-    return "\n".join(lines)
+        marked = _COMMAND.sub(lambda match: match[0].replace(" ", "\0"), line)
+        lines += wrap(
+            marked,
+            max(20, width),
+            subsequent_indent=" " * (len(line) - len(line.lstrip()) + 2),
+            break_long_words=False,
+            break_on_hyphens=False,
+        ) or [""]
+    return "\n".join(lines).replace("\0", " ")
 
 
 def width_of(stream: TextIO) -> int | None:

@@ -7,59 +7,55 @@ folder, and has no values over time (`charts.py`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from datetime import datetime
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
-from orchestrator.record.archive import Frame, Freshness, StoredEvent
+from orchestrator.record.archive import Frame, Freshness
+from orchestrator.record.events import StoredEvent
 from orchestrator.record.summary import SCHEMA
 from orchestrator.view.alerts import Alert
-from orchestrator.view.cells import clean, clock, shorten
-from orchestrator.view.jobs import jobs_table, with_jobs
-from orchestrator.view.phrases import event_words, time_of_day, totals
-from orchestrator.view.runs import OUTCOME_TONES
+from orchestrator.view.cells import clean, clock, moment, shorten
+from orchestrator.view.jobs import current, jobs_table
+from orchestrator.view.phrases import event_words, totals
 from orchestrator.view.slots import STATE_TONES, cards_table, headline, slots_table
-from orchestrator.view.tables import Table, Tone
+from orchestrator.view.tables import Tone
 
 Json: TypeAlias = dict[str, Any]
 
-EVENTS_MOST: Final = 100
-"""Events in a document, the last ones."""
 _TEXT_CELLS: Final = 400
 
+OUTCOME_TONES: Final[Mapping[str, Tone]] = {
+    "good": Tone.GOOD,
+    "degraded": Tone.WARN,
+    "interrupted": Tone.WARN,
+    "failed": Tone.BAD,
+}
 _TONE_OF_STATE: Final = {state.value: tone for state, tone in STATE_TONES.items()}
 
 
-def document(frame: Frame, alerts: Sequence[Alert] = (), runs: Table | None = None) -> Json:
-    """Return the document of a run at the moment of a frame.
-
-    Args:
-        frame: The run. The last of its events are told.
-        alerts: What is wrong with it.
-        runs: The runs of the same folder, for a page that can show another one.
-    """
+def document(frame: Frame, alerts: Sequence[Alert] = ()) -> Json:
+    """Return the document of a run as it was at a look (`look.py`), and what is wrong with it."""
     tables = [slots_table(frame.snapshot), cards_table(frame.snapshot)]
     if frame.queue is not None:
-        tables.append(jobs_table(frame.queue))
-    if runs is not None:
-        tables.append(runs)
+        tables.append(jobs_table(frame.queue, current(frame.queue)))
     return {
         "schema": SCHEMA,
         "head": _head(frame),
         "tables": {table.name: table.to_json() for table in tables},
         "alerts": [alert.to_json() for alert in alerts],
-        "events": [event_line(event) for event in frame.events[-EVENTS_MOST:]],
+        "events": [event_line(event) for event in frame.events],
     }
 
 
 def event_line(event: StoredEvent) -> Json:
     """Return one event as a line of a table."""
     name, text = event_words(event)
-    tone = state_tone(str(event.details.get("to_state")))
+    at_unix_s = event.at_unix_s
+    tone = _TONE_OF_STATE.get(str(event.details.get("to_state")), Tone.PLAIN)
     return {
         "number": event.number,
-        "at_unix_s": event.at_unix_s,
-        "time": clean(time_of_day(event.at)),
+        "at_unix_s": at_unix_s,
+        "time": clean(event.at) if at_unix_s is None else moment(at_unix_s, "%H:%M:%S"),
         "slot": None if event.slot is None else clean(event.slot),
         "event": clean(event.event),
         "words": clean(name),
@@ -68,26 +64,16 @@ def event_line(event: StoredEvent) -> Json:
     }
 
 
-def state_tone(word: str) -> Tone:
-    """Return what the colour of a state says, by its word in an event."""
-    return _TONE_OF_STATE.get(word, Tone.PLAIN)
-
-
 def _head(frame: Frame) -> Json:
-    run, snapshot = frame.run, with_jobs(frame.snapshot, frame.queue)
+    run, snapshot = frame.run, frame.snapshot
     return {
         "run": clean(snapshot.run_id),
         "mode": clean(run.facts.mode),
-        "outcome": clean(run.outcome),
-        "exit_code": run.exit_code,
-        "freshness": frame.freshness.value,
         "mark": mark(frame),
-        "headline": [(cell.text, cell.tone, cell.value) for cell in headline(snapshot)],
+        "headline": [(cell.text, cell.tone) for cell in headline(snapshot)],
         "sums": totals(snapshot),
         "notices": [clean(text) for text in (*snapshot.notices, run.error) if text],
         "missed": [clean(text) for text in frame.missed],
-        "at_unix_s": snapshot.now_unix_s,
-        "utc_offset_s": _utc_offset_s(snapshot.now_unix_s),
     }
 
 
@@ -101,9 +87,3 @@ def mark(frame: Frame) -> tuple[str, Tone]:
         return f"late {clock(late_s) if late_s >= 60 else f'{late_s:.0f} s'}", Tone.WARN
     is_live = frame.freshness is Freshness.LIVE
     return frame.freshness.value, Tone.GOOD if is_live else Tone.BAD
-
-
-def _utc_offset_s(at_unix_s: float) -> float:
-    """Return how far the clock of this machine's time zone is ahead of UTC."""
-    offset = datetime.fromtimestamp(at_unix_s).astimezone().utcoffset()
-    return 0.0 if offset is None else offset.total_seconds()

@@ -5,7 +5,7 @@ Pure. Does not cover redrawing (`live`), nor what the table has in it (`slots`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from rich.cells import cell_len
 from rich.text import Text
@@ -18,40 +18,30 @@ from orchestrator.view.tables import Cell
 from orchestrator.view.terminal import STYLES, table_lines
 
 _NOTICES_MOST = 3
-"""On a terminal; a log has all of them."""
 
 
-def health_lines(snapshot: Snapshot, width: int, height: int | None = None) -> list[Text]:
+def health_lines(snapshot: Snapshot, width: int) -> list[Text]:
     """Return the run in lines of at most `width` cells, the worst slot first.
 
-    Where they are more than `height`, the sums go first, then reasons, then the best rows; `None`
-    shows all of them.
+    What matters least is last: a screen that is too short for all shows the first lines.
     """
-    most_notices = None if height is None else _NOTICES_MOST
-    above = [*header_lines(snapshot, width, most_notices), Text()]
+    above = [*header_lines(snapshot, width), Text()]
     if not snapshot.rows:
         return [*above, Text("no workers yet", "dim")]
-    room = None if height is None else max(1, height - len(above))
-    lines = [*above, *table_lines(slots_table(snapshot), width, room)]
-    below = [Text(), *flowed((Cell(text=words) for words in totals(snapshot)), width)]
-    if height is None or len(lines) + len(below) <= height:
-        lines += below
+    sums = flowed((Cell(text=words) for words in totals(snapshot)), width)
+    lines = [*above, *table_lines(slots_table(snapshot), width), Text(), *sums]
     for line in lines:
         line.truncate(width)
     return lines
 
 
-def header_lines(
-    snapshot: Snapshot, width: int, most_notices: int | None = _NOTICES_MOST
-) -> list[Text]:
+def header_lines(snapshot: Snapshot, width: int) -> list[Text]:
     """Return what stands above the table: nodes, states, throughput, time, then warnings."""
-    notices: Sequence[str] = snapshot.notices
-    if most_notices is not None and len(notices) > most_notices:
-        notices = notices[: most_notices - 1]
-    said = [clean(notice) for notice in notices]
-    if hidden := len(snapshot.notices) - len(notices):
-        said.append(f"{hidden} more warnings")
-    warnings = (Text(shorten(f"! {words}", width), "bold yellow") for words in said)
+    notices = [clean(notice) for notice in snapshot.notices]
+    if len(notices) > _NOTICES_MOST:
+        hidden = len(notices) - _NOTICES_MOST
+        notices = [*notices[:_NOTICES_MOST], f"{hidden} more warnings"]
+    warnings = (Text(shorten(f"! {words}", width), "bold yellow") for words in notices)
     return [*flowed(headline(snapshot), width), *warnings]
 
 

@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Final
 
 from orchestrator.errors import UsageError
-from orchestrator.record.archive import Follower
 from orchestrator.record.summary import write_file
-from orchestrator.view.charts import PARTS, course_of_all, course_of_jobs, courses_of
+from orchestrator.view.charts import PARTS, course_of_all, courses_of
 from orchestrator.view.document import Json, document
+from orchestrator.view.look import Watch
 
-_PARTS_LEAST: Final = 16
 _PARTS_OF_ALL_MOST: Final = 5_000
-"""Of all slots together: each part of each has about 75 numbers, so about 2.5 MiB of text."""
+"""Of all slots together: each part of each has about 45 numbers, so about 1.5 MiB of text."""
 _PAGE: Final = files("orchestrator.view.web") / "page"
 _STYLE: Final = re.compile(r'<link rel="stylesheet" href="([\w.]+)">\n')
 _SCRIPT: Final = re.compile(r'<script src="([\w.]+)" defer></script>\n')
@@ -40,15 +39,14 @@ def frozen(folder: Path) -> Json:
         NothingStoredError: Nothing is stored in it yet.
         ArchiveError: It cannot be read.
     """
-    frame = Follower(folder).look()
-    slots = [row.slot for row in frame.snapshot.rows]
-    jobs = [] if frame.queue is None else [one.job.name for one in frame.queue.standings]
-    names = list(dict.fromkeys([*slots, *jobs]))
-    parts = max(_PARTS_LEAST, min(PARTS, _PARTS_OF_ALL_MOST // max(1, len(names))))
+    frame = Watch(folder).look().frame
+    jobs = () if frame.queue is None else frame.queue.standings
+    slots = (row.slot for row in frame.snapshot.rows)
+    names = [*dict.fromkeys((*slots, *(one.job.name for one in jobs)))]
+    parts = min(PARTS, _PARTS_OF_ALL_MOST // (len(names) or 1))
     return {
         "document": document(frame),
         "all": course_of_all(folder),
-        "jobs": None if frame.queue is None else course_of_jobs(folder),
         "slots": courses_of(folder, names, parts),
     }
 

@@ -7,12 +7,10 @@ not read either. Names, reasons and errors may be hostile: they pass through `ce
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 import shlex
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import Any, Final, get_args
@@ -22,19 +20,15 @@ from orchestrator.jobs.lifecycle import is_better
 from orchestrator.jobs.model import (
     ENDED,
     ON_CARD,
-    Assigned,
     JobState,
-    Kind,
-    Recalled,
     Record,
-    Rested,
     Standing,
 )
-from orchestrator.record.archive import StoredEvent
+from orchestrator.record.events import StoredEvent
 from orchestrator.record.jobs import QueueSnapshot
-from orchestrator.record.model import Row, Snapshot, finite
+from orchestrator.record.model import Row, finite
 from orchestrator.view.cells import clean, clock, moment
-from orchestrator.view.phrases import exception_line, fact_words
+from orchestrator.view.phrases import event_words, exception_line, fact_words
 from orchestrator.view.tables import Column, Table, TableRow, Tone, row_of
 from workers.messages import WorkerState
 from workers.units import MIB
@@ -59,20 +53,19 @@ STATE_TONES: Final[Mapping[JobState, Tone]] = {
 """In the order in which jobs are listed."""
 
 _RANK: Final = {state: rank for rank, state in enumerate(STATE_TONES)}
-_NAME_CELLS: Final = 32
 _COLUMNS: Final = (
-    Column(key="job", title="job", most_cells=_NAME_CELLS),
+    Column(key="job", title="job", most_cells=32),
     Column(key="state", title="state"),
     Column(key="where", title="where", priority=3),
     Column(key="step", title="step", numeric=True, priority=1),
     Column(key="metric", title="metric", numeric=True, priority=4),
     Column(key="best", title="best", numeric=True, priority=5),
     Column(key="time", title="time", priority=2),
+    Column(key="settings", title="settings", priority=6, most_cells=60),
 )
 
 TOLD_OF_JOBS: Final = tuple(map(event_name, get_args(Record)))
 """The events by which the queue tells what it has decided and seen."""
-_ASSIGNED, _RECALLED, _RESTED = map(event_name, (Assigned, Recalled, Rested))
 
 #: A moment further away than this is shown with its day.
 _SAME_DAY_S: Final = 18 * 3600.0
@@ -81,7 +74,12 @@ _SAME_DAY_S: Final = 18 * 3600.0
 def current(snapshot: QueueSnapshot) -> tuple[Standing, ...]:
     """Return the standings with what their processes told last, those on a card first."""
     standings = (_with_row(standing, snapshot.rows) for standing in snapshot.standings)
-    return tuple(sorted(standings, key=_order))
+
+    def order(standing: Standing) -> tuple[int, float]:
+        start_s = standing.expected_start_s
+        return _RANK[standing.state], math.inf if start_s is None else start_s
+
+    return tuple(sorted(standings, key=order))
 
 
 def _with_row(standing: Standing, rows: Mapping[str, Row]) -> Standing:
@@ -102,9 +100,16 @@ def _with_row(standing: Standing, rows: Mapping[str, Row]) -> Standing:
     )
 
 
-def _order(standing: Standing) -> tuple[int, float]:
-    start_s = standing.expected_start_s
-    return _RANK[standing.state], math.inf if start_s is None else start_s
+def best_first(snapshot: QueueSnapshot) -> tuple[Standing, ...]:
+    """Return the same with the best of each metric first."""
+
+    def order(standing: Standing) -> tuple[str, float]:
+        best = finite(standing.value if standing.best is None else standing.best)
+        rule = standing.job.milestones
+        sign = -1.0 if rule is not None and not rule.is_min else 1.0
+        return _metric(standing) or "~", math.inf if best is None else sign * best
+
+    return tuple(sorted(current(snapshot), key=order))
 
 
 def summary_line(snapshot: QueueSnapshot) -> str:
@@ -120,70 +125,46 @@ def summary_line(snapshot: QueueSnapshot) -> str:
     return said if ends_s is None else f"{said}; ends about {_moment(ends_s, snapshot.now_s)}"
 
 
-def with_jobs(snapshot: Snapshot, queue: QueueSnapshot | None) -> Snapshot:
-    """Return the picture of a run with the line of its queue, where it has one."""
-    return snapshot if queue is None else replace(snapshot, jobs=summary_line(queue))
-
-
-def jobs_table(snapshot: QueueSnapshot) -> Table:
-    """Return the table of jobs: those on a card first, what has ended last."""
-    rows = tuple(_job_row(standing, snapshot) for standing in current(snapshot))
+def jobs_table(snapshot: QueueSnapshot, standings: Sequence[Standing]) -> Table:
+    """Return the table of jobs in the order of `standings`, which are `current` or `best_first`."""
+    rows = tuple(_job_row(standing, snapshot) for standing in standings)
     return Table(name="jobs", columns=_COLUMNS, rows=rows)
 
 
 def _job_row(standing: Standing, snapshot: QueueSnapshot) -> TableRow:
     name, state, row = standing.job.name, standing.state, snapshot.rows.get(standing.job.name)
     works = state is JobState.RUNNING and (row is None or row.state is WorkerState.RUNNING)
-    time, at_s = _time(standing, snapshot)
-    values = {
+    step, best, at_step = standing.step, standing.best, standing.best_step
+    steps = standing.job.steps or (row and row.progress.train_steps)  # a command tells its own
+    texts = {
         "job": name,
         "state": state.value,
         "where": standing.card,
-        "step": standing.step,
-        "metric": finite(standing.value),
-        "best": finite(standing.best),
-        "time": at_s,
-    }
-    texts = {
-        "step": _steps(standing, snapshot),
+        "step": step if step is None or steps is None else f"{step}/{steps}",
         "metric": _figure(standing.value),
-        "best": _best(standing),
-        "time": time,
+        "best": _figure(best) + ("" if best is None or at_step is None else f" at {at_step}"),
+        "time": _time(standing, snapshot),
+        "settings": fact_words("", standing.job.settings)[1],
     }
     tone = STATE_TONES[state]
     reason = "" if works or state is JobState.DONE else clean(exception_line(standing.reason))
-    return row_of(_COLUMNS, name, values, texts, {"state": tone}, reason, tone)
-
-
-def _best(standing: Standing) -> str:
-    best, step = standing.best, standing.best_step
-    return _figure(best) + ("" if best is None or step is None else f" at {step}")
-
-
-def _steps(standing: Standing, snapshot: QueueSnapshot) -> str | None:
-    """Return how far a job is, of how many steps: a command tells them while it runs."""
-    step, row = standing.step, snapshot.rows.get(standing.job.name)
-    steps = standing.job.steps or (row and row.progress.train_steps)
-    return None if step is None else f"{step}" if steps is None else f"{step}/{steps}"
+    return row_of(_COLUMNS, name, texts, {}, {"state": tone}, reason, tone)
 
 
 def _figure(value: float | None) -> str:
     return "" if value is None else f"{value:.5g}"
 
 
-def _time(standing: Standing, snapshot: QueueSnapshot) -> tuple[str | None, float | None]:
-    """Return when a job ended, how long it takes or has taken, or when it may start; and that
-    moment, Unix.
-    """
+def _time(standing: Standing, snapshot: QueueSnapshot) -> str | None:
+    """Return when a job ended, how long it takes or has taken, or when it may start."""
     now_s, ended_s, start_s = snapshot.now_s, standing.ended_at_s, standing.expected_start_s
     if standing.state in ENDED:
-        return None if ended_s is None else f"ended {_moment(ended_s, now_s)}", ended_s
+        return None if ended_s is None else f"ended {_moment(ended_s, now_s)}"
     if standing.state in ON_CARD:
         left_s = _left_s(standing, snapshot)
-        if left_s is None:
-            return f"for {clock(now_s - standing.since_s)}", standing.since_s
-        return f"{clock(left_s)} left", now_s + left_s
-    return None if start_s is None else f"about {_moment(start_s, now_s)}", start_s
+        lasts_s = now_s - standing.since_s
+        return f"for {clock(lasts_s)}" if left_s is None else f"{clock(left_s)} left"
+    return None if start_s is None else f"about {_moment(start_s, now_s)}"
 
 
 def _left_s(standing: Standing, snapshot: QueueSnapshot) -> float | None:
@@ -193,49 +174,29 @@ def _left_s(standing: Standing, snapshot: QueueSnapshot) -> float | None:
     eta_s = finite(snapshot.etas_s.get(name) if row is None else row.progress.eta_s)
     if standing.state in ON_CARD and eta_s is not None:
         return eta_s
-    speeds = [*standing.speeds.values()]
-    if standing.job.steps is None or not speeds or speeds[-1] <= 0:
+    steps, speeds = standing.job.steps, [*standing.speeds.values()]
+    if steps is None or not speeds or speeds[-1] <= 0:
         return None
-    return _steps_left(standing) / speeds[-1]
-
-
-def _steps_left(standing: Standing) -> int:
-    return max(0, (standing.job.steps or 0) - (standing.step or 0))
+    return max(0, steps - (standing.step or 0)) / speeds[-1]
 
 
 def _ends_at_s(snapshot: QueueSnapshot) -> float | None:
     """Return when the last job may end: all work that is left, shared among the jobs that run now.
 
-    A job of unknown length takes as long for a step as others of its sweep, else as long as the
-    median of those of its kind, else of all. `None` where none is known.
+    A job of unknown length takes as long as the median of those that tell theirs, else of what is
+    done. `None` where none is known.
     """
-    done_s, told_s = defaultdict[Kind, list[float]](list), defaultdict[Kind, list[float]](list)
-    left: list[tuple[Standing, float | None]] = []
-    step_s: dict[str, float] = {}
-    for standing in current(snapshot):
-        job, seconds = standing.job, _left_s(standing, snapshot)
-        if standing.state is JobState.DONE:
-            done_s[job.kind].append(standing.ran_s)
-        elif standing.state not in ENDED:
-            left.append((standing, seconds))
-            if seconds is not None:
-                told_s[job.kind].append(seconds)
-                step_s[job.sweep or ""] = seconds / max(1, _steps_left(standing))
-    everything = [*told_s[Kind.TRAIN], *told_s[Kind.COMMAND], *done_s[Kind.TRAIN]]
-
-    def usual_s(standing: Standing) -> float | None:
-        job = standing.job
-        if job.steps is not None and job.sweep in step_s:
-            return step_s[job.sweep] * _steps_left(standing)
-        alike = done_s[job.kind] or told_s[job.kind] or everything
-        return median(alike) if alike else None
-
-    work_s = [usual_s(one) if seconds is None else seconds for one, seconds in left]
-    running_s = [seconds or 0.0 for one, seconds in left if one.state in ON_CARD]
+    left = [standing for standing in snapshot.standings if standing.state not in ENDED]
+    told_s = {standing.job.name: _left_s(standing, snapshot) for standing in current(snapshot)}
+    work_s = [told_s[standing.job.name] for standing in left]
     known_s = [seconds for seconds in work_s if seconds is not None]
-    if not running_s or len(known_s) < len(work_s):
+    done_s = [one.ran_s for one in snapshot.standings if one.state is JobState.DONE]
+    running_s = [told_s[one.job.name] or 0.0 for one in left if one.state in ON_CARD]
+    if not running_s or not (known_s or done_s):
         return None
-    return snapshot.now_s + max(*running_s, sum(known_s) / len(running_s))
+    usual_s = median(known_s or done_s)
+    all_s = sum(usual_s if seconds is None else seconds for seconds in work_s)
+    return snapshot.now_s + max(*running_s, all_s / len(running_s))
 
 
 def _moment(unix_s: float, now_s: float) -> str:
@@ -295,15 +256,15 @@ def job_object(standing: Standing, snapshot: QueueSnapshot) -> dict[str, Any]:
     }
 
 
-def queue_object(snapshot: QueueSnapshot) -> dict[str, Any]:
-    """Return the queue with all its jobs for JSON."""
+def queue_object(snapshot: QueueSnapshot, standings: Sequence[Standing]) -> dict[str, Any]:
+    """Return the queue with all its jobs for JSON, in the order of `standings`."""
     ends_s = _ends_at_s(snapshot)
     return {
         "queue_jobs": len(snapshot.standings),
         "queue_done": sum(one.state is JobState.DONE for one in snapshot.standings),
         "queue_eta_s": None if ends_s is None else max(0.0, ends_s - snapshot.now_s),
         "queue_held": snapshot.held,
-        "jobs": [job_object(standing, snapshot) for standing in current(snapshot)],
+        "jobs": [job_object(standing, snapshot) for standing in standings],
     }
 
 
@@ -335,7 +296,7 @@ def job_lines(
     facts: dict[str, object] = {
         "state": standing.state.value,
         "reason": exception_line(standing.reason),
-        "time": _time(standing, snapshot)[0],
+        "time": _time(standing, snapshot),
         **{key: fact for key, fact in told.items() if key not in _UNTOLD},
         "error": standing.last_error if standing.last_error != standing.reason else None,
         "settings": job.settings or job.overrides,
@@ -352,91 +313,11 @@ def job_lines(
     }
     shown = dict(fact_words(key, fact) for key, fact in facts.items() if fact)
     width = max(map(len, shown))
-    happened = [f"  {_moment(at_s, snapshot.now_s)}  {words}" for at_s, words in _happened(events)]
-    return [
-        clean(f"job {job.name}"),
-        *(f"  {title:<{width}}  {clean(fact)}" for title, fact in shown.items()),
-        *(["", "what happened"] if happened else []),
-        *happened,
-    ]
-
-
-def _happened(events: Iterable[StoredEvent]) -> Iterator[tuple[float, str]]:
-    """Yield the events of a job: when they happened, and what they say in words."""
-    was_recalled = False
+    lines = [f"  {name:<{width}}  {clean(fact)}" for name, fact in shown.items()]
+    happened = ["", "what happened"]
     for event in events:
-        kind = event.event
-        title = kind.removeprefix("job_").replace("_", " ")
-        if kind == _RESTED and not was_recalled:
-            title = "its node was lost"
-        was_recalled = kind == _RECALLED or (was_recalled and kind != _ASSIGNED)
-        facts = (
-            (key, exception_line(fact) if isinstance(fact, str) else fact)
-            for key, fact in event.details.items()
-            if key not in {"at_s", "job", "id"} and fact
-        )
-        said = ", ".join(" ".join(fact_words(*fact)) for fact in facts)
-        at_s = event.details.get("at_s")
-        known_s = at_s if isinstance(at_s, int | float) else event.at_unix_s or 0.0
-        yield known_s, clean(f"{title}: {said}" if said else title)
-
-
-def _results(snapshot: QueueSnapshot) -> list[dict[str, Any]]:
-    """Return the jobs with their metric, the best of each metric first."""
-
-    def order(standing: Standing) -> tuple[str, float]:
-        best = finite(standing.value if standing.best is None else standing.best)
-        rule = standing.job.milestones
-        sign = -1.0 if rule is not None and not rule.is_min else 1.0
-        return _metric(standing) or "~", math.inf if best is None else sign * best
-
-    return [job_object(standing, snapshot) for standing in sorted(current(snapshot), key=order)]
-
-
-def results_object(snapshot: QueueSnapshot) -> dict[str, Any]:
-    """Return the queue for JSON with its jobs in the order of the results."""
-    return {**queue_object(snapshot), "jobs": _results(snapshot)}
-
-
-def results_csv(snapshot: QueueSnapshot) -> str:
-    """Return the results as CSV: a column for each setting, and for each key of a job in JSON."""
-    jobs = [
-        {**job, **job.pop("job_settings"), "job_after": " ".join(job["job_after"])}
-        for job in _results(snapshot)
-    ]
-    keys = dict.fromkeys(("job_name", *(key for job in jobs for key in job)))
-    file = io.StringIO()
-    writer = csv.DictWriter(file, keys, lineterminator="\n")
-    writer.writeheader()
-    for job in jobs:
-        cells = job.items()
-        writer.writerow(
-            {key: clean(cell) if isinstance(cell, str) else cell for key, cell in cells}
-        )
-    return file.getvalue().removesuffix("\n")
-
-
-_RESULTS: Final = (
-    Column(key="job_name", title="job", most_cells=_NAME_CELLS),
-    Column(key="job_settings", title="settings", priority=3, most_cells=60),
-    Column(key="job_state", title="state"),
-    Column(key="job_metric_name", title="metric", priority=2),
-    Column(key="job_metric", title="last", numeric=True, priority=4),
-    Column(key="job_best", title="best", numeric=True, priority=1),
-    Column(key="job_best_step", title="at step", numeric=True, priority=5),
-    Column(key="job_ran_s", title="time", numeric=True, priority=6),
-    Column(key="job_peak_mib", title="memory", numeric=True, priority=7),
-    Column(key="job_moves", title="moves", numeric=True, priority=9),
-    Column(key="job_oom", title="OOM", numeric=True, priority=8),
-)
-"""Their keys are those of a job in JSON."""
-
-
-def results_table(snapshot: QueueSnapshot) -> Table:
-    """Return the results, the best of each metric first; zeros are left out."""
-    rows = []
-    for job in _results(snapshot):
-        known = {column.key: job[column.key] for column in _RESULTS if job[column.key]}
-        texts = {key: fact_words(key, fact)[1] for key, fact in known.items()}
-        rows.append(row_of(_RESULTS, job["job_name"], {}, texts))
-    return Table(name="results", columns=_RESULTS, rows=tuple(rows))
+        known = {key: fact for key, fact in event.details.items() if fact}
+        words = ": ".join(filter(None, event_words(replace(event, details=known))))
+        at = _moment(event.at_unix_s or 0.0, snapshot.now_s)
+        happened.append(f"  {at}  {clean(words.removeprefix('job '))}")
+    return [clean(f"job {job.name}"), *lines, *(happened if len(happened) > 2 else [])]

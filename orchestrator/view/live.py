@@ -1,5 +1,4 @@
-"""Watchers for the person at the terminal: a table that redraws itself, or plain lines; and all
-outlets of a run.
+"""Watchers for the person at the terminal: a table that redraws itself, or plain lines.
 
 A broken terminal or pipe means nothing: the run goes on. Does not cover what the table looks like
 (`table`) nor which watcher a run gets: use `LiveTable` only where `console.is_interactive`.
@@ -7,28 +6,21 @@ A broken terminal or pipe means nothing: the run goes on. Does not cover what th
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Protocol, TextIO
 
 from rich.console import Console, Group
 from rich.live import Live
+from rich.text import Text
 
 from orchestrator.core.slot import SlotState
-from orchestrator.record.events import EventLog
-from orchestrator.record.model import Row, Snapshot
-from orchestrator.record.store import RunStore
-from orchestrator.view.cells import clean, moment, shorten
+from orchestrator.record.model import Snapshot
+from orchestrator.view.cells import ELLIPSIS, SEPARATOR, clean, moment, shorten
 from orchestrator.view.health import health_lines
-from orchestrator.view.phrases import tflops_words, time_words
+from orchestrator.view.slots import headline
 from orchestrator.view.terminal import plain_text
 
-REDRAW_EVERY_S = 0.25
 PROGRESS_EVERY_S = 10.0
-
-GAPS = "the records of this run have gaps: they could not be written for a while"
 
 _CLOSING_CELLS = 160
 """Width of the last table in a log or a pipe."""
@@ -50,41 +42,6 @@ class Watcher(Protocol):
         """Show the run for the last time and release everything."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outlets:
-    """Where a run is written down and shown.
-
-    A full disk ends none of it: `problems` says what is wrong.
-    """
-
-    watchers: Sequence[Watcher]
-    events: EventLog
-    store: RunStore
-
-    def show(self, snapshot: Snapshot) -> None:
-        """Show the run as it is now, and take a sample of it if one is due."""
-        for watcher in (*self.watchers, self.store):
-            watcher.update(snapshot)
-
-    def close(self, snapshot: Snapshot) -> None:
-        """Show the run as it ended."""
-        for watcher in (*self.watchers, self.store):
-            watcher.close(snapshot)
-
-    @property
-    def problems(self) -> tuple[str, ...]:
-        """One sentence for each sink that cannot be written now, or lacks records of a time when it
-        could not.
-        """
-        now = tuple(text for text in (self.store.problem, self.events.problem) if text is not None)
-        return now or ((GAPS,) * self.incomplete)
-
-    @property
-    def incomplete(self) -> bool:
-        """Whether the records of this run are incomplete."""
-        return self.store.incomplete or self.events.incomplete
-
-
 class LiveTable:
     """The health table, redrawn in place; its last frame, with all rows, stays on the screen.
 
@@ -92,10 +49,8 @@ class LiveTable:
     behind.
     """
 
-    def __init__(self, console: Console, monotonic_s: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, console: Console) -> None:
         self._console = console
-        self._monotonic_s = monotonic_s
-        self._due_s = float("-inf")
         self._gone = False
         self._live = Live(
             console=console,
@@ -107,42 +62,33 @@ class LiveTable:
         )
 
     def update(self, snapshot: Snapshot) -> None:
-        """Redraw, unless that was done less than `REDRAW_EVERY_S` ago."""
-        now_s = self._monotonic_s()
-        if self._gone or now_s < self._due_s:
+        """Redraw."""
+        # A line is left for the cursor, else the terminal scrolls at every frame.
+        self._draw(snapshot, max(1, self._console.size.height - 1))
+
+    def close(self, snapshot: Snapshot) -> None:
+        """Draw the last frame, with all rows, and give the terminal back."""
+        self._draw(snapshot, None)
+        with suppress(*_TERMINAL_GONE):
+            self._live.stop()
+
+    def _draw(self, snapshot: Snapshot, height: int | None) -> None:
+        """Draw a frame of at most so many lines; `None` draws all."""
+        lines = health_lines(snapshot, self._console.width)
+        if height is not None and len(lines) > height:
+            hidden = len(lines) - height + 1
+            lines = [*lines[: height - 1], Text(f"{ELLIPSIS} {hidden} lines more", "dim")]
+        for line in lines:
+            line.no_wrap, line.overflow = True, "crop"
+        if self._gone:
             return
-        self._due_s = now_s + REDRAW_EVERY_S
         try:
             if not self._live.is_started:
                 self._live.start()
                 self._console.show_cursor(True)
-            # A line is left for the cursor, else the terminal scrolls at every frame.
-            height = max(1, self._console.size.height - 1)
-            self._live.update(self._frame(snapshot, height), refresh=True)
+            self._live.update(Group(*lines), refresh=height is not None)
         except _TERMINAL_GONE:
-            self._leave()
-
-    def close(self, snapshot: Snapshot) -> None:
-        """Draw the last frame, with all rows, and give the terminal back."""
-        if self._gone:
-            return
-        try:
-            self._live.start()
-            self._live.update(self._frame(snapshot, None))
-            self._live.stop()
-        except _TERMINAL_GONE:
-            self._leave()
-
-    def _frame(self, snapshot: Snapshot, height: int | None) -> Group:
-        lines = health_lines(snapshot, self._console.width, height)
-        for line in lines:
-            line.no_wrap, line.overflow = True, "crop"
-        return Group(*lines)
-
-    def _leave(self) -> None:
-        self._gone = True
-        with suppress(*_TERMINAL_GONE):
-            self._live.stop()
+            self._gone = True
 
 
 class PlainLines:
@@ -165,10 +111,7 @@ class PlainLines:
             if self._states.get(row.slot) is not row.state:
                 self._states[row.slot] = row.state
                 reason = shorten(clean(row.reason), _REASON_CELLS)
-                self._say(
-                    f"{at} {clean(row.slot)} "
-                    f"{row.state}{_work(row)}{': ' if reason else ''}{reason}"
-                )
+                self._say(f"{at} {clean(row.slot)} {row.state}{reason and f': {reason}'}")
         for notice in snapshot.notices:
             if notice not in self._notices:
                 self._say(f"{at} ! {clean(notice)}")
@@ -176,7 +119,7 @@ class PlainLines:
         # A clock may be set back.
         if abs(snapshot.now_unix_s - self._progress_at_unix_s) >= PROGRESS_EVERY_S:
             if self._progress_at_unix_s:
-                self._say(self._progress(snapshot))
+                self._say(SEPARATOR.join(clean(cell.text) for cell in headline(snapshot)))
             self._progress_at_unix_s = snapshot.now_unix_s
 
     def close(self, snapshot: Snapshot) -> None:
@@ -184,16 +127,6 @@ class PlainLines:
         self.update(snapshot)
         for line in plain_text(health_lines(snapshot, _CLOSING_CELLS)).split("\n"):
             self._say(line)
-
-    def _progress(self, snapshot: Snapshot) -> str:
-        counts = ", ".join(f"{count} {state}" for state, count in snapshot.state_counts.items())
-        jobs = "" if snapshot.jobs is None else f"jobs: {snapshot.jobs}  "
-        return (
-            f"{time_words(snapshot)}  {jobs}"
-            f"nodes {len(snapshot.nodes_seen)}/{len(snapshot.nodes_planned)}  "
-            f"{counts or 'no workers yet'}  "
-            f"{tflops_words(snapshot.tflops_total)}  oom {snapshot.counts.oom_count}"
-        )
 
     def _say(self, line: str) -> None:
         if self._gone:
@@ -205,12 +138,3 @@ class PlainLines:
             self._gone = True  # the reader or the stream is closed
         except OSError:
             pass  # a full disk under a log may have room again later
-
-
-def _work(row: Row) -> str:
-    """Return what a worker works at: the step of a training, else the size of its products."""
-    progress = row.progress
-    if progress.train_step is None:
-        return "" if row.size is None else f" size {row.size}"
-    of = "" if progress.train_steps is None else f"/{progress.train_steps}"
-    return f" step {progress.train_step}{of}"

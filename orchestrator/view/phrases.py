@@ -5,32 +5,18 @@ Pure. Does not cover the table's cells, nor outcome and exit code: those are the
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import datetime
-from statistics import median
 from typing import Any, Final
 
 from orchestrator.config.duration import format_duration
-from orchestrator.record.archive import StoredEvent
+from orchestrator.record.events import StoredEvent
 from orchestrator.record.model import Snapshot
-from orchestrator.view.cells import (
-    ELLIPSIS,
-    MISSING,
-    clean,
-    clock,
-    decimals_for,
-    moment,
-    number,
-    share_pct,
-    whole,
-)
-from workers.messages import StepCounts
+from orchestrator.view.cells import ELLIPSIS, clean, moment, number, share_pct
 from workers.units import MIB
 
 _LINES_MOST = 30
 """Of a section. A run with many errors has thousands; the last ones show how it ended."""
-
 
 #: Endings of names -> what shows the value with its unit; the longest first.
 _UNITS: Final[Mapping[str, Callable[[float], str]]] = {
@@ -44,71 +30,23 @@ _UNITS: Final[Mapping[str, Callable[[float], str]]] = {
     "_w": lambda power: f"{power:.5g} W",
 }
 #: Of an event: for programs, or told by its time and slot.
-_UNTOLD: Final = frozenset({"worker_at_unix_s", "sequence", "incarnation", "node_id", "traceback"})
-#: Names of events that are not English as they are.
-_EVENTS: Final = {
-    "oom": "out of memory",
-    "device_opened": "opened its device",
-    "claimed": "obtained memory",
-    "leased": "was allowed memory",
-    "gave_way": "made room",
-    "retry": "tries again",
-    "counting": "the planned time begins",
-    "chaos": "injected faults",
-    "chaos_strike": "injected fault",
-    "unreached": "cannot be reached",
-    "process_ended": "its process ended",
-    "workload_error": "error of the workload",
-}
+_UNTOLD: Final = frozenset(
+    {"worker_at_unix_s", "sequence", "incarnation", "node_id", "traceback", "at_s", "job", "id"}
+)
 
 
 def counted(count: int, noun: str, nouns: str | None = None) -> str:
     """Return "1 restart", "2 restarts"; `nouns` where an s does not make the plural."""
-    return f"{whole(count)} {noun if count == 1 else nouns or noun + 's'}"
-
-
-def tflops_words(tflops: float | None) -> str:
-    """Return a throughput with its unit."""
-    return f"{number(tflops, decimals_for((tflops,))) or MISSING} TFLOP/s"
-
-
-def time_words(snapshot: Snapshot) -> str:
-    """Return how far the run is: "00:10 of 05:00", or how long it has been starting, which does not
-    count.
-    """
-    if snapshot.starting_s is not None:
-        left = "" if snapshot.jobs is not None else f", then {clock(snapshot.remaining_s)} of work"
-        return f"starting for {clock(snapshot.starting_s)}{left}"
-    if snapshot.jobs is not None:
-        return f"{clock(snapshot.elapsed_s)} so far"
-    return f"{clock(snapshot.elapsed_s)} of {clock(snapshot.duration_s)}"
+    return f"{number(count)} {noun if count == 1 else nouns or noun + 's'}"
 
 
 def fault_lines(faults: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return what became of injected faults, a line for each kind: "21 kill: 17 recovered after 5.9
-    s (median)".
-    """
-    kinds: defaultdict[str, Counter[str]] = defaultdict(Counter)
-    took_s: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
+    """Return what became of injected faults, as "17 kill recovered"."""
+    kinds = Counter[str]()
     for fault in faults:
-        kind, fate = str(fault.get("kind")), str(fault.get("fate", "unknown")).replace("_", " ")
-        count, recovered_s = fault.get("count"), fault.get("recovered_s")
-        kinds[kind][fate] += count if isinstance(count, int) else 1
-        if isinstance(recovered_s, int | float):
-            took_s[kind, fate].append(recovered_s)
-    lines = []
-    for kind, fates in sorted(kinds.items()):
-        said = [
-            f"{count} {fate}"
-            + (
-                f" after {median(known_s):.1f} s (median)"
-                if (known_s := took_s[kind, fate])
-                else ""
-            )
-            for fate, count in fates.most_common()
-        ]
-        lines.append(f"{fates.total()} {kind}: {', '.join(said)}")
-    return lines
+        count, fate = fault.get("count"), str(fault.get("fate", "unknown")).replace("_", " ")
+        kinds[f"{fault.get('kind')} {fate}"] += count if isinstance(count, int) else 1
+    return [f"{count} {words}" for words, count in sorted(kinds.items())]
 
 
 def section(title: str, said: Iterable[str]) -> list[str]:
@@ -126,19 +64,16 @@ def section(title: str, said: Iterable[str]) -> list[str]:
 
 def totals(snapshot: Snapshot) -> tuple[str, ...]:
     """Return what happened over the run, a phrase for each kind."""
-    restarts = counted(snapshot.restart_count, "restart")
     counts = snapshot.counts
-    said = [
-        _steps_words(counts),
-        f"{whole(counts.oom_count)} OOM",
+    good, steps = share_pct(counts.success_rate), counted(counts.steps_judged, "step")
+    checks = f"{counted(counts.verify_checks, 'check')}, {number(counts.verify_errors)} wrong"
+    return (
+        "no steps yet" if good is None else f"{good} % of {steps} good",
+        f"{number(counts.oom_count)} OOM",
         counted(counts.emergency_count, "emergency", "emergencies"),
-        restarts,
-    ]
-    if counts.verify_checks or counts.verify_errors:
-        said.append(
-            f"{counted(counts.verify_checks, 'check')}, {whole(counts.verify_errors)} wrong"
-        )
-    return tuple(said)
+        counted(snapshot.restart_count, "restart"),
+        *([checks] if counts.verify_checks or counts.verify_errors else []),
+    )
 
 
 def exception_line(text: str) -> str:
@@ -147,14 +82,6 @@ def exception_line(text: str) -> str:
     frames = [at for at, line in enumerate(lines) if line.startswith((" ", "Traceback"))]
     behind = lines[frames[-1] + 1 :] if frames else []
     return behind[0] if "Traceback" in text and behind else text
-
-
-def time_of_day(at: str) -> str:
-    """Return the local time of a moment that an event tells in ISO 8601; what is none as it is."""
-    try:
-        return datetime.fromisoformat(at).astimezone().strftime("%H:%M:%S")
-    except (ValueError, OverflowError, OSError):
-        return at
 
 
 def event_words(event: StoredEvent) -> tuple[str, str]:
@@ -173,7 +100,7 @@ def event_words(event: StoredEvent) -> tuple[str, str]:
         said = [f"{change}: {details.get('cause')}".removesuffix(": ")]
     elif event.event == "workload_error":
         said = [exception_line(str(details.get("traceback")))]
-    return _EVENTS.get(event.event, event.event.replace("_", " ")), ", ".join(said)
+    return event.event.replace("_", " "), ", ".join(said)
 
 
 def fact_words(key: str, value: object) -> tuple[str, str]:
@@ -192,8 +119,3 @@ def fact_words(key: str, value: object) -> tuple[str, str]:
     else:
         words = str(value)
     return key.removesuffix(ending).replace("_", " "), words
-
-
-def _steps_words(counts: StepCounts) -> str:
-    good, steps = share_pct(counts.success_rate), counted(counts.steps_judged, "step")
-    return "no steps yet" if good is None else f"{good} % of {steps} good"

@@ -8,14 +8,13 @@ and decides nothing about widths: a renderer that is short of room leaves out co
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
 from typing import Any
 
-from orchestrator.view.cells import MISSING, clean, whole
+from orchestrator.view.cells import MISSING, clean, number
 
 
 class Tone(StrEnum):
@@ -34,7 +33,7 @@ class Column:
     """A column of a table."""
 
     key: str
-    """Its name in JSON and in `--sort`."""
+    """Its name in JSON."""
     title: str
     unit: str = ""
     """The second line of the heading."""
@@ -50,13 +49,11 @@ class Column:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One value as it is shown, and what it is sorted by."""
+    """One value as it is shown."""
 
     text: str = MISSING
     """One line, already without control characters (`cells.clean`)."""
     tone: Tone = Tone.PLAIN
-    value: str | float | None = None
-    """`None`: unknown, and sorted last in either direction."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +86,7 @@ class Table:
             "rows": [
                 {
                     "key": row.key,
-                    "cells": [[cell.text, cell.tone.value, _known(cell)] for cell in row.cells],
+                    "cells": [[cell.text, cell.tone.value] for cell in row.cells],
                     "reason": row.reason,
                     "tone": row.tone.value,
                 }
@@ -109,18 +106,12 @@ def row_of(
 ) -> TableRow:
     """Return a row; what is known of its cells is under the keys of the columns.
 
-    A cell without an entry in `texts` shows its value. `None` is unknown.
+    A cell shows its entry in `texts`, else its value. `None` is unknown.
     """
     cells = []
     for column in columns:
-        value = values.get(column.key)
-        text = whole(value) if isinstance(value, int) else str("" if value is None else value)
-        shown = clean(texts.get(column.key, text) or "") or MISSING
-        cells.append(Cell(text=shown, tone=tones.get(column.key, Tone.PLAIN), value=value))
+        told = texts.get(column.key) if column.key in texts else values.get(column.key)
+        text = number(told) if isinstance(told, int) else str("" if told is None else told)
+        tone_of_cell = tones.get(column.key, Tone.PLAIN)
+        cells.append(Cell(text=clean(text or "") or MISSING, tone=tone_of_cell))
     return TableRow(key=key, cells=tuple(cells), reason=reason, tone=tone)
-
-
-def _known(cell: Cell) -> str | float | None:
-    """Return what a cell is sorted by, for JSON, which has no infinity."""
-    value = cell.value
-    return None if isinstance(value, float) and not math.isfinite(value) else value

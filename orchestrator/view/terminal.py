@@ -1,8 +1,8 @@
 """Draws a `Table` on a terminal, as lines of rich text.
 
-Pure. Where room is short, columns are left out by their priority, then words are cut, then reasons
-are left out, then the last rows. The first column names the row. Does not decide which rows and
-reasons a table has.
+Pure. Where a line is short, columns are left out by their priority, then words are cut. The first
+column names the row. Does not decide which rows and reasons a table has, nor how many lines are
+shown.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final
 from rich.cells import cell_len
 from rich.text import Text
 
-from orchestrator.view.cells import ELLIPSIS, MISSING, RULE, clean, shorten, wrapped
+from orchestrator.view.cells import MISSING, clean, shorten, wrapped
 from orchestrator.view.tables import Cell, Table, TableRow, Tone
 
 STYLES: Final[Mapping[Tone, str]] = {
@@ -32,49 +32,32 @@ _NAMES_MOST: Final = 3
 """How many rows with the same reason are named; the others are counted."""
 
 
-def table_lines(table: Table, width: int | None, height: int | None = None) -> list[Text]:
-    """Return the headings, the rows, and below them the reasons.
+def table_lines(table: Table, width: int | None) -> list[Text]:
+    """Return the headings, the rows, and below them the reasons, within a width in cells; `None`
+    cuts nothing, for pipes and files.
 
-    Args:
-        table: What is drawn.
-        width: Of the terminal, in cells; `None` cuts nothing, for pipes and files.
-        height: The most lines; `None` draws all rows, and reasons in as many lines as they need.
+    Above the rows stand the titles of columns; where one has a unit, a line of units and a rule as
+    well.
     """
     widths = fitting(table, width)
-    headings = _heading_lines(table, widths)
-    if height is not None and height < 2 * len(headings):
-        headings = []  # so small a terminal has room for rows only
-    room = None if height is None else max(1, height - len(headings))
-    count = len(table.rows)
-    if room is not None and count > room:
-        count = max(1, room - 1)
-    lines = [_line(table, widths, row.cells) for row in table.rows[:count]]
-    if (hidden := len(table.rows) - count) and room != 1:
-        lines.append(Text(f"{ELLIPSIS} and {hidden} more", "dim"))
-    reasons = _reason_lines(table.rows[:count], width, is_cut=room is not None)
-    if room is not None:
-        reasons = reasons[: max(0, room - len(lines) - 1)]
-    drawn = [*headings, *lines]
+    columns = table.columns
+    headings = [_line(table, widths, [Cell(text=column.title) for column in columns])]
+    if any(columns[at].unit for at in widths):
+        units = _line(table, widths, [Cell(text=column.unit) for column in columns])
+        headings += [units, Text("─" * _used(widths))]
+    for line in headings:
+        line.stylize("dim")
+    lines = [*headings, *(_line(table, widths, row.cells) for row in table.rows)]
     if width is not None:
-        for line in drawn:
+        for line in lines:
             line.truncate(width)
-    return [*drawn, *([Text(), *reasons] if reasons else [])]
+    reasons = _reason_lines(table.rows, width)
+    return [*lines, *([Text(), *reasons] if reasons else [])]
 
 
 def plain_text(lines: Sequence[Text]) -> str:
     """Return lines without their colours, for pipes and files."""
     return "\n".join(line.plain.rstrip() for line in lines)
-
-
-def _heading_lines(table: Table, widths: Mapping[int, int]) -> list[Text]:
-    """Return the titles of columns; where one has a unit, a line of units and a rule as well."""
-    lines = [_line(table, widths, [Cell(text=column.title) for column in table.columns])]
-    if any(table.columns[at].unit for at in widths):
-        units = [Cell(text=column.unit) for column in table.columns]
-        lines += [_line(table, widths, units), Text(RULE * _used(widths))]
-    for line in lines:
-        line.stylize("dim")
-    return lines
 
 
 def _used(widths: Mapping[int, int]) -> int:
@@ -130,11 +113,8 @@ def _line(table: Table, widths: Mapping[int, int], cells: Sequence[Cell]) -> Tex
     return line
 
 
-def _reason_lines(rows: Sequence[TableRow], width: int | None, *, is_cut: bool) -> list[Text]:
-    """Return the reasons in the order of the rows; rows with the same one share it.
-
-    Those that are longer than `width` are broken between words, or cut to one line.
-    """
+def _reason_lines(rows: Sequence[TableRow], width: int | None) -> list[Text]:
+    """Return the reasons in the order of the rows; rows with the same one share it."""
     shared: dict[tuple[str, Tone], list[str]] = {}
     for row in rows:
         if reason := clean(row.reason):
@@ -143,7 +123,6 @@ def _reason_lines(rows: Sequence[TableRow], width: int | None, *, is_cut: bool) 
     for (reason, tone), names in shared.items():
         more = len(names) - _NAMES_MOST
         whose = ", ".join(names[:_NAMES_MOST]) + (f" and {more} more" if more > 0 else "")
-        said = f"{whose}: {reason}"
-        said = shorten(said, width) if is_cut and width is not None else wrapped(said, width)
+        said = wrapped(f"{whose}: {reason}", width)
         lines += [Text(line, STYLES[tone]) for line in said.split("\n")]
     return lines

@@ -162,8 +162,8 @@ class _Pair:
         """Return state and good steps of pc2's slots."""
         with contextlib.suppress(ArchiveError, StopIteration):  # nothing is stored yet
             stored = read_run(next(self._runs.glob("*/head.json")).parent)
-            slots = (slot for slot in stored.slots if slot.node == "pc2")
-            return {slot.slot: (str(slot.state), slot.counters["steps_ok"]) for slot in slots}
+            rows = (slot.row for slot in stored.slots if slot.row.node == "pc2")
+            return {row.slot: (str(row.state), row.counts.steps_ok) for row in rows}
         return {}
 
 

@@ -27,7 +27,7 @@ from benches.outside import WITNESS, Ledger, Scene
 from orchestrator.cluster.local_cluster import rehearsed
 from orchestrator.cluster.raylets import RayletPlan
 from orchestrator.errors import ArchiveError
-from orchestrator.record.archive import read_events
+from orchestrator.record.events import read_events
 
 _TARGET = 1.5
 _PATIENCE_S = 120.0  # for one restart; what takes longer hangs

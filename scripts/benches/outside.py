@@ -20,7 +20,8 @@ import psutil
 
 from benches.common import ROOT
 from orchestrator.errors import NothingStoredError
-from orchestrator.record.archive import read_run, reading
+from orchestrator.record.archive import read_run
+from orchestrator.record.store import reading
 from workers.keeper.processes import PR_SET_CHILD_SUBREAPER, marked, prctl
 
 #: Workers find it because runs are started in `ROOT`.
@@ -185,8 +186,8 @@ class Ledger:
         except Exception as error:  # noqa: BLE001 - damaged, which is a finding
             return [f"the store cannot be read: {error}"]
         after = self._witnessed()
-        counted = sum(slot.counters["steps_ok"] for slot in slots)
-        now = {slot.slot: int(slot.counters["steps_ok"]) for slot in slots}
+        counted = sum(slot.row.counts.steps_ok for slot in slots)
+        now = {slot.slot: slot.row.counts.steps_ok for slot in slots}
         wrong = [
             f"{slot}: good steps went back from {self.last[slot]} to {steps}"
             for slot, steps in now.items()

@@ -120,8 +120,8 @@ def test_the_gauge_names_what_is_wrong() -> None:
     frame = frame_at(0, on="pc1", state=HeadState.QUARANTINED)
     text = exposition(frame, alerts(frame, 0.0)[0]).decode()
     assert [line for line in text.splitlines() if line.startswith("orchestrator_alert{")] == [
-        'orchestrator_alert{name="SlotQuarantined",node="pc1",severity="critical",'
-        f'subject="{slot}"}} 1.0'
+        'orchestrator_alert{name="SlotQuarantined",severity="critical",'
+        f'subject="{slot}",node="pc1"}} 1'
         for slot in ("pc1/0", "pc1/1")
     ]
 

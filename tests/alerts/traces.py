@@ -43,6 +43,7 @@ def frame_at(second: float, *, slots_per_node: int = 2, **changed: Any) -> Frame
         (node, f"{node}/{index}") for node in ("pc1", "pc2") for index in range(slots_per_node)
     ]
     well = {"steps_ok": int(8 * second), "verify_checks": int(second)}
+    well |= {"work_flop": 1e13 * second, "busy_s": 0.6 * second}
     well |= {"sm_clock_mhz": 1695, "utilisation_pct": 98.0, "fan_pct": 60.0}
     rows = tuple(
         make_row(
@@ -53,33 +54,27 @@ def frame_at(second: float, *, slots_per_node: int = 2, **changed: Any) -> Frame
         )
         for node, name in names
     )
-    counters = {"work_flop": 1e13 * second, "busy_s": 0.6 * second}
     run = StoredRun(
         folder=Path(),
         facts=_FACTS,
+        elapsed_s=second,
         outcome=changed.pop("outcome", "running"),
         exit_code=changed.pop("exit_code", None),
         error=None,
-        elapsed_s=second,
         updated_at_unix_s=STARTED_UNIX_S + second - late_s,
         nodes_seen=nodes,
         notices=(),
-        restart_count=0,
         incomplete=changed.pop("incomplete", False),
-        heads=1,
         faults=(),
         slots=tuple(
-            record(row.slot, state=row.state.value, reason=row.reason, row={}, counters=counters)
-            for row in rows
+            record(row=row) for row in rows
         ),
     )  # fmt: skip
     if changed:
         raise TypeError(f"nothing has {', '.join(changed)}")
-    snapshot = replace(run.snapshot(), rows=rows)
     return Frame(
-        number=1,
         run=run,
-        snapshot=snapshot,
+        snapshot=run.snapshot(),
         events=(),
         freshness=freshness,
         late_s=late_s,

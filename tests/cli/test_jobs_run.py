@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.cli.jobs_run import _queue_before
+from orchestrator.cli.jobs import _queue_before
 from orchestrator.errors import UsageError
 from orchestrator.record.archive import read_run
 from orchestrator.record.folders import command_for, go_on_command
@@ -20,6 +20,7 @@ RUN_ID = "20261126-010203-0b76"
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[JobsRun]:
+    (tmp_path / "runs" / RUN_ID).mkdir(parents=True)
     made = JobsRun(tmp_path / "runs" / RUN_ID, training("one", steps=40))
     yield made
     made.die()

@@ -1,58 +1,57 @@
-"""The verbs of `jobs` on a queue folder whose head is dead, and `plan --jobs`."""
+"""The verbs of `jobs` on a queue folder whose head is dead."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
 import shutil
 import signal
+import sqlite3
 import subprocess
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from orchestrator.cli import jobs_run
-from orchestrator.cli.jobs_run import on_target, read_file
-from orchestrator.cli.plan_jobs import plan_jobs, plan_object, plan_parts
-from orchestrator.cli.printing import drawn
-from orchestrator.config.load import load_config
-from orchestrator.config.schema import Config
+from orchestrator.cli import jobs as verbs
+from orchestrator.cli.jobs import on_target, read_file
 from orchestrator.control.queue import waiting
 from orchestrator.core.placement import Target
 from orchestrator.jobs.codec import event_of
 from orchestrator.jobs.model import (
-    Assigned,
+    AttemptBegun,
     AttemptEnded,
     Cause,
     Job,
+    JobOrder,
+    JobState,
     QueueHeld,
     Record,
-    Said,
+    StateChanged,
     Submitted,
     SweepSubmitted,
-    Word,
+    UserOrder,
 )
 from orchestrator.jobs.sweep import expand
-from orchestrator.record.jobs import QUEUE_STORE, QueueReader, QueueStore
+from orchestrator.record.jobs import queue_snapshot
 from orchestrator.record.output import OutputFiles
 from orchestrator.record.store import STORE_NAME, RunStore
-from orchestrator.view.terminal import plain_text
 from tests.cli.conftest import Command
 from tests.factories import (
     FACTS,
     STARTED_UNIX_S,
+    add_event,
     config_of,
     event,
     make_job,
     make_standing,
     store_queue,
 )
-from tests.scene import COMMAND, ROOT, ended, orchestrator, wait_for
+from tests.scene import COMMAND, ROOT, ended, wait_for
 
 RUN_ID = "20261126-010203-0b76"
 NIGHT = ROOT / "docs" / "jobs.md"
@@ -72,8 +71,8 @@ def submitted(job: Job) -> Submitted:
     return Submitted(at_s=STARTED_UNIX_S, job=job)
 
 
-def begun(job: str) -> Assigned:
-    return Assigned(
+def begun(job: str) -> AttemptBegun:
+    return AttemptBegun(
         at_s=STARTED_UNIX_S, job=job, attempt=1, card="pc1", budget_bytes=2**30, alone=True
     )
 
@@ -97,18 +96,11 @@ def test_what_happened_to_a_job_is_shown(command: Command, folder: Path) -> None
     store.begin(replace(FACTS, run_id=RUN_ID))
     for name in ("lr-0", "lr-1"):
         kind, slot, details = event_of(begun(name))
-        store.event({**event(name=kind, **details), "slot": slot})
+        add_event(store, {**event(name=kind, **details), "slot": slot})
     store.end("interrupted", 130, None, ())
     lines = command("jobs", "show", "lr-0").stdout.splitlines()
     (happened,) = lines[lines.index("what happened") + 1 :]
-    assert happened.endswith("assigned: attempt 1, card pc1, budget 1024 MiB, alone yes")
-
-
-def test_a_terminal_without_unicode_shows_question_marks(folder: Path) -> None:
-    store_queue(folder, submitted(make_job("lr-2", settings={"lr": 0.1})))
-    done = orchestrator("jobs", "results", PYTHONIOENCODING="latin-1")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert ["lr-1", "?", "QUEUED"] in [line.split() for line in done.stdout.splitlines()]
+    assert happened.endswith("attempt begun: attempt 1, card pc1, budget 1024 MiB, alone yes")
 
 
 def test_a_queue_goes_on_only_where_it_was_begun(command: Command, folder: Path) -> None:
@@ -147,19 +139,6 @@ def test_a_command_is_submitted_with_its_folder_and_code(command: Command, folde
     assert record.job.code is not None
 
 
-def test_a_sweep_on_the_command_line_makes_a_job_for_each_value(
-    command: Command, folder: Path, asked: list[tuple[str, bool]]
-) -> None:
-    done = command(
-        "jobs", "submit", "--json", "--train", "preset=gpt-nano", "--over", "train.lr=1e-4,3e-4"
-    )
-    names = json.loads(done.stdout)["jobs"]
-    jobs = [record.job for record in taken(folder) if isinstance(record, Submitted)]
-    assert [job.name for job in jobs] == names
-    assert [job.settings for job in jobs] == [{"train.lr": 1e-4}, {"train.lr": 3e-4}]
-    assert [name for name, _ in asked] == names
-
-
 def test_a_job_that_was_not_taken_is_listed_and_its_name_is_taken(
     command: Command, folder: Path
 ) -> None:
@@ -177,7 +156,7 @@ def test_a_job_that_was_not_taken_is_listed_and_its_name_is_taken(
 @pytest.mark.torch
 @pytest.mark.usefixtures("folder")
 def test_the_commands_of_the_documents_can_be_typed(command: Command, section: int) -> None:
-    """But `jobs run`, which needs a cluster, and what needs a job with a process or a checkpoint."""
+    """But `jobs run`, which needs a cluster."""
     page = NIGHT.read_text(encoding="utf-8").replace("gpt2-small", "gpt-nano")  # sooner planned
     (night,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     Path("night.yaml").write_text(night)
@@ -185,23 +164,21 @@ def test_the_commands_of_the_documents_can_be_typed(command: Command, section: i
     block = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)[section]
     for line in block.replace("lr-2", "lr-1").splitlines():
         words = shlex.split(line, comments=True)[3:]
-        if words[:2] in (["jobs", "run"], ["jobs", "fetch"]):
+        if words[:2] == ["jobs", "run"]:
             continue
         done = command(*words)
         assert done.returncode == 0, (line, done.stderr)
     assert len(night.splitlines()) <= 25
 
 
-@pytest.mark.parametrize(
-    ("word", "idle"), [("retry", True), ("release", True), ("hold", False), ("cancel", False)]
-)
-def test_a_word_about_jobs_waits_and_says_where_it_changes_nothing(
-    command: Command, folder: Path, word: str, idle: bool
+@pytest.mark.parametrize("order", list(JobOrder))
+def test_a_word_about_jobs_waits_for_the_head(
+    command: Command, folder: Path, order: JobOrder
 ) -> None:
-    said = command("jobs", word, "lr-1", "lr-0").stdout
-    records = [record for record in taken(folder) if isinstance(record, Said)]
-    assert [(one.word, one.job) for one in records] == [(Word(word), "lr-1"), (Word(word), "lr-0")]
-    assert ("lr-1 is QUEUED: while it is, that changes nothing" in said) is idle
+    said = command("jobs", order.value, "lr-1", "lr-0", "lr-1").stdout
+    records = [record for record in taken(folder) if isinstance(record, UserOrder)]
+    assert [(one.order, one.job) for one in records] == [(order, "lr-1"), (order, "lr-0")]
+    assert said.startswith(f"{order}: lr-1, lr-0, in the queue of run {RUN_ID}\n")
 
 
 def test_hold_and_release_without_a_job_are_about_the_queue(command: Command, folder: Path) -> None:
@@ -218,16 +195,13 @@ def test_hold_and_release_without_a_job_are_about_the_queue(command: Command, fo
         (("cancel", "\x1b[2Jx"), "there is no job"),
         (("list", "--run", "beef"), "there is no run 'beef'"),
         (("list", "--run-dir", "elsewhere"), "`python -m orchestrator jobs run FILE` begins one"),
-        (("submit",), "there is nothing to submit"),
+        (("submit",), "Missing argument"),
         (("submit", "none.yaml"), "none.yaml: no such file"),
-        (("submit", "train.py"), "train.py is a program; type: python -m orchestrator jobs"),
+        (("submit", "-c", "cluster.yaml", "no.yml"), "no.yml: no such file"),
         (("submit", "--", "echo hi | wc"), "no shell reads it"),
-        (("submit", "--prioritty", "3", "--", "echo", "hi"), "an option and no program"),
-        (("submit", "python", "train.py"), "-- python train.py"),
-        (("submit", "--trian", "lr=1"), "there is no option --trian"),
+        (("submit", "--prioritty", "3", "--", "echo", "hi"), "No such option"),
+        (("submit", "python", "train.py", "--lr", "1"), "No such option: --lr"),
         (("submit", "--name", "x", "none.yaml"), "is a job file"),
-        (("submit", "--train", "preset=gpt3"), "there is no preset"),
-        (("results", "--csv", "--json"), '"error": "--csv and --json exclude each other"'),
     ],
 )
 @pytest.mark.usefixtures("folder")
@@ -242,22 +216,23 @@ def test_what_cannot_be_is_one_sentence(
 
 
 def test_a_store_that_is_a_pipe_is_refused_at_once(command: Command, folder: Path) -> None:
-    (folder / QUEUE_STORE).unlink()
-    os.mkfifo(folder / QUEUE_STORE)
+    (folder.parent / STORE_NAME).unlink()
+    os.mkfifo(folder.parent / STORE_NAME)
     done = command("jobs", "list")
     assert done.returncode == 2
-    assert "jobs.sqlite cannot be read" in done.stderr
+    assert "run.sqlite cannot be read" in done.stderr
 
 
 @pytest.mark.parametrize("words", [("list",), ("run",), ("submit", "--", "true")])
 def test_a_queue_of_an_earlier_version_is_refused_with_what_to_do(
     command: Command, folder: Path, words: tuple[str, ...]
 ) -> None:
-    (folder / QUEUE_STORE).rename(folder / "journal.jsonl")
+    with closing(sqlite3.connect(folder.parent / STORE_NAME)) as store:
+        store.execute("PRAGMA user_version = 2")
     done = command("jobs", *words)
     assert done.returncode == 2
-    assert "is a queue of an earlier version of this program" in done.stderr
-    assert "begin another queue with `jobs run FILE --new`" in done.stderr
+    assert "was written by another version of this program" in done.stderr
+    assert "`jobs run FILE --new`" in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 
@@ -269,61 +244,18 @@ def test_logs_are_those_of_the_slot_of_that_name(command: Command, folder: Path)
         assert command(*words).stdout.startswith("lr-1 has printed nothing")
 
 
-def test_files_of_a_job_are_fetched_into_a_new_folder(command: Command, folder: Path) -> None:
-    (folder / "files" / "lr-0" / "sub").mkdir(parents=True)
-    (folder / "files" / "lr-0" / "sub" / "scores.json").write_text("{}")
-    assert "1 file of lr-0" in command("jobs", "fetch", "lr-0", "--to", "best").stdout
-    assert Path("best/sub/scores.json").read_text() == "{}"
-    assert command("jobs", "fetch", "lr-0", "--to", "best").returncode == 2
-    assert "has no files yet" in command("jobs", "fetch", "lr-1", "--to", "none").stderr
-
-
-def test_a_reader_takes_in_what_is_new(folder: Path) -> None:
-    reader = QueueReader(folder.parent)
-    before = reader.look((), 0.0)
-    store_queue(folder, submitted(make_job("more")))
-    after = reader.look((), 0.0)
-    assert before is not None
-    assert after is not None
-    assert [len(picture.standings) for picture in (before, after)] == [2, 3]
-    whole = QueueReader(folder.parent).look((), 0.0)
-    assert whole == after
-
-
 def test_what_the_head_expects_is_shown_of_jobs_that_wait(folder: Path) -> None:
     told = (make_standing(name, reason="pc1 is taken", expected_start_s=9.0) for name in "ab")
     waits = make_standing("lr-1", reason="pc1 is taken", expected_start_s=9.0)
     runs = make_standing("lr-0", "RUNNING", reason="must not be shown")
-    QueueStore(folder).write_outlook([*told, waits, runs])
-    picture = QueueReader(folder.parent).look((), 0.0)
+    store = RunStore(folder.parent / STORE_NAME)
+    store.outlook([*told, waits, runs])
+    store.close()
+    picture = queue_snapshot(folder.parent, (), 0.0)
     assert picture is not None
     shown = {one.job.name: (one.reason, one.expected_start_s) for one in picture.standings}
     assert shown["lr-1"] == ("pc1 is taken", 9.0)
     assert shown["lr-0"][0] != "must not be shown"
-
-
-@pytest.mark.torch
-def test_a_plan_names_order_times_and_what_never_fits(folder: Path) -> None:
-    config = load_config("cluster.yaml")
-    Path("plan.yaml").write_text(
-        "jobs:\n"
-        "  - {name: a, train: {preset: gpt-nano, steps: 1000}}\n"
-        "  - {name: b, command: [python, eval.py], after: [a]}\n"
-        "  - {name: c, command: ['true'], memory_gib: 200}\n"
-    )
-    planned = plan_jobs(expand(read_file("plan.yaml", config)), config)
-    told = plan_object(planned)
-    first, second = told["jobs"]
-    assert (first["job_name"], first["job_card"], second["job_name"]) == ("a", "pc1", "b")
-    assert first["job_predicted_mib"] > 500
-    assert "200.0 GiB" in told["never"]["c"]
-    title, *rows = plain_text([*drawn(plan_parts(planned), None)]).splitlines()
-    assert title.split("  ")[0] == "job"
-    assert rows[0].split()[:4] == ["a", "pc1", "0s", "<1s"]
-    assert str(first["job_predicted_mib"]) in rows[0].split()
-    assert (rows[1].split()[0], rows[1].split()[-1]) == ("b", "a")
-    assert any(row.startswith("The time of 1 job is not known (b)") for row in rows)
-    assert rows[-1].startswith("never: c ")
 
 
 OPTUNA = """\
@@ -395,6 +327,9 @@ def test_a_wait_prints_what_the_job_prints_and_has_its_exit_code(
         output._add(folder.parent / "output" / "ev.log", b"o\nthree")
         why = {"at_s": STARTED_UNIX_S + 1, "job": "ev", "attempt": 1, "text": "so it ended"}
         store_queue(folder, AttemptEnded(**why, **end))
+        if code == 0:  # its files are in place
+            done = StateChanged(at_s=STARTED_UNIX_S + 2, job="ev", to=JobState.DONE, reason="done")
+            store_queue(folder, done)
         out, said = ended(waits)
     finally:
         waits.kill()
@@ -411,44 +346,16 @@ def test_a_sweep_whose_members_names_are_taken_is_refused(command: Command) -> N
     assert "lr.yaml: there is another job called lr-0" in done.stderr
 
 
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
-    """For which jobs it was asked what they need, and whether on a card; the answer is 7 or 3."""
-    seen: list[tuple[str, bool]] = []
+@pytest.mark.usefixtures("nowhere")
+def test_what_a_job_needs_depends_on_its_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prediction, which takes seconds, is a stand-in: 7 on a card, 3 on a processor."""
 
     def least_room_of(jobs: Sequence[Job], _: object, *, on_card: bool) -> dict[str, int]:
-        seen.extend((job.name, on_card) for job in jobs)
         return {job.name: 7 if on_card else 3 for job in jobs}
 
-    monkeypatch.setattr(jobs_run, "least_room_of", least_room_of)
-    return seen
-
-
-def two_jobs(config: Config) -> Sequence[Job]:
-    Path("two.yaml").write_text(
-        "jobs: [{name: a, train: {lr: 1e-3}}, {name: b, train: {lr: 2e-3}}]"
-    )
-    return expand(read_file("two.yaml", config))
-
-
-@pytest.mark.usefixtures("nowhere")
-def test_what_a_job_needs_depends_on_its_target(asked: list[tuple[str, bool]]) -> None:
+    monkeypatch.setattr(verbs, "least_room_of", least_room_of)
     config = config_of({"pc1": {"gpu": "rtx-3090"}})
-    records = on_target(two_jobs(config)[:1], config, Target())
-    needs = [records(config, target)[0].least_bytes for target in (Target(), Target(device="cpu"))]
-    assert (needs, asked) == ([7, 3], [("a", True), ("a", False)])
-
-
-@pytest.mark.parametrize(("out_of_memory", "is_asked"), [(0, False), (1, True)])
-@pytest.mark.usefixtures("nowhere")
-def test_what_was_predicted_for_a_job_like_it_is_not_asked_for_again(
-    asked: list[tuple[str, bool]], out_of_memory: int, is_asked: bool
-) -> None:
-    """Where that ran out of memory, it may be what it needed then."""
-    config = config_of({"pc1": {"gpu": "rtx-3090"}})
-    first, second = two_jobs(config)
-    there = replace(
-        make_standing("a"), job=first, least_room_bytes=2**30, out_of_memory=out_of_memory
-    )
-    (record,) = jobs_run.submitted([second], config, Target(), [there])
-    assert (record.least_bytes, asked) == ((7, [("b", True)]) if is_asked else (2**30, []))
+    Path("one.yaml").write_text("jobs: [{name: a, train: {lr: 1e-3}}]")
+    records = on_target(expand(read_file("one.yaml", config)), config, Target())
+    targets = Target(), Target(device="cpu")
+    assert [records(config, target)[0].least_bytes for target in targets] == [7, 3]

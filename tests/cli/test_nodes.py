@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import re
-import shlex
 import shutil
 import signal
 import subprocess
@@ -23,7 +22,7 @@ from orchestrator.config.schema import Config
 from orchestrator.core.node_commands import NODE_MARK
 from orchestrator.errors import UsageError
 from tests.factories import REFERENCE
-from tests.scene import COMMAND, PATIENCE_S, ROOT, ran, wait_for
+from tests.scene import PATIENCE_S, wait_for
 
 #: A name no other process on this machine is marked with.
 NODE = f"test-{os.getpid()}"
@@ -68,7 +67,7 @@ def recorded(runs: Path, pid: object, name: str = "run-1") -> Path:
 def none_in(folder: Path) -> bool:
     """Say whether `stop_runs` finds none, and says where it has looked."""
     with pytest.raises(
-        UsageError, match=rf"^no run is under way in {re.escape(str(folder))}(\n|$)"
+        UsageError, match=rf"^no run is under way in {re.escape(str(folder))}; --run-dir names"
     ):
         list(stop_runs(str(folder)))
     return True
@@ -165,30 +164,6 @@ def test_a_head_that_may_not_be_signalled_is_told(
     assert asked == f"asked run run-2 (process {mine.pid}) to end"
     assert waits.startswith("waiting up to ")
     assert mine.poll() == 7
-
-
-def test_a_run_elsewhere_is_named_with_the_command_to_end_it(
-    start: Starter, tmp_path: Path
-) -> None:
-    folder = tmp_path / "my runs" / "run-1"
-    folder.mkdir(parents=True)
-    body = (
-        "from orchestrator.run.run_dir import hold_folder\nfrom pathlib import Path\n"
-        f"with hold_folder(Path({str(folder)!r})):"
-    )
-    process = head(start, body + INTERRUPTIBLE.replace("\n", "\n  "))
-    # As typed, in a folder without a configuration of its own.
-    typed = [*COMMAND, "stop", "-c", str(ROOT / "cluster.yaml")]
-    told = ran(typed, cwd=tmp_path)
-    assert told.returncode == 2
-    first, *others = told.stderr.splitlines()
-    assert first == f"no run is under way in {tmp_path / 'runs'}"
-    (line,) = (line for line in others if str(tmp_path) in line)  # there may be others
-    command = shlex.split(line.partition("end it: ")[2])
-    assert command[:4] == ["python", "-m", "orchestrator", "stop"]
-    done = ran([*typed, *command[4:]])
-    assert done.stdout == f"asked run run-1 (process {process.pid}) to end\n"
-    assert process.wait(PATIENCE_S) == 7
 
 
 def test_a_run_that_does_not_end_is_named(start: Starter, tmp_path: Path) -> None:

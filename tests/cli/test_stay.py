@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -26,7 +25,7 @@ NODE = f"stay-{os.getpid()}"
 KEEP = """
 import signal, sys
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
-from orchestrator.cli.stay import keep
+from orchestrator.cli.nodes import keep
 from orchestrator.core.node_commands import NODE_MARK, NodeCommand
 node, address, script = sys.argv[-3:]
 how = dict(environment={NODE_MARK: node}, argv=(script, script + ".sh"), is_head=False, token_steps=(), cpus_said="")
@@ -81,22 +80,18 @@ def head() -> Iterator[str]:
 
 def test_it_waits_for_the_head_until_it_is_asked_to_end(keep: Callable[..., Kept]) -> None:
     kept = keep("exit 1")
-    kept.says(f"{NODE}: waiting: the Ray head at 127.0.0.1:1 cannot be reached")
-    time.sleep(2.5)  # two more looks
+    kept.says(f"{NODE}: waits: the Ray head at 127.0.0.1:1 cannot be reached")
     kept.process.send_signal(signal.SIGHUP)
     code, said = kept.ended()
-    assert code == 130
-    assert [line.split(" ", 1)[-1].split(":")[0] for line in said.splitlines()] == [NODE, NODE], (
-        "one line, and the end"
-    )
+    assert (code, len(said.splitlines())) == (130, 1)
 
 
 def test_what_has_ended_is_started_again_until_stopped(
     keep: Callable[..., Kept], head: str
 ) -> None:
     kept = keep("exit 7", head)
-    kept.says("Ray has ended on this PC; next try after 1 s")
-    kept.says("next try after 2 s")
+    kept.says("Ray has ended on this PC")
+    kept.says("starting", times=2)
     list(stop_node(NODE))
     assert kept.ended()[0] == 130
     assert processes_of(NODE) == set()

@@ -119,9 +119,7 @@ class Head:
         None before it has any.
         """
         with contextlib.suppress(NothingStoredError):
-            return {
-                record.slot: record.row for record in read_run(self.folder()).slots if record.row
-            }
+            return {it.slot: it.row.to_dict() for it in read_run(self.folder()).slots}
         return {}
 
     def interrupt_when(self, ask: Callable[[], Any], what: str) -> dict[str, Any]:

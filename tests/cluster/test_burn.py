@@ -37,28 +37,19 @@ def test_a_hot_card_pauses_its_workers_and_fails_its_phase(start: Starter, short
     told: dict[str, Any] = json.loads(out)
     assert burn.process.returncode == told["exit_code"] == 130, err
     assert told["outcome"] == "interrupted"
-    phase, interrupted = told["phases"]
-    assert (phase["phase"], phase["title"], phase["verdict"]) == (2, "heat", "fail")
-    assert phase["nodes"] == [
-        {"node": "pc1", "verdict": "fail"},
-        {"node": "pc2", "verdict": "pass"},
-    ]
-    by_slot = {worker["slot"]: worker for worker in phase["workers"]}
-    assert {slot: worker["temperature_verdict"] for slot, worker in by_slot.items()} == {
+    heat = {row["slot"]: row for row in told["workers"] if row["phase"] == 2}
+    assert {slot: row["temperature"] for slot, row in heat.items()} == {
         "pc1/0": "fail",
         "pc1/1": "fail",
         "pc2/0": "pass",
     }
-    assert by_slot["pc1/0"]["temperature_max_c"] == 87
-    assert by_slot["pc2/0"]["errors_verdict"] == "pass"
-    assert by_slot["pc2/0"]["steps_ok"] > 0
+    assert any("87 C at most" in reason for reason in heat["pc1/0"]["reasons"])
+    assert heat["pc2/0"]["verdict"] == "pass"
     # What was seen until then may be enough for a verdict.
-    assert interrupted["phase"] == 3
-    assert interrupted["verdict"] in {"fail", "not_judged"}
-    (written,) = runs.glob("burn-*.json")
-    assert json.loads(written.read_text(encoding="utf-8")) == told
+    full = {row["verdict"] for row in told["workers"] if row["phase"] == 3}
+    assert full <= {"fail", "not_judged"}
 
-    run_id = phase["runs"][0]["run_id"]
+    run_id = heat["pc1/0"]["run_id"]
     assert run_id in {run.run_id for run in list_runs(runs)}, "a run like any other"
     summary = json.loads((runs / run_id / "summary.json").read_text(encoding="utf-8"))
     rows = {row["slot"]: row for row in summary["workers"]}

@@ -21,6 +21,7 @@ import torch
 from orchestrator.cluster.actor import WorkerActor
 from tests.command.scenes import is_gone
 from tests.scene import MIB, Patience, spec_of, wait_for
+from workers.engine import pieces
 from workers.messages import Begin, EndCause, Orders, Status, Verdict, VerdictCause, WorkerEvent
 from workers.settings import Scalar, WorkerSpec
 from workers.workloads.base import StepResult, Workload, WorkloadContext
@@ -70,6 +71,8 @@ class Acts(Workload):
         self.steps = 0
         if os.environ["ACT"] == "raise in the constructor":
             raise ValueError("no such table")
+        if context.checkpoint is not None:
+            Path("copy").write_bytes(context.checkpoint)
 
     def step(self, size: int, batch: int) -> StepResult:
         torch.ones(64, 64) @ torch.ones(64, 64)
@@ -306,6 +309,30 @@ def test_an_answer_that_is_lost_loses_no_event(acting: Callable[[str], Slot]) ->
     assert last.counts.steps_oom > 0
     told = [event for event in slot.events if event.name == "oom"]
     assert len(told) == last.counts.steps_oom, (len(ooms), len(told))
+
+
+def test_a_process_begins_once_all_of_its_copy_is_there(
+    acting: Callable[[str], Slot], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 10)
+    state, sent, slot = tmp_path / "state.pt", pieces.SavedPieces(), acting("work")
+    state.write_bytes(bytes(range(35)))
+    slot.wait(lambda told: told.actor != "")
+    whole = pieces.whole_of(state)
+    slot.orders = replace(slot.orders, begin=Begin(copy=whole))
+    for size_bytes in (10, 20, 30):
+        copied = slot.poll().copied
+        slot.orders = replace(slot.orders, copy=sent.piece(str(state), copied))
+        status = slot.poll()
+        assert (status.copied and status.copied.size_bytes, status.incarnation) == (
+            size_bytes,
+            None,
+        )
+    slot.orders = replace(slot.orders, copy=sent.piece(str(state), status.copied))
+    status = slot.wait(lambda told: told.counts.steps_ok > 0)
+    assert (tmp_path / "copy").read_bytes() == bytes(range(35))
+    assert status.copied == whole
 
 
 def test_orders_for_another_process_of_the_actor_start_nothing(

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from orchestrator.control.queue import put
-from orchestrator.jobs.model import ON_CARD, JobState, Said, Standing, Word
-from orchestrator.record.jobs import QUEUE_NAME, QUEUE_STORE, queue_of
+from orchestrator.jobs.model import ON_CARD, JobOrder, JobState, Standing, UserOrder
+from orchestrator.record.jobs import QUEUE_NAME, queue_of
 from tests.cluster.conftest import SMALL, Head, Starter
 from tests.scene import ROOT, ended, orchestrator, python
 
@@ -122,14 +122,14 @@ class Night:
         done = orchestrator("jobs", "submit", *where, *words, cwd=ROOT, **self.environment)
         assert done.returncode == 0, done.stderr
 
-    def say(self, word: Word, job: str) -> None:
-        """Have the head hear a word about a job, as `jobs hold` and the like do."""
+    def say(self, order: JobOrder, job: str) -> None:
+        """Have the head hear a order about a job, as `jobs hold` and the like do."""
         now_ns = time.time_ns()
-        said = Said(at_s=now_ns / 1e9, id=f"{now_ns}-{job}", word=word, job=job, by="test")
+        said = UserOrder(at_s=now_ns / 1e9, id=f"{now_ns}-{job}", order=order, job=job, by="test")
         put(self.head.folder() / QUEUE_NAME, [said])
 
     def standings(self) -> dict[str, Standing]:
-        return dict(queue_of(self.head.folder() / QUEUE_NAME).standings)
+        return dict(queue_of(self.head.folder()).standings)
 
     def trains(self) -> str | None:
         """Return a job that has a checkpoint, and is at work."""
@@ -162,7 +162,7 @@ def two_pcs(start: Starter, short_tmp: Path) -> Iterator[Night]:
 def test_a_queue_survives_the_death_of_worker_and_head(start: Starter, short_tmp: Path) -> None:
     night = Night(start, short_tmp, "--rehearse")
     first = night.begin("--stay")
-    first.wait(lambda: list(night.runs.glob(f"*/{QUEUE_NAME}/{QUEUE_STORE}")), "a queue")
+    first.wait(lambda: list(night.runs.glob(f"*/{QUEUE_NAME}")), "a queue")
     night.submit(night.file_of(NIGHT))
     first.wait(night.trains, "a checkpoint")
     name = str(night.trains())
@@ -194,7 +194,7 @@ def test_a_job_that_is_waited_for_prints_here_and_ends_with_its_code(
 ) -> None:
     night = Night(start, short_tmp, "--rehearse")
     head = night.begin("--stay")
-    head.wait(lambda: list(night.runs.glob(f"*/{QUEUE_NAME}/{QUEUE_STORE}")), "a queue")
+    head.wait(lambda: list(night.runs.glob(f"*/{QUEUE_NAME}")), "a queue")
     words = ("jobs", "submit", "--wait", "--run-dir", str(night.runs), "--", sys.executable, "-c")
     for program, code, printed in (
         ("print('good')", 0, "good\n"),
@@ -207,12 +207,12 @@ def test_a_job_that_is_waited_for_prints_here_and_ends_with_its_code(
 def test_a_moved_training_goes_on_from_the_heads_copy(two_pcs: Night) -> None:
     head = two_pcs.begin(two_pcs.file_of(CROWDED))
     head.wait(two_pcs.trains, "a checkpoint")
-    two_pcs.say(Word.HOLD, "moved")
+    two_pcs.say(JobOrder.HOLD, "moved")
     head.wait(lambda: two_pcs.standings()["stays"].card, "another job on its card")
     assert two_pcs.standings()["moved"].last_card == "pc1"
-    two_pcs.say(Word.RELEASE, "moved")
+    two_pcs.say(JobOrder.RELEASE, "moved")
     head.wait(lambda: two_pcs.standings()["moved"].sha256, "its end")
-    two_pcs.say(Word.CANCEL, "stays")
+    two_pcs.say(JobOrder.CANCEL, "stays")
 
     code, out, err = head.finish()
     assert code == 0, out + err

@@ -1,4 +1,4 @@
-"""A worker process with the engine of a command in it, and what it starts, all of it real."""
+"""A worker process that keeps a program of the user, and what it starts, all of it real."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from typing import Any
 
 import psutil
 
+from orchestrator.cluster.kept_command import KeptCommand
 from tests.scene import ROOT, Patience, computed, spec_of, wait_for
-from workers.command.engine import CommandEngine
-from workers.messages import Orders, Status
+from workers.messages import Begin, Orders, Status
 from workers.settings import CommandSpec, WorkerSpec
 from workers.units import GIB
 
@@ -31,18 +31,18 @@ def command_spec(
 
 
 class Slot:
-    """Asks an engine in this process, as the head does with a worker."""
+    """Asks what keeps a program in this process, as the head does with an actor."""
 
     def __init__(self, spec: WorkerSpec, incarnation: int = 0, problem: str | None = None) -> None:
-        self.engine = CommandEngine(spec, problem)
-        self.orders = Orders(incarnation=incarnation)
+        self.program = KeptCommand(spec, problem)
+        self.orders = Orders(incarnation=incarnation, begin=Begin())
         self.events: dict[str, Mapping[str, Any]] = {}
         self.printed = ""
 
     def poll(self, wait_s: float = 0.2, **orders: Any) -> Status:
         """Ask once; what is ordered stays ordered."""
         self.orders = replace(self.orders, **orders)
-        status = self.engine.poll(self.orders, wait_s)
+        status = self.program.poll(self.orders, wait_s)
         self.events |= {event.name: event.detail for event in status.events}
         self.printed += "" if status.output is None else status.output.text
         return status
@@ -54,6 +54,10 @@ class Slot:
             assert not patience.is_over(), f"it never came: {status}"
         return status
 
+    def begin(self) -> Status:
+        """Ask until the program runs."""
+        return self.until(lambda status: status.is_up)
+
     def rest(self) -> Status:
         """Have the program save and end, as the head does with a slot that is to rest."""
         self.poll(holds=True, saves=self.orders.saves + 1)
@@ -64,7 +68,7 @@ class Slot:
         return self.until(lambda status: status.ended is not None)
 
 
-#: What a worker process does: it asks its engine until it is killed. The argument is a pickle of the spec.
+#: What a worker process does: it asks for its program until it is killed. The argument is a pickle of the spec.
 WORKER = """
 import pickle, sys
 from pathlib import Path

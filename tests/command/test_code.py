@@ -60,7 +60,7 @@ def test_what_git_ignores_does_not_travel(project: Path) -> None:
 
 
 def test_folder_arrives_as_it_was(project: Path, state_dir: Path) -> None:
-    arrived = unpack(pack(None, str(project), "pc2"), str(project), "run", "job")
+    arrived = unpack(pack(None, str(project), "pc2"), "run", "job")
     assert arrived.problem is None
     assert code_of(arrived.path) == code_of(project)
     assert (Path(arrived.path) / "data.bin").stat().st_size == 1000
@@ -74,8 +74,8 @@ def test_folder_that_is_too_large_is_refused(
     project: Path, monkeypatch: pytest.MonkeyPatch, state_dir: Path
 ) -> None:
     monkeypatch.setattr(command_folder, "MOST_BYTES", 500)
-    arrived = unpack(pack(None, str(project), "pc2"), str(project), "run", "job")
-    report = Slot(command_spec("-c", "pass", cwd=arrived.path), problem=arrived.problem).poll()
+    arrived = unpack(pack(None, str(project), "pc2"), "run", "job")
+    report = Slot(command_spec("-c", "pass", cwd=arrived.path), problem=arrived.problem).end()
     assert report.ended is not None
     assert "at most 0 MiB are sent to another PC: name there what" in report.ended.text
     assert not report.ended.started

@@ -11,14 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.cluster.actor import load_worker
+from orchestrator.cluster.actor import load_program
 from orchestrator.jobs.causes import cause_of
 from orchestrator.jobs.model import Cause
 from tests.command.scenes import Slot, command_spec, told
 from tests.scene import ROOT, python
 from workers.command import files
-from workers.command.engine import ATTEMPT
-from workers.command.launch import split_python
+from workers.command.launch import ATTEMPT
 from workers.messages import Verdict, WorkerState
 from workers.units import GIB, MIB
 
@@ -51,7 +50,7 @@ def test_a_worker_leaves_the_settings_of_torch_to_it(monkeypatch: pytest.MonkeyP
     for name in ("CUDA_DEVICE_ORDER", "CUBLAS_WORKSPACE_CONFIG", "TORCH_CUBLAS_WORKSPACE_CACHE"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    load_worker(command_spec())
+    load_program(command_spec())
     assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
     assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     # With another one than its own two, torch refuses to compute deterministically.
@@ -61,12 +60,6 @@ def test_a_worker_leaves_the_settings_of_torch_to_it(monkeypatch: pytest.MonkeyP
 def test_second_start_is_told_to_resume() -> None:
     Slot(command_spec("-c", "pass")).end()
     assert environment_of(Slot(command_spec("-c", TELLS)))["ORCHESTRATOR_RESUME"] == "1"
-
-
-def test_first_attempt_of_a_job_resumes_nothing() -> None:
-    """Its slot counts another process for each attempt, the first one too."""
-    spec = command_spec("-c", TELLS, env={"ORCHESTRATOR_ATTEMPT": "1"})
-    assert "ORCHESTRATOR_RESUME" not in environment_of(Slot(spec, incarnation=1))
 
 
 def test_its_python_is_found_first(tmp_path: Path) -> None:
@@ -93,8 +86,8 @@ time.sleep(600)
 
 
 def test_program_that_rests_saves_first_and_starts_again(state_dir: Path) -> None:
-    slot = Slot(command_spec("-c", SAVES))
-    slot.poll()
+    slot = Slot(command_spec("-c", SAVES, grace_s=120.0))
+    slot.begin()
     folder = state_dir / "state" / "run" / "job"
     told(folder / "ready")
     report = slot.rest()
@@ -102,7 +95,8 @@ def test_program_that_rests_saves_first_and_starts_again(state_dir: Path) -> Non
     assert (report.ended.exit_code, report.ended.was_asked) == (75, True)
     assert report.verdict is Verdict.OK
     assert (folder / "saved").is_file()
-    again = slot.poll(holds=False)
+    slot.poll(holds=False)
+    again = slot.begin()
     assert (again.state, slot.events["program_started"]["resumes"]) == (WorkerState.RUNNING, True)
     slot.rest()
 
@@ -117,7 +111,7 @@ time.sleep(600)
 
 def test_program_that_does_not_end_is_killed(state_dir: Path) -> None:
     slot = Slot(command_spec("-c", STAYS, grace_s=0.2))
-    slot.poll()
+    slot.begin()
     told(state_dir / "state" / "run" / "job" / "ready")
     report = slot.rest()
     assert report.ended is not None
@@ -126,6 +120,7 @@ def test_program_that_does_not_end_is_killed(state_dir: Path) -> None:
 
 def test_a_silent_program_is_no_failure() -> None:
     slot = Slot(command_spec("-c", "import time; time.sleep(600)"))
+    slot.begin()
     reports = [slot.poll(0.1) for _ in range(5)]
     assert [report.counts.steps_error for report in reports] == [0] * 5
     assert all(report.counts.steps_ok > report.wall_s > 0 for report in reports), "one a second"
@@ -184,7 +179,7 @@ def test_a_script_of_windows_is_named(tmp_path: Path) -> None:
     script.chmod(0o700)
     spec = command_spec(cwd=str(tmp_path))
     assert spec.command is not None
-    report = Slot(replace(spec, command=replace(spec.command, argv=("./run.sh",)))).poll()
+    report = Slot(replace(spec, command=replace(spec.command, argv=("./run.sh",)))).end()
     assert f"the line {line} of {tmp_path}/run.sh ends with a carriage return" in report.reason
 
 
@@ -193,7 +188,7 @@ def test_what_is_not_there_is_named(what: str, tmp_path: Path) -> None:
     spec = command_spec(cwd=str(tmp_path / "none") if what == "folder" else str(tmp_path))
     assert spec.command is not None
     command = replace(spec.command, argv=("no-such-program",))
-    report = Slot(replace(spec, command=command)).poll()
+    report = Slot(replace(spec, command=command)).end()
     missing = {"program": "no-such-program", "folder": str(tmp_path / "none")}[what]
     assert report.reason == f"cannot be started: No such file or directory: {missing}"
     assert report.ended is not None
@@ -271,7 +266,7 @@ def test_an_attempt_that_has_ended_is_not_run_again(tmp_path: Path) -> None:
     code = f"open({str(tmp_path / 'runs')!r}, 'a').write('x'); raise SystemExit(3)"
     spec = command_spec("-c", code, env={ATTEMPT: "1"})
     Slot(spec).end()
-    again = Slot(spec, incarnation=1).poll()  # its worker was killed before the head had heard
+    again = Slot(spec, incarnation=1).end()  # its worker was killed before the head had heard
     assert again.ended is not None
     assert (again.ended.exit_code, (tmp_path / "runs").read_text()) == (3, "x")
 
@@ -286,7 +281,7 @@ def test_words_of_the_attempt_before_do_not_count() -> None:
 def test_log_keeps_its_newest_part(
     tmp_path: Path, state_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("workers.command.engine.LOG_BYTES", 100_000)
+    monkeypatch.setattr("orchestrator.cluster.kept_command.LOG_BYTES", 100_000)
     code = "for number in range(30_000): print('line', number)"
     slot = Slot(command_spec("-c", code, cwd=str(tmp_path)))
     report = slot.end()
@@ -302,18 +297,24 @@ def test_log_keeps_its_newest_part(
 
 
 @pytest.mark.parametrize(
-    ("words", "found"),
+    "words",
     [
-        (["python", "-X", "dev", "t.py", "-m"], (["python", "-X", "dev"], ["t.py", "-m"])),
-        (["/a/python3.12", "-um", "torch.run"], (["/a/python3.12", "-u"], ["-m", "torch.run"])),
-        (["python", "-"], (["python"], ["-"])),
-        (["./t.py", "1"], (["python"], ["./t.py", "1"])),
-        (["bash", "t.sh"], None),
-        (["python"], None),
+        ["python", "-X", "dev", "-q", "t.py", "-m"],
+        ["python", "-qm", "t", "-m"],
+        ["python", "--check-hash-based-pycs", "never", "-q", "t.py", "-m"],
+        ["./t.py", "-m"],
     ],
 )
-def test_interpreter_and_program(words: list[str], found: object) -> None:
-    assert split_python(words) == found
+def test_words_of_the_interpreter_and_of_the_program_stay_apart(
+    words: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "t.py").write_text("import sys; print(sys.argv[1:], sys.flags.quiet)")
+    spec = command_spec(cwd=str(tmp_path), cap=True)
+    assert spec.command is not None
+    slot = Slot(replace(spec, command=replace(spec.command, argv=tuple(words))))
+    slot.end()
+    assert slot.printed == f"['-m'] {int(words[0] == 'python')}\n"
+    assert "uncapped" not in slot.events["program_started"]
 
 
 TORCH = """
@@ -351,6 +352,56 @@ def test_a_cap_of_its_ram_beside_a_card_is_its_own_too() -> None:
     assert cause_of(report.ended) is Cause.OUT_OF_MEMORY, "it is not tried again with the same cap"
 
 
+#: What `workers.capped` prints for people.
+LINE = "workers.capped: process 7 ran out of memory; its cap is 2 GiB of private memory"
+
+ENDS = {
+    "prints its words": (f"print({LINE!r}); raise ValueError", 2, Cause.EXCEPTION),
+    "survives it": (
+        "try:\n    bytearray(3 << 30)\nexcept MemoryError as error:\n    del error\nraise SystemExit(1)",
+        2,
+        Cause.EXCEPTION,
+    ),
+    "talks on": (
+        "import atexit; atexit.register(print, 'x' * 20_000); bytearray(3 << 30)",
+        2,
+        Cause.OUT_OF_MEMORY,
+    ),
+    "cannot load torch": ("pass", 0.05, Cause.OUT_OF_MEMORY),
+}
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("how", ENDS)
+def test_memory_is_the_cause_where_the_capped_program_notes_it(how: str, state_dir: Path) -> None:
+    code, gib, cause = ENDS[how]
+    report = Slot(command_spec("-c", code, cap=True, budget_bytes=int(gib * GIB))).end()
+    assert report.ended is not None
+    assert cause_of(report.ended) is cause, report.ended.text
+    assert not (state_dir / "state" / "run" / "job" / "out-of-memory").exists()
+
+
+def test_a_python_that_cannot_be_capped_runs_and_says_so(tmp_path: Path) -> None:
+    venv.create(tmp_path / "own", symlinks=True)
+    (tmp_path / "own" / "lib" / "python3.11" / "site-packages" / "sitecustomize.py").write_text(
+        "import sys; sys.modules['psutil'] = None"
+    )
+    spec = command_spec(cwd=str(tmp_path), python="own", cap=True)
+    assert spec.command is not None
+    argv = (
+        "python",
+        "-B",
+        "-c",
+        "import sys; print(sys.argv, sys.flags.dont_write_bytecode)",
+        "a b",
+    )
+    slot = Slot(replace(spec, command=replace(spec.command, argv=argv)))
+    assert slot.end().state is WorkerState.DONE, slot.printed
+    first, second = slot.printed.splitlines()
+    assert "cannot run workers.capped, so nothing caps" in first
+    assert second == "['-c', 'a b'] 1"
+
+
 def test_what_cannot_be_capped_is_said() -> None:
     spec = command_spec(cap=True)
     assert spec.command is not None
@@ -365,8 +416,8 @@ def test_worker_loads_no_torch(tmp_path: Path) -> None:
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]);"
         "from tests.command.scenes import command_spec;"
-        "from orchestrator.cluster.actor import load_worker;"
-        "load_worker(command_spec('-c', 'pass')); print('torch' in sys.modules)"
+        "from orchestrator.cluster.actor import load_program;"
+        "load_program(command_spec('-c', 'pass')); print('torch' in sys.modules)"
     )
     done = python("-c", code, str(ROOT), cwd=tmp_path)
     assert done.stdout.strip() == "False", done.stderr

@@ -94,7 +94,7 @@ time.sleep(600)
 def test_next_attempt_ends_what_kills_left(tmp_path: Path, state_dir: Path) -> None:
     spec = command_spec("-c", FORKS, cwd=str(tmp_path), grace_s=0.3)
     slot = Slot(spec)
-    slot.poll()
+    slot.begin()
     program, child = told(tmp_path / "pids")
     kill_keepers(program)
     wait_for(lambda: is_gone(program), "the program's end by the kernel")
@@ -106,7 +106,7 @@ def test_next_attempt_ends_what_kills_left(tmp_path: Path, state_dir: Path) -> N
 
 def test_worker_ends_what_its_keepers_left(tmp_path: Path, state_dir: Path) -> None:
     slot = Slot(command_spec("-c", STUBBORN, cwd=str(tmp_path)))
-    slot.poll()
+    slot.begin()
     program, child = told(tmp_path / "pids")
     slot.poll()
     kill_keepers(program)
@@ -149,8 +149,8 @@ def test_worker_that_ignores_its_children_learns_the_end(state_dir: Path) -> Non
 
 def test_a_program_ends_when_the_head_is_silent(tmp_path: Path, state_dir: Path) -> None:
     slot = Slot(command_spec("-c", "import time; time.sleep(600)", cwd=str(tmp_path), lease_s=1.0))
-    slot.poll()
-    program = slot.engine._pid
+    slot.begin()
+    program = slot.program._pid
     wait_for(lambda: is_gone(program), "the end of the program")
 
     ended = slot.end().ended

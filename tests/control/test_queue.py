@@ -11,7 +11,14 @@ import pytest
 from pydantic import TypeAdapter
 
 from orchestrator.control.queue import NoMessageError, message_of, put, waiting
-from orchestrator.jobs.model import QueueHeld, Rested, Said, Submitted, SweepSubmitted, Word
+from orchestrator.jobs.model import (
+    AttemptReleased,
+    JobOrder,
+    QueueHeld,
+    Submitted,
+    SweepSubmitted,
+    UserOrder,
+)
 from orchestrator.record import command_file
 from tests.jobs.scene import command, training
 
@@ -20,7 +27,7 @@ def submitted(name: str) -> Submitted:
     return Submitted(at_s=1.0, job=command(name), least_bytes=7)
 
 
-SAID = Said(at_s=1.0, id="m", word=Word.HOLD, job="a", by="ann")
+SAID = UserOrder(at_s=1.0, id="m", order=JobOrder.HOLD, job="a", by="ann")
 SWEEP = SweepSubmitted(at_s=1.0, name="s", count=3, origin="s.yaml:1", text="jobs: é", cwd="/")
 
 
@@ -43,33 +50,34 @@ def test_messages_come_as_they_were_in_the_order_of_their_putting(tmp_path: Path
 
 
 def told(**changes: Any) -> bytes:
-    values = {"at_s": 1.0, "id": "m", "word": "hold", "job": "a", "by": "ann", **changes}
+    values = {"at_s": 1.0, "id": "m", "order": "hold", "job": "a", "by": "ann", **changes}
     return json.dumps([values]).encode()
 
 
 @pytest.mark.parametrize(
     "content",
     [
-        *(b"", b"hello", b"{}", b"[1]", b"[[]]", b"\xff", b"[" * 50_000, None),
+        *(b"", b"hello", b"{}", b"[1]", b"[[]]", b"\xff", b"[" * 50_000),
         told(kind="Other"),
-        told(word="explode"),
+        told(order="explode"),
         told(job=7),
         told(at_s="soon"),
         json.dumps([{"at_s": 1.0, "job": {"name": "a", "id": "x", "kind": "train", "steps": "x"}}]),
     ],
 )
-def test_what_is_no_message_blocks_nothing(tmp_path: Path, content: bytes | str | None) -> None:
+def test_what_is_no_message_blocks_nothing(tmp_path: Path, content: bytes | str) -> None:
     raw = content.encode() if isinstance(content, str) else content
     with pytest.raises(NoMessageError):
         message_of(raw)
-    if raw is not None:
-        command_file.put(tmp_path, raw, identity="x")
+    command_file.put(tmp_path, raw, identity="x")
     put(tmp_path, [SAID])
 
     assert waiting(tmp_path) == [(SAID,)]
 
 
 def test_only_users_records_are_taken() -> None:
-    content = b"[%s]" % TypeAdapter(Rested).dump_json(Rested(at_s=0.0, job="a", attempt=1))
+    content = b"[%s]" % TypeAdapter(AttemptReleased).dump_json(
+        AttemptReleased(at_s=0.0, job="a", attempt=1)
+    )
     with pytest.raises(NoMessageError):
         message_of(content)

@@ -38,11 +38,8 @@ def test_a_command_comes_through_as_it_was() -> None:
         (b"[" * 50_000, "a command: Invalid JSON"),
         (b"\xff\x00", "a command: Invalid JSON"),
         (row(slots=["pc1/3"] * COMMAND_MOST_BYTES), "at most"),
-        (None, "at most"),
     ],
 )
-def test_what_is_no_command_is_refused_with_what_would_be_one(
-    content: bytes | None, words: str
-) -> None:
+def test_what_is_no_command_is_refused_with_what_would_be_one(content: bytes, words: str) -> None:
     with pytest.raises(NoCommandError, match=words):
         command_of(content)

@@ -126,7 +126,7 @@ def test_a_cap_is_within_the_budget_which_lifts_it() -> None:
         "pc1/0": replace(PLANS["pc1/0"], spec=replace(PLANS["pc1/0"].spec, policy="classic"))
     }
     command = Command(id="a", do=Do.CAP, slots=("pc1/0",), by="test", amount_bytes=MIB)
-    with pytest.raises(CommandRefusedError, match="policy classic: run with --policy adaptive"):
+    with pytest.raises(CommandRefusedError, match=r"run with --set memory\.policy=adaptive"):
         events_of(command, {"pc1/0": slot_in("running").slot}, classic, [])
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,9 +40,9 @@ def only(findings: list[Finding], check: str) -> Finding:
 
 def test_a_good_machine_with_a_card_is_all_right() -> None:
     findings = examine(workstation())
-    assert {finding.verdict for finding in findings} == {OK, SKIP}
+    assert {finding.verdict for finding in findings} == {OK}
     assert only(findings, "card").found == (
-        "#0 NVIDIA GeForce RTX 3090, 23.56 GiB, in cluster.yaml: rtx-3090"
+        "#0 NVIDIA GeForce RTX 3090, 23.56 GiB, driver 580.65.06, in cluster.yaml: rtx-3090"
     )
 
 
@@ -71,10 +70,9 @@ TI = card_facts(name="NVIDIA GeForce RTX 3070 Ti", total_bytes=8 * GIB)
     ("facts", "check", "verdict", "words", "fix"),
     [
         (laptop(pci_cards=1), "card", FAIL, "driver does not answer", "sudo ubuntu-drivers install && sudo reboot"),
-        (laptop(pci_cards=1, has_nouveau=True), "card", FAIL, "nouveau", "sudo ubuntu-drivers install && sudo reboot"),
         (
             laptop(nvml_error="RM has detected an NVML/RM version mismatch.", pci_cards=1),
-            "driver", FAIL, "updated while it was in use", "sudo reboot",
+            "card", FAIL, "updated while it was in use", "sudo reboot",
         ),
         (workstation(cards=(), card_errors=("card 0 is lost",)), "card", FAIL, "card 0 is lost", "sudo reboot"),
         (
@@ -107,9 +105,6 @@ TI = card_facts(name="NVIDIA GeForce RTX 3070 Ti", total_bytes=8 * GIB)
             "sudo systemctl enable --now nvidia-persistenced || sudo nvidia-smi -pm 1",
         ),
         (workstation(cards=(card_facts(persistence=False, display=True),)), "persistence", OK, "stays loaded", None),
-        (wsl(cards=(card_facts(persistence=False),)), "persistence", SKIP, "Windows", None),
-        (laptop(ray=None), "ray", FAIL, "not installed", "make setup"),
-        (laptop(ray="2.40.0"), "ray", FAIL, "too old", "make setup"),
         (
             laptop(cpu_governors=("powersave",)),
             "cpu_governor", WARN, "lowest clock", "sudo cpupower frequency-set -g schedutil",
@@ -118,16 +113,15 @@ TI = card_facts(name="NVIDIA GeForce RTX 3070 Ti", total_bytes=8 * GIB)
             laptop(cpu_governors=("powersave",), cpu_scaling_driver="intel_pstate"),
             "cpu_governor", OK, "powersave", None,
         ),
-        (laptop(cpu_governors=()), "cpu_governor", SKIP, "does not report it", None),
-        (workstation(), "driver", OK, "580.65.06, runs CUDA up to 13.0, answers for 1 card", None),
+        (workstation(), "card", OK, "23.56 GiB, driver 580.65.06, in cluster.yaml: rtx-3090", None),
         (laptop(torch=CUDA_TORCH), "torch", OK, "2.13.0+cu128, built for CUDA 12.8", None),
-        (workstation(cards=(card_facts(used_bytes=21 * GIB, holders=WORKERS),)), "vram", OK, "orch-engine", None),
+        (workstation(cards=(card_facts(used_bytes=21 * GIB, holders=WORKERS),)), "vram", OK, "2.56 GiB free", None),
         (
             workstation(cards=(card_facts(used_bytes=10 * GIB, holders=HOLDERS),)), "vram", WARN,
-            "13.56 GiB free of 23.56; held by game.exe (pid 4711, 9.00 GiB), Xorg (pid 900, 0.50 GiB), unknown (pid 5)",
+            "13.56 GiB free of 23.56; held by Xorg (pid 900), game.exe (pid 4711), unknown (pid 5)",
             "nvidia-smi",
         ),
-        (workstation(cards=(TI,)), "card", OK, "RTX 3070 Ti, 8.00 GiB, in cluster.yaml: rtx-3070-ti", None),
+        (workstation(cards=(TI,)), "card", OK, "8.00 GiB, driver 580.65.06, in cluster.yaml: rtx-3070-ti", None),
     ],
 )  # fmt: skip
 def test_one_thing_is_wrong(
@@ -160,38 +154,30 @@ def test_kernels_run_on_later_minor_and_major_versions(
 
 
 @pytest.mark.parametrize(
-    ("facts", "mps", "verdict", "fix"),
-    [
-        (workstation(), False, SKIP, None),
-        (workstation(), True, FAIL, "nvidia-cuda-mps-control -d"),
-        (workstation(mps_daemon=True), True, OK, None),
-        (laptop(), True, SKIP, None),
-    ],
-)
-def test_mps_is_asked_for_and_may_not_be_there(
-    facts: MachineFacts, mps: bool, verdict: Verdict, fix: str | None
-) -> None:
-    config = REFERENCE.model_copy(
-        update={"workers": REFERENCE.workers.model_copy(update={"mps": mps})}
-    )
-    found = only(examine(facts, config=config), "mps")
-    assert (found.verdict, found.fix) == (verdict, fix)
-
-
-@pytest.mark.parametrize(
-    ("free_bytes", "verdict"), [(None, SKIP), (10**12, OK), (500 * 2**20, WARN), (2**20, FAIL)]
+    ("free_bytes", "verdict"), [(10**12, OK), (500 * 2**20, WARN), (2**20, FAIL)]
 )
 def test_the_disk_of_run_folders(
-    monkeypatch: pytest.MonkeyPatch, free_bytes: int | None, verdict: Verdict
+    monkeypatch: pytest.MonkeyPatch, free_bytes: int, verdict: Verdict
 ) -> None:
     monkeypatch.setattr(checks, "free_bytes", lambda _: free_bytes)
     assert here()["disk"].verdict is verdict
 
 
+def test_what_does_not_apply_is_not_mentioned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "free_bytes", lambda _: None)
+    sleepy = wsl(cards=(card_facts(persistence=False),), cpu_governors=())
+    found = {finding.check for finding in examine(sleepy)} | set(here())
+    assert found.isdisjoint({"persistence", "cpu_governor", "disk"})
+
+
 def test_every_failure_says_what_to_do() -> None:
     """Broken in every way at once: each FAIL has a command, or a hint where no command does it."""
-    broken = laptop(ray="1.0", torch=TorchFacts(), pci_cards=2, card_errors=("card 1 is lost",))
-    failures = [found for found in examine(broken) if found.verdict is FAIL]
+    config = REFERENCE.model_copy(update={"nodes": {"pc1": PC1}})
+    broken = laptop(
+        torch=TorchFacts(), pci_cards=2, card_errors=("card 1 is lost", "card 2 is lost")
+    )
+    found_here = examine(broken, config=config, name="pc1")
+    failures = [found for found in found_here if found.verdict is FAIL]
     assert len(failures) >= 4
     assert all(found.fix or found.hint for found in failures)
 
@@ -210,15 +196,11 @@ CPU_NODE = NodeConfig(gpu="cpu", gpus=0, workers=4, vram_per_worker_gib=1.0)
         (PC1, workstation(cards=(card_facts(), replace(SMALL_CARD, used_bytes=5 * GIB))), [OK], "which it has"),
         (PC1, laptop(), [FAIL], "cluster.yaml gives pc1 1 x rtx-3090, but no NVIDIA card answers there"),
         (PC1.model_copy(update={"gpus": 2}), workstation(), [FAIL], "but 1 answer there"),
-        (PC1, workstation(cards=(SMALL_CARD,)), [FAIL, WARN], "7 workers x 3.3 GiB = 23.1 GiB, but 0.99 of"),
-        (
-            PC1.model_copy(update={"workers": 2}), workstation(cards=(SMALL_CARD,)), [WARN],
-            "has a NVIDIA GeForce RTX 3070 with 7.67 GiB, for which cluster.yaml says 23.56",
-        ),
+        (PC1, workstation(cards=(SMALL_CARD,)), [FAIL], "7 workers x 3.3 GiB = 23.1 GiB, but 0.99 of"),
+        (PC1.model_copy(update={"workers": 1}), workstation(cards=(SMALL_CARD,)), [OK], "which it has"),
         (PC1, workstation(cards=(card_facts(used_bytes=22 * GIB, holders=(WORKER,)),)), [OK], "which it has"),
         (CPU_NODE, laptop(), [OK], "pc1: 4 workers x 1 GiB on the processor, which it has"),
         (CPU_NODE, laptop(ram_available_bytes=2 * GIB), [FAIL], "= 4.00 GiB, and 2.00 GiB of memory are free"),
-        (CPU_NODE, workstation(), [WARN], "lets pc1 work on its processor, and it has a NVIDIA GeForce RTX 3090"),
     ],
 )  # fmt: skip
 def test_a_plan_against_the_machine(
@@ -229,26 +211,15 @@ def test_a_plan_against_the_machine(
     assert words in found[0].found
 
 
-def plan_of(plan: NodeConfig, facts: MachineFacts, *, is_sure: bool = True) -> list[Finding]:
+def plan_of(plan: NodeConfig, facts: MachineFacts) -> list[Finding]:
     config = REFERENCE.model_copy(update={"nodes": {"pc1": plan}})
-    found = examine(facts, config=config, name="pc1", is_sure=is_sure)
+    found = examine(facts, config=config, name="pc1")
     return [finding for finding in found if finding.check == "plan"]
 
 
-def test_a_card_with_too_little_room_for_the_plan_is_said() -> None:
-    used = card_facts(used_bytes=3 * GIB, holders=(WORKER, replace(WORKER, name="game")))
-    facts = workstation(cards=(used,))
-    assert only(examine(facts), "vram").verdict is OK
-    found = only(examine(facts, config=REFERENCE, name="pc1"), "vram")
-    assert found.verdict is WARN
-    assert "20.56 GiB free of 23.56; its workers want 23.10; held by" in found.found
-
-
-def test_a_plan_that_does_not_fit_says_what_would_and_only_warns_of_another_machine() -> None:
-    facts = workstation(cards=(SMALL_CARD,))
-    sure, doubtful = (plan_of(PC1, facts, is_sure=is_sure)[0] for is_sure in (True, False))
-    assert sure.hint == "in cluster.yaml: at most 2 workers, or vram_per_worker_gib <= 1.08"
-    assert (doubtful.verdict, doubtful.found) == (WARN, f"{sure.found} (if this PC is meant)")
+def test_a_plan_that_does_not_fit_says_what_would() -> None:
+    (found,) = plan_of(PC1, workstation(cards=(SMALL_CARD,)))
+    assert found.hint == "in cluster.yaml: at most 2 workers, or vram_per_worker_gib <= 1.08"
 
 
 def answer(name: str | None = "pc1", **changes: Any) -> NodeAnswer:
@@ -279,10 +250,10 @@ def unlike(**facts: Any) -> tuple[NodeAnswer, NodeAnswer]:
     [
         (PAIR, "None/nodes", OK, "2 planned nodes there, with the CPUs and GPUs planned"),
         (PAIR, "pc2/network", OK, "reaches every other node"),
-        ((answer(facts=None, error="No module named 'workers'"),), "pc1/answer", FAIL, "No module named 'workers'"),
+        ((answer(facts=None, error="No module named 'workers'"),), "pc1/nodes", FAIL, "No module named 'workers'"),
         ((answer(unreachable=("192.168.1.11:40001",)),), "pc1/network", FAIL, "192.168.1.11:40001"),
         ((answer(None),), "192.168.1.10/nodes", WARN, "has no label"),
-        ((answer("pc7"),), "pc7/nodes", WARN, "cluster.yaml has no node pc7"),
+        ((answer("pc7"),), "pc7/nodes", WARN, "cluster.yaml does not name it"),
         (unlike(python="3.12.1"), "None/versions", FAIL, "Python differs: pc1 has 3.11, pc2 has 3.12"),
         (unlike(python="3.11.9"), "None/versions", OK, "the same on every node"),
         (unlike(ray="2.59.0"), "None/versions", FAIL, "Ray differs: pc1 has 2.60.0, pc2 has 2.59.0"),
@@ -300,7 +271,7 @@ def test_what_nodes_answer(
     found = nodes(*answers)[check]
     assert found.verdict is verdict
     assert words in found.found
-    assert found.hint or found.fix or verdict in {OK, SKIP} or check == "pc7/nodes"
+    assert found.hint or found.fix or verdict in {OK, SKIP}
 
 
 def test_the_firewall_opens_the_ports_of_ray_to_one_node() -> None:
@@ -352,17 +323,6 @@ def test_the_token(
     found = here(is_cluster=is_needed, auth=auth)["token"]
     assert (found.verdict, found.fix) == (verdict, None if fix is None else fix.format(path))
     assert "secret" not in str(found)
-
-
-def test_a_port_that_is_taken_is_said() -> None:
-    with socket.socket() as taken:
-        taken.bind(("", 0))
-        port = taken.getsockname()[1]
-        taken.listen()
-        found = here(port=port)["port"]
-    assert found.verdict is WARN
-    assert found.fix == f"sudo ss -ltnp 'sport = :{port}'"
-    assert here(port=port)["port"].verdict is OK
 
 
 def here(*, is_cluster: bool = False, **cluster: object) -> dict[str, Finding]:

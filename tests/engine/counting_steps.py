@@ -1,4 +1,4 @@
-"""A training in small: rungs, levels, a state worth keeping, and boundaries; no model.
+"""A training in small: stages, levels, a state worth keeping, and boundaries; no model.
 
 An optimiser step takes `batch` samples in as many micro-batches as memory asks for. What a sample
 takes is written, so that the kernel counts it.
@@ -12,10 +12,12 @@ import torch
 
 from tests.engine.scene import turns
 from tests.scene import MIB
+from workers.elastic.loop import Loop
 from workers.messages import Progress, Status
+from workers.policy.base import Run, Stages
 from workers.settings import FailureKind, WorkerSpec
 from workers.testing import OomInjector, injected_error
-from workers.workloads.base import Rung, StepResult, Workload, WorkloadContext
+from workers.workloads.base import StepResult, Workload, WorkloadContext
 
 #: MiB of a sample by level: level 1 saves half.
 SAMPLE_MIB = {0: 4, 1: 2}
@@ -36,26 +38,29 @@ class Counting(Workload):
         self.state: torch.Tensor | None = None
         self.waiting: torch.Tensor | None = None
 
-    def rungs(self, batch: int) -> tuple[Rung, ...]:
-        least, *more = (1 << exponent for exponent in range(self.batch.bit_length()))
-        whole = (Rung(SAMPLE_MIB[0] * micro, micro) for micro in (least, *more))
-        return (Rung(SAMPLE_MIB[1], 1, 1), *whole)
+    def stages(self) -> Stages:
+        batches = tuple(1 << exponent for exponent in range(self.batch.bit_length()))
+        return Stages(batches=batches, keeps=(1.0, 1.0))
 
-    def set_level(self, level: int) -> None:
-        Counting.calls.append(("level", level))
-        self.level = level
+    def run(self, loop: Loop[Run]) -> StepResult:
+        while not loop.run(self.part):
+            pass
+        return StepResult(flop=float(self.batch))
 
-    def step(self, size: int, batch: int) -> StepResult:
+    def part(self, run: Run) -> bool:
+        if run.level != self.level:
+            Counting.calls.append(("level", run.level))
+            self.level = run.level
         where: dict[str, Any] = {"dtype": torch.uint8, "device": self.context.device}
         if self.state is None:
             self.state = torch.ones(self.state_mib * MIB, **where)
-        micro = min(batch, self.batch - self.in_step)
+        micro = min(run.batch, self.batch - self.in_step)
         torch.ones(micro * SAMPLE_MIB[self.level] * MIB, **where)
         self.in_step += micro
         Counting.samples.append(micro)
         if self.in_step == self.batch:
             self.step_done, self.in_step = self.step_done + 1, 0
-        return StepResult(flop=float(micro))
+        return self.in_step == 0
 
     def release(self) -> None:
         raise AssertionError("a state is not dropped")
@@ -87,9 +92,9 @@ class RunsOutTwice(Counting):
         super().__init__(context)
         self.injector = OomInjector(num=2, skip=12)
 
-    def step(self, size: int, batch: int) -> StepResult:
+    def part(self, run: Run) -> bool:
         self.injector.check()
-        return super().step(size, batch)
+        return super().part(run)
 
 
 class HardToUnpark(Counting):

@@ -117,6 +117,7 @@ class Deep(Workload):
 class Greedy(Squares):
     """Takes twice the cap wherever it is told to, and notes that it tried, and whether it got it."""
 
+    fills_claim = True
     where: ClassVar[str] = ""
     took_bytes: ClassVar[int] = 0
     tried: ClassVar[list[str]] = []
@@ -138,6 +139,9 @@ class Greedy(Squares):
 
     def resize(self, claim_bytes: int) -> None:
         self.take("resize")
+
+    def needed_bytes(self, size: int, batch: int) -> int:
+        return MIB
 
     def release(self) -> None:
         self.take("release")

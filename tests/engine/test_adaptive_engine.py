@@ -240,7 +240,8 @@ class TestLearned:
 
 
 def test_it_waits_for_its_share_and_gives_all_back(in_child: InChild) -> None:
-    resume = {"policy": "adaptive", "units": 20 * MIB, "fixed_bytes": 0.0, "unit_bytes": 1.0}
+    held = {"units": 20 * MIB, "fixed_bytes": 0.0, "unit_bytes": 1.0}
+    resume = {"policy": "adaptive", "level": 0, **held}
     orders = leases(0, 0, 40 * MIB, None, None, 0, None)
     first, second, leased, *free, waiting, last = in_child(
         turns, spec_of(policy="adaptive"), orders, {"resume": resume}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.engine.scene import events
-from tests.engine.trainings import fork_planner, trained, training_spec
+from tests.engine.trainings import trained, training_spec
 from tests.hf.folders import make_folder
 from tests.in_child import InChild
 from tests.scene import MIB, ROOT
@@ -56,7 +56,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def undisturbed(hf_child: InChild, alone: Path, gpt2: str) -> Status:
     """It is evaluated on the way, which changes no bit."""
     wanted = spec(model=gpt2, validate_every=2, validation=README)
-    (report,) = hf_child(trained, str(alone), wanted, [WHOLE], fork_planner)
+    (report,) = hf_child(trained, str(alone), wanted, [WHOLE])
     return report
 
 
@@ -75,8 +75,8 @@ def test_another_process_goes_on_to_the_same_bits(
     hf_child: InChild, tmp_path: Path, gpt2: str, undisturbed: Status
 ) -> None:
     often = spec(model=gpt2, validation=README, save_every_s=0.001)
-    hf_child(trained, str(tmp_path), often, [{}] * 7, fork_planner)
-    (last,) = hf_child(trained, str(tmp_path), often, [WHOLE], fork_planner, {"incarnation": 1})
+    hf_child(trained, str(tmp_path), often, [{}] * 7)
+    (last,) = hf_child(trained, str(tmp_path), often, [WHOLE], None, {"incarnation": 1})
     assert events(last, "restored")
     assert last.progress.weights_sha256 == undisturbed.progress.weights_sha256
 

@@ -210,13 +210,16 @@ def test_a_spec_file_holds_all_that_a_worker_must_know(tmp_path: Path) -> None:
         thermal=ThermalSettings(critical_c=None, longest_pause_s=float("inf")),
         command=CommandSpec(argv=("a", "b"), env={"c": "d"}),
     )
-    begin = Begin(resume={"size": 3, "of": None}, checkpoint=b"\0" * 8)
-    path = write_spec(tmp_path, spec, 7, begin)
+    copy = tmp_path / "copy"
+    copy.write_bytes(b"\0" * 8)
+    begin = Begin(resume={"size": 3, "of": None})
+    path = write_spec(tmp_path, spec, 7, begin, copy)
     found = read_spec(path)
-    assert (found.spec, found.begin(), found.incarnation) == (spec, begin, 7)
-    assert {each.stat().st_mode & 0o777 for each in tmp_path.iterdir()} == {0o600}
+    expected = replace(begin, checkpoint=b"\0" * 8)
+    assert (found.spec, found.begin(), found.incarnation) == (spec, expected, 7)
+    assert path.stat().st_mode & 0o777 == 0o600
     write_spec(tmp_path, spec, 8, Begin())
-    assert read_spec(path).begin() == Begin(), "the copy of an earlier process is gone"
+    assert read_spec(path).begin() == Begin(), "a process without a copy gets none"
 
 
 def test_a_channel_that_is_not_read_is_full_and_a_closed_one_is_told() -> None:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import os
-import signal
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -19,8 +16,6 @@ from tests.scene import MIB, spec_of
 from workers.messages import Status, Verdict
 from workers.settings import FailureKind, WorkerSpec
 from workers.testing import injected_error
-from workers.training import planner_process
-from workers.training.planner_process import PlannerProcess
 from workers.training.settings import TrainSettings
 from workers.training.tasks import TrainTask
 
@@ -110,32 +105,6 @@ def training_spec(budget_bytes: int = 160 * MIB, **changes: object) -> WorkerSpe
         workers_on_host=64,
         workload=replace(usual.workload, settings=settings(**changes)),
     )
-
-
-def fork_planner(_folder: str) -> None:
-    """Have the process that plans forked from this one, which has imported what it needs."""
-
-    def start(self: Any) -> None:
-        (questions, ask), (answers, answer) = os.pipe(), os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            os.dup2(questions, 0)
-            os.dup2(answer, 1)
-            os.closerange(3, os.sysconf("SC_OPEN_MAX"))
-            sys.stdin, sys.stdout = os.fdopen(0), os.fdopen(1, "w")
-            planner_process.serve()
-            os._exit(0)
-        os.close(questions)
-        os.close(answer)
-        self._process = SimpleNamespace(
-            stdin=os.fdopen(ask, "w"),
-            stdout=os.fdopen(answers),
-            poll=lambda: None,
-            kill=lambda: os.kill(pid, signal.SIGKILL),
-            communicate=lambda: os.waitpid(pid, 0),
-        )
-
-    PlannerProcess._start = start  # type: ignore[method-assign]
 
 
 def trained(

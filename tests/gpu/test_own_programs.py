@@ -27,7 +27,7 @@ from tests.command.scenes import Slot, command_spec
 from tests.gpu.scene import ON_A_CARD
 from tests.scene import COMMAND, MIB, ROOT, python
 from workers.messages import WorkerState
-from workers.training.planner_process import PlannerProcess
+from workers.training.memory_plan import MemoryPlanner
 from workers.training.settings import TrainSettings
 from workers.training.tasks import find_task
 from workers.training.trainer import Trainer
@@ -100,8 +100,8 @@ def test_a_command_is_measured_and_ends_while_it_computes() -> None:
     slot = Slot(replace(command_spec("-c", COMPUTES), device="cuda"))
     until_s = time.monotonic() + 120.0
     while "computes" not in slot.printed and time.monotonic() < until_s:
-        report = slot.slice()
-    report = slot.slice(3.0)
+        report = slot.poll()
+    report = slot.poll(3.0)
     assert report.state is WorkerState.RUNNING
     assert report.device is not None
     assert report.device.name == torch.cuda.get_device_name(0)
@@ -130,9 +130,7 @@ def trained(folder: str, data: str, keys: Found) -> Found:
     usual: Found = {"model": folder, "data": data, "batch": 4, "steps": 2, "seq": 512}
     settings = TrainSettings(**(usual | keys))
     task, device = find_task(settings, 0), torch.device("cuda")
-    planner = PlannerProcess(settings, 0, on_card=True)
-    plan = planner.plan(2, 0)
-    planner.close()
+    plan = MemoryPlanner(task, settings, on_card=True, with_data=True).plan(2, 0)
     run = Trainer(task, settings, device, 0)
     ran, flop = run.attention_kernels(), run.flop_per_sample()
     counter = FlopCounterMode(display=False)
@@ -243,7 +241,7 @@ def test_a_queue_is_worked_off_and_a_training_has_the_whole_card(tmp_path: Path)
     of = {each["event"]: each for each in reversed(events)}
     opened = of["device_opened"]
     assert opened["device"] == torch.cuda.get_device_name(0)
-    shares_bytes = of["job_assigned"]["budget_bytes"]
+    shares_bytes = of["job_attempt_begun"]["budget_bytes"]
     held_bytes = opened["cap_bytes"] + opened["context_bytes"]
     assert held_bytes == pytest.approx(shares_bytes, rel=0.01), "all shares, less one context"
     assert shares_bytes > 0.5 * torch.cuda.get_device_properties(0).total_memory

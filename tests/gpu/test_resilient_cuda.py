@@ -17,7 +17,8 @@ import torch
 from tests.gpu.scene import ON_A_CARD
 from tests.scene import MIB
 from workers import Retry, resilient
-from workers.resilience.retry import Attempts, Peak, RetryRules, look
+from workers.elastic.card_memory import Peak, look
+from workers.resilience.attempts import Attempts, RetryRules
 
 pytestmark = ON_A_CARD
 

@@ -44,6 +44,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"d_model": 48, "d_kv": 12, "d_ff": 96, "num_layers": 2, "num_heads": 4}
         | {"decoder_start_token_id": 0},
     ),
+    "bart": (
+        "BartConfig",
+        {"d_model": 48, "max_position_embeddings": 128, "decoder_start_token_id": 2}
+        | {
+            f"{side}_{key}": size
+            for side in ("encoder", "decoder")
+            for key, size in {"layers": 2, "attention_heads": 4, "ffn_dim": 96}.items()
+        },
+    ),
 }
 
 

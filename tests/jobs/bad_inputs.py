@@ -155,32 +155,24 @@ FILES: dict[str, list[str]] = {
     ],
 }  # fmt: skip
 
-#: Arguments of `from_words`.
-WORDS: list[dict[str, Any]] = [
-    {},
-    {"train": ["preset"]},
-    {"train": ["preset=gpt3"]},
-    {"train": ["presett=gpt-nano"]},
-    {"train": ["lr=1e-4", "lr=3e-4"]},
-    {"train": [], "over": ["lr"]},
-    {"train": [], "over": ["lr=1e-4,"]},
-    {"train": [], "over": ["train.lr=1e-4,x"]},
-    {"train": [], "command": ["x"]},
-    {"command": ["python", "a.py"], "over": ["lr=1,2"]},
-    {"command": ["x"], "after": ["lr"]},
-    {"command": ["x"], "name": "a b"},
-    {"command": ["x"], "priority": 5000},
-    {"command": ["x"], "hours": "always"},
+#: What is typed behind `jobs submit`: the words of a command, and options.
+WORDS: list[tuple[list[str], dict[str, Any]]] = [
+    (["x"], {"after": ["lr"]}),
+    (["x"], {"name": "a b"}),
+    (["x"], {"priority": 5000}),
+    (["x"], {"hours": "always"}),
+    (["echo hi | wc"], {}),
+    (["-x"], {}),
 ]
 
 
-def problems_of(typed: str | dict[str, Any]) -> tuple[Problem, ...]:
+def problems_of(typed: str | tuple[list[str], dict[str, Any]]) -> tuple[Problem, ...]:
     """Return how a file's text, or a command line, is refused."""
     try:
         if isinstance(typed, str):
             parse(typed, "night.yaml", REFERENCE)
         else:
-            from_words(REFERENCE, **typed)
+            from_words(REFERENCE, typed[0], **typed[1])
     except ConfigError as error:
         return error.problems
     raise AssertionError(f"accepted: {typed}")

@@ -8,19 +8,19 @@ from typing import Any
 
 from orchestrator.jobs.codec import as_json, from_json
 from orchestrator.jobs.model import (
-    Assigned,
+    AttemptBegun,
+    AttemptStatus,
     Card,
     Cause,
     Job,
+    JobOrder,
     JobState,
     Kind,
     Milestones,
     Record,
-    Said,
-    Seen,
     Standing,
     Submitted,
-    Word,
+    UserOrder,
     World,
 )
 from orchestrator.jobs.queue import Queue, QueueFacts
@@ -51,7 +51,7 @@ class Scene:
         self.minute = 12 * 60
         self.disk_full: str | None = None
         self.records: list[Record] = []
-        self.seen: dict[str, Seen] = {}
+        self.seen: dict[str, AttemptStatus] = {}
         self.submit(*jobs, least=least)
 
     def submit(self, *jobs: Job, least: int = 0) -> None:
@@ -87,7 +87,7 @@ class Scene:
     def see(self, job: str, **what: Any) -> list[Record]:
         """Return what follows from what is seen of a job's attempt."""
         attempt = what.pop("attempt", self.queue.standings[job].attempt)
-        self.seen[job] = Seen(job=job, attempt=attempt, **what)
+        self.seen[job] = AttemptStatus(job=job, attempt=attempt, **what)
         return self.turn()
 
     def end(self, job: str, cause: Cause = Cause.DONE, text: str = "", **what: Any) -> list[Record]:
@@ -102,9 +102,9 @@ class Scene:
         self.queue = Queue(rows, before.sweeps.values(), facts)
         assert texts == [as_json(self.queue.stored(name)) for name in self.queue.names]
 
-    def say(self, word: Word, job: str, message: str = "") -> list[Record]:
+    def say(self, order: JobOrder, job: str, message: str = "") -> list[Record]:
         id_ = message or f"message-{len(self.records)}"
-        self.take(Said(at_s=self.now_s, id=id_, word=word, job=job, by="ann"))
+        self.take(UserOrder(at_s=self.now_s, id=id_, order=order, job=job, by="ann"))
         return self.turn()
 
     def close(self, name: str, why: str | None) -> list[Record]:
@@ -122,4 +122,4 @@ class Scene:
 
 def starts(records: Iterable[Record]) -> dict[str, str]:
     """Return the cards of the jobs that start."""
-    return {each.job: each.card for each in records if isinstance(each, Assigned)}
+    return {each.job: each.card for each in records if isinstance(each, AttemptBegun)}

@@ -10,43 +10,52 @@ from orchestrator.jobs.lifecycle import IllegalRecordError, changes_of
 from orchestrator.jobs.model import (
     ENDED,
     ON_CARD,
-    Assigned,
+    AttemptBegun,
     AttemptEnded,
+    AttemptRecalled,
+    AttemptReleased,
     Cause,
+    JobOrder,
     JobState,
-    Measured,
-    Reached,
-    Recalled,
+    MilestoneReached,
     Record,
-    Rested,
-    Said,
-    Settled,
+    SpeedMeasured,
     Standing,
-    Word,
+    StateChanged,
+    UserOrder,
 )
 from tests.jobs.scene import training
 
 RECORDS: tuple[Record, ...] = (
-    Assigned(at_s=20.0, job="a", attempt=4, card="pc1", budget_bytes=1, alone=True),
-    Recalled(at_s=20.0, job="a", attempt=3, to=JobState.HELD, reason="held"),
-    Rested(at_s=20.0, job="a", attempt=3),
+    AttemptBegun(at_s=20.0, job="a", attempt=4, card="pc1", budget_bytes=1, alone=True),
+    AttemptRecalled(at_s=20.0, job="a", attempt=3, to=JobState.HELD, reason="held"),
+    AttemptReleased(at_s=20.0, job="a", attempt=3),
     AttemptEnded(at_s=20.0, job="a", attempt=3, cause=Cause.DONE, text=""),
-    Reached(at_s=20.0, job="a", milestone=100, value=1.0),
-    Measured(at_s=20.0, job="a", card_title="RTX 3090", steps_per_s=1.0),
-    *(Said(at_s=20.0, id="m", word=word, job="a", by="ann") for word in Word),
-    *(Settled(at_s=20.0, job="a", to=state, reason="why") for state in JobState),
+    MilestoneReached(at_s=20.0, job="a", milestone=100, value=1.0),
+    SpeedMeasured(at_s=20.0, job="a", card_title="RTX 3090", steps_per_s=1.0),
+    *(UserOrder(at_s=20.0, id="m", order=order, job="a", by="ann") for order in JobOrder),
+    *(StateChanged(at_s=20.0, job="a", to=state, reason="why") for state in JobState),
 )
 
-#: The records that may come in each state; `Said` may in all of them.
+#: The records that may come in each state; `UserOrder` may in all of them.
 LEGAL = {
-    **{s: {"Recalled", "Rested", "AttemptEnded", "Reached", "Measured"} for s in ON_CARD},
-    JobState.QUEUED: {"Assigned", "Settled PARKED", "Settled INFEASIBLE"},
-    JobState.WAITING: {"Settled QUEUED", "Settled SKIPPED", "Settled INFEASIBLE"},
-    JobState.PARKED: {"Settled QUEUED", "Settled INFEASIBLE"},
-    JobState.PREEMPTED: {"Assigned", "Settled INFEASIBLE"},
-    JobState.PAUSED: {"Settled QUEUED", "Settled STOPPED"},
-    JobState.SAVING: {"Settled DONE", "Settled FAILED", "Settled SAVING"},
-    JobState.SKIPPED: {"Settled WAITING"},
+    **{
+        s: {
+            "AttemptRecalled",
+            "AttemptReleased",
+            "AttemptEnded",
+            "MilestoneReached",
+            "SpeedMeasured",
+        }
+        for s in ON_CARD
+    },
+    JobState.QUEUED: {"AttemptBegun", "StateChanged PARKED", "StateChanged INFEASIBLE"},
+    JobState.WAITING: {"StateChanged QUEUED", "StateChanged SKIPPED", "StateChanged INFEASIBLE"},
+    JobState.PARKED: {"StateChanged QUEUED", "StateChanged INFEASIBLE"},
+    JobState.PREEMPTED: {"AttemptBegun", "StateChanged INFEASIBLE"},
+    JobState.PAUSED: {"StateChanged QUEUED", "StateChanged STOPPED"},
+    JobState.SAVING: {"StateChanged DONE", "StateChanged FAILED", "StateChanged SAVING"},
+    JobState.SKIPPED: {"StateChanged WAITING"},
 }
 
 
@@ -62,7 +71,7 @@ def advance(standing: Standing, record: Record) -> Standing:
 
 
 def name_of(record: Record) -> str:
-    told = f" {record.to.value}" if isinstance(record, Settled) else ""
+    told = f" {record.to.value}" if isinstance(record, StateChanged) else ""
     return type(record).__name__ + told
 
 
@@ -76,25 +85,25 @@ def test_a_record_is_legal_where_a_rule_allows_it(state: JobState) -> None:
             continue
         legal.add(name_of(record))
 
-    assert legal - {"Said"} == LEGAL.get(state, set())
-    assert "Said" in legal
+    assert legal - {"UserOrder"} == LEGAL.get(state, set())
+    assert "UserOrder" in legal
 
 
 @pytest.mark.parametrize("state", JobState, ids=lambda state: state.value)
 def test_only_retry_begins_what_has_ended(state: JobState) -> None:
-    for word in Word:
+    for order in JobOrder:
         after = advance(
-            standing_in(state), Said(at_s=20.0, id="m", word=word, job="a", by="ann")
+            standing_in(state), UserOrder(at_s=20.0, id="m", order=order, job="a", by="ann")
         ).state
-        if state in ENDED and word is not Word.RETRY:
+        if state in ENDED and order is not JobOrder.RETRY:
             assert after is state
 
 
 @pytest.mark.parametrize("attempt", [2, 4])
 def test_a_record_of_another_attempt_is_illegal(attempt: int) -> None:
     late: tuple[Record, ...] = (
-        Recalled(at_s=20.0, job="a", attempt=attempt, to=JobState.HELD, reason="held"),
-        Rested(at_s=20.0, job="a", attempt=attempt),
+        AttemptRecalled(at_s=20.0, job="a", attempt=attempt, to=JobState.HELD, reason="held"),
+        AttemptReleased(at_s=20.0, job="a", attempt=attempt),
         AttemptEnded(at_s=20.0, job="a", attempt=attempt, cause=Cause.DONE, text=""),
     )
     for record in late:
@@ -103,18 +112,18 @@ def test_a_record_of_another_attempt_is_illegal(attempt: int) -> None:
 
 
 def test_an_attempt_follows_the_one_before() -> None:
-    record = Assigned(at_s=20.0, job="a", attempt=5, card="pc1", budget_bytes=1, alone=True)
+    record = AttemptBegun(at_s=20.0, job="a", attempt=5, card="pc1", budget_bytes=1, alone=True)
 
-    with pytest.raises(IllegalRecordError, match=r"a: Assigned .*does not follow"):
+    with pytest.raises(IllegalRecordError, match=r"a: AttemptBegun .*does not follow"):
         advance(standing_in(JobState.QUEUED), record)
 
 
 def test_time_on_a_card_and_parked_is_added_up() -> None:
     standing = advance(standing_in(JobState.QUEUED), RECORDS[0])
-    recalled = Recalled(at_s=25.0, job="a", attempt=4, to=JobState.PARKED, reason="hours")
+    recalled = AttemptRecalled(at_s=25.0, job="a", attempt=4, to=JobState.PARKED, reason="hours")
     standing = advance(standing, recalled)
-    standing = advance(standing, Rested(at_s=30.0, job="a", attempt=4))
-    standing = advance(standing, Settled(at_s=37.0, job="a", to=JobState.QUEUED, reason=""))
+    standing = advance(standing, AttemptReleased(at_s=30.0, job="a", attempt=4))
+    standing = advance(standing, StateChanged(at_s=37.0, job="a", to=JobState.QUEUED, reason=""))
 
     assert (standing.ran_s, standing.parked_s) == (10.0, 7.0)
     assert (standing.card, standing.recalled_to) == (None, None)

@@ -12,8 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.cli.plan_jobs import estimate
-from orchestrator.jobs.model import Assigned, AttemptEnded, Card, Cause, Job, Kind, Measured, Seen
+from orchestrator.jobs.model import (
+    AttemptBegun,
+    AttemptEnded,
+    AttemptStatus,
+    Card,
+    Cause,
+    Job,
+    Kind,
+    SpeedMeasured,
+)
 from orchestrator.jobs.places import Candidate, Place, Plan, likeness, never_fits, plan
 from tests.jobs.scene import BIG, SMALL, Scene, training
 from workers.units import GIB, MIB
@@ -38,6 +46,22 @@ def running(end_s: float | None, name: str = "base", **rest: object) -> list[Pla
     """Return the places of a job on the fast card."""
     values: dict[str, object] = {"card": "pc1", "budget_bytes": FAST.room_bytes, **rest}
     return [Place(job=name, ends_at_s=end_s, **values)]  # type: ignore[arg-type]
+
+
+def worked_off(jobs: list[Candidate], cards: tuple[Card, ...]) -> list[Place]:
+    """Return the places of jobs in the order of their starts, in virtual time from 0."""
+    left = {each.job.name: each for each in jobs}
+    there: dict[str, Place] = {}
+    started: list[Place] = []
+    now_s = 0.0
+    while left or there:
+        for start in plan([*left.values()], cards, tuple(there.values()), now_s).starts:
+            del left[start.job]
+            there[start.job] = start
+            started.append(start)
+        now_s, ended = min((place.ends_at_s or now_s, name) for name, place in there.items())
+        del there[ended]
+    return started
 
 
 def places(found: Plan) -> Mapping[str, str]:
@@ -84,7 +108,7 @@ def test_short_jobs_share_the_slow_card_beside_a_long_one() -> None:
 
 
 def test_unknown_lengths_are_equal_work_scaled_by_speed() -> None:
-    found, _ = estimate([unknown(f"job-{number}") for number in range(11)], CARDS)
+    found = worked_off([unknown(f"job-{number}") for number in range(11)], CARDS)
 
     assert sum(each.card == "pc1" for each in found) == 7
 
@@ -92,15 +116,17 @@ def test_unknown_lengths_are_equal_work_scaled_by_speed() -> None:
 def test_jobs_of_unknown_length_go_in_order_and_as_the_median_of_the_others() -> None:
     jobs = [unknown("a"), job_of("short", 100), unknown("b"), job_of("long", 900), unknown("c")]
 
-    found, _ = estimate(jobs, (FAST,))
+    found = plan(jobs, (FAST,), (), 0.0)
 
-    assert [each.job for each in found] == ["long", "a", "b", "c", "short"]
+    assert places(found) == {"long": "pc1"}
+    expected = found.expected_start_s
+    assert sorted(expected, key=lambda name: expected[name]) == ["a", "b", "c", "short"]
 
 
 def test_a_length_known_on_one_card_is_scaled_to_others() -> None:
-    (found,), _ = estimate([replace(unknown("a"), seconds={"pc2": 175.0})], CARDS)
+    (found,) = plan([replace(unknown("a"), seconds={"pc2": 175.0})], CARDS, (), 0.0).starts
 
-    assert (found.card, found.end_s) == ("pc1", 100.0)
+    assert (found.card, found.ends_at_s) == ("pc1", 100.0)
 
 
 def test_higher_priority_starts_first() -> None:
@@ -313,29 +339,6 @@ def test_of_two_that_may_preempt_each_gets_a_card() -> None:
     assert plan(jobs, CARDS, on_both(), 0.0).recalls == {"a": "urgent", "b": "late"}
 
 
-# --- the estimate
-
-
-def test_the_estimate_starts_a_follower_after_its_job() -> None:
-    found, _ = estimate([job_of("eval", 175, after=("base",)), job_of("base", 350)], (FAST,))
-
-    assert [(each.job, each.start_s, each.end_s) for each in found] == [
-        ("base", 0.0, 200.0),
-        ("eval", 200.0, 300.0),
-    ]
-
-
-def test_the_estimate_says_what_never_starts() -> None:
-    jobs = [job_of("big", memory_bytes=30 * GIB), job_of("eval", after=("big",))]
-
-    _, left = estimate(jobs, CARDS)
-
-    assert left == {
-        "big": "needs at least 30.0 GiB; the largest card here gives 23.0 GiB (pc1)",
-        "eval": "comes after big, which never ends",
-    }
-
-
 # --- how long all take
 
 DRAWS = 100
@@ -356,7 +359,7 @@ def seen_ends_s(scene: Scene) -> dict[str, float]:
         speed = SPEEDS[str(standing.card)]
         ends_s[name] = standing.since_s + (standing.job.steps or 0) / speed
         left_s = ends_s[name] - scene.now_s
-        scene.seen[name] = Seen(job=name, attempt=1, steps_per_s=speed, eta_s=left_s)
+        scene.seen[name] = AttemptStatus(job=name, attempt=1, steps_per_s=speed, eta_s=left_s)
     return ends_s
 
 
@@ -367,8 +370,8 @@ def makespan_s(lengths: list[int], *, is_known: bool) -> float:
         at_s, job, title = scene.now_s, f"before-{card.name}", card.title
         scene.submit(training(job))
         scene.take(
-            Assigned(at_s=at_s, job=job, attempt=1, card=card.name, budget_bytes=1, alone=True),
-            Measured(at_s=at_s, job=job, card_title=title, steps_per_s=card.speed),
+            AttemptBegun(at_s=at_s, job=job, attempt=1, card=card.name, budget_bytes=1, alone=True),
+            SpeedMeasured(at_s=at_s, job=job, card_title=title, steps_per_s=card.speed),
             AttemptEnded(at_s=at_s, job=job, attempt=1, cause=Cause.DONE, text=""),
         )
     scene.submit(*(training(f"j{number}", steps=steps) for number, steps in enumerate(lengths)))

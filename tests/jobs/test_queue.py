@@ -8,17 +8,17 @@ from orchestrator.jobs.lifecycle import IllegalRecordError
 from orchestrator.jobs.model import (
     ON_CARD,
     AttemptEnded,
+    AttemptRecalled,
+    AttemptReleased,
     Cause,
     Job,
+    JobOrder,
     JobState,
-    Measured,
+    MilestoneReached,
     QueueHeld,
-    Reached,
-    Recalled,
-    Rested,
-    Said,
-    Settled,
-    Word,
+    SpeedMeasured,
+    StateChanged,
+    UserOrder,
 )
 from tests.jobs.scene import ASHA, BIG, Scene, command, starts, training
 from workers.units import GIB, MIB
@@ -48,7 +48,7 @@ def test_a_training_without_room_goes_to_a_larger_card() -> None:
 
     recalled = scene.see("a", has_no_room=True)
     assert [
-        (each.to, each.least_room_bytes) for each in recalled if isinstance(each, Recalled)
+        (each.to, each.least_room_bytes) for each in recalled if isinstance(each, AttemptRecalled)
     ] == [(JobState.QUEUED, 6 * GIB + 1)]
     assert scene.state("a") == "MOVING"
     scene.see("a", is_at_rest=True, step=40)
@@ -62,10 +62,10 @@ def test_a_job_with_nothing_left_takes_the_card_that_is_free() -> None:
     scene = Scene(training("a"), command("b", nodes=("pc1",), priority=-1))
     scene.turn()
     scene.see("a", step=100, steps_per_s=1.75)
-    scene.say(Word.HOLD, "a")
+    scene.say(JobOrder.HOLD, "a")
     scene.see("a", is_at_rest=True, step=1000)
     assert scene.standing("b").card == "pc1"
-    scene.say(Word.RELEASE, "a")
+    scene.say(JobOrder.RELEASE, "a")
     assert scene.standing("a").card == "pc2"
 
 
@@ -243,8 +243,8 @@ def test_a_member_that_is_not_among_the_best_pauses() -> None:
 
     reached, recalled = scene.see("lr-0", step=100, value=0.5)[:2]
 
-    assert isinstance(reached, Reached)
-    assert isinstance(recalled, Recalled)
+    assert isinstance(reached, MilestoneReached)
+    assert isinstance(recalled, AttemptRecalled)
     assert recalled.to is JobState.PAUSED
     assert scene.see("lr-0", step=101, value=0.4) == [], "decided once"
     scene.see("lr-0", is_at_rest=True, step=101)
@@ -283,7 +283,7 @@ def test_outside_its_hours_a_job_rests() -> None:
     assert starts(scene.turn()) == {"a": "pc1"}
     scene.minute = 7 * 60
     recalled = scene.see("a")
-    assert [each.to for each in recalled if isinstance(each, Recalled)] == [JobState.PARKED]
+    assert [each.to for each in recalled if isinstance(each, AttemptRecalled)] == [JobState.PARKED]
     scene.see("a", is_at_rest=True)
     assert (scene.state("a"), scene.standing("a").reason) == ("PARKED", "hours 22:00-07:00")
 
@@ -354,7 +354,7 @@ def test_after_a_retry_what_was_skipped_waits_again() -> None:
     scene.end("a", Cause.EXCEPTION, "ValueError")
     assert (scene.state("b"), scene.state("c")) == ("SKIPPED", "SKIPPED")
 
-    scene.say(Word.RETRY, "a")
+    scene.say(JobOrder.RETRY, "a")
 
     assert (scene.state("b"), scene.state("c")) == ("WAITING", "WAITING")
     assert (scene.standing("b").reason, scene.standing("b").ended_at_s) == ("waits for a", None)
@@ -366,7 +366,7 @@ def test_a_retry_and_a_dead_head_wake_what_was_skipped() -> None:
     scene = Scene(training("a", retries=0), training("b", after=("a",)))
     scene.turn()
     scene.end("a", Cause.EXCEPTION, "ValueError")
-    scene.take(Said(at_s=0.0, id="m", word=Word.RETRY, job="a", by="ann"))
+    scene.take(UserOrder(at_s=0.0, id="m", order=JobOrder.RETRY, job="a", by="ann"))
 
     scene.next_head()
     scene.turn()
@@ -415,7 +415,7 @@ def test_a_speed_is_recorded_when_it_is_new_or_changes() -> None:
     scene.now_s += 100.0
 
     (first,) = scene.see("a", step=10, steps_per_s=5.0)
-    assert isinstance(first, Measured)
+    assert isinstance(first, SpeedMeasured)
     scene.now_s += 100.0
     assert scene.see("a", step=20, steps_per_s=5.5) == []
     assert len(scene.see("a", step=30, steps_per_s=7.0)) == 1
@@ -445,9 +445,9 @@ def test_a_stopped_member_does_not_skip_what_follows_a_sweep() -> None:
     )
     scene.turn()
     scene.take(
-        Recalled(at_s=0.0, job="lr-1", attempt=1, to=JobState.PAUSED, reason=""),
-        Rested(at_s=0.0, job="lr-1", attempt=1),
-        Settled(at_s=0.0, job="lr-1", to=JobState.STOPPED, reason="others were better"),
+        AttemptRecalled(at_s=0.0, job="lr-1", attempt=1, to=JobState.PAUSED, reason=""),
+        AttemptReleased(at_s=0.0, job="lr-1", attempt=1),
+        StateChanged(at_s=0.0, job="lr-1", to=JobState.STOPPED, reason="others were better"),
     )
     scene.turn()
     assert (scene.state("best"), scene.state("eval-1")) == ("WAITING", "SKIPPED")
@@ -465,7 +465,7 @@ def test_a_job_that_is_preempted_goes_on_afterwards(lower: Job) -> None:
     scene.submit(training("urgent", priority=1, preempt=True))
 
     (recalled,) = scene.turn()
-    assert isinstance(recalled, Recalled)
+    assert isinstance(recalled, AttemptRecalled)
     assert (recalled.job, recalled.to) == ("low", JobState.PREEMPTED)
     assert scene.standing("low").reason == "makes room for urgent"
     assert scene.turn() == [], "it is told once"
@@ -498,11 +498,11 @@ def test_what_is_preempted_may_be_held_and_cancelled() -> None:
     scene.turn()
     scene.see("low", is_at_rest=True)
 
-    scene.say(Word.HOLD, "low")
+    scene.say(JobOrder.HOLD, "low")
     assert scene.state("low") == "HELD"
-    scene.say(Word.RELEASE, "low")
+    scene.say(JobOrder.RELEASE, "low")
     assert scene.state("low") == "QUEUED"
-    scene.say(Word.CANCEL, "low")
+    scene.say(JobOrder.CANCEL, "low")
     assert scene.state("low") == "CANCELLED"
 
 

@@ -6,11 +6,11 @@ import pytest
 
 from orchestrator.jobs.lifecycle import IllegalRecordError
 from orchestrator.jobs.model import (
+    AttemptRecalled,
     Cause,
-    Recalled,
-    Said,
+    JobOrder,
     Submitted,
-    Word,
+    UserOrder,
 )
 from tests.jobs.scene import Scene, starts, training
 
@@ -19,20 +19,20 @@ def test_a_running_job_is_held_after_it_has_saved() -> None:
     scene = Scene(training("a"))
     scene.turn()
 
-    (recalled,) = scene.say(Word.HOLD, "a")
-    assert isinstance(recalled, Recalled)
-    assert scene.say(Word.HOLD, "a") != [], "said again: it is told again"
+    (recalled,) = scene.say(JobOrder.HOLD, "a")
+    assert isinstance(recalled, AttemptRecalled)
+    assert scene.say(JobOrder.HOLD, "a") != [], "said again: it is told again"
     scene.see("a", is_at_rest=True)
 
     assert (scene.state("a"), scene.standing("a").reason) == ("HELD", "held by ann")
-    assert starts(scene.say(Word.RELEASE, "a")) == {"a": "pc1"}
+    assert starts(scene.say(JobOrder.RELEASE, "a")) == {"a": "pc1"}
 
 
 @pytest.mark.parametrize("ends_itself", [False, True], ids=["at rest", "killed meanwhile"])
 def test_a_running_job_is_cancelled(ends_itself: bool) -> None:
     scene = Scene(training("a"))
     scene.turn()
-    scene.say(Word.CANCEL, "a")
+    scene.say(JobOrder.CANCEL, "a")
     assert scene.state("a") == "RUNNING"
 
     if ends_itself:
@@ -46,7 +46,7 @@ def test_a_running_job_is_cancelled(ends_itself: bool) -> None:
 def test_what_is_done_before_it_is_cancelled_is_done() -> None:
     scene = Scene(training("a"))
     scene.turn()
-    scene.take(Said(at_s=0.0, id="m", word=Word.CANCEL, job="a", by="ann"))
+    scene.take(UserOrder(at_s=0.0, id="m", order=JobOrder.CANCEL, job="a", by="ann"))
 
     scene.end("a")
 
@@ -56,7 +56,7 @@ def test_what_is_done_before_it_is_cancelled_is_done() -> None:
 def test_a_job_in_line_is_cancelled_at_once() -> None:
     scene = Scene(training("a"), cards=())
 
-    assert scene.say(Word.CANCEL, "a") == []
+    assert scene.say(JobOrder.CANCEL, "a") == []
     assert scene.state("a") == "CANCELLED"
 
 
@@ -67,16 +67,16 @@ def test_retry_begins_again_with_all_its_retries() -> None:
         scene.end("a", Cause.EXCEPTION, text)
     assert scene.state("a") == "FAILED"
 
-    assert starts(scene.say(Word.RETRY, "a")) == {"a": "pc1"}
+    assert starts(scene.say(JobOrder.RETRY, "a")) == {"a": "pc1"}
     assert scene.standing("a").failures == 0
     assert starts(scene.end("a", Cause.EXCEPTION, "KeyError")) == {"a": "pc1"}
 
 
 def test_a_word_that_comes_twice_is_obeyed_once() -> None:
     scene = Scene(training("a"))
-    scene.say(Word.HOLD, "a", "m1")
-    scene.say(Word.RELEASE, "a", "m2")
-    said = Said(at_s=0.0, id="m1", word=Word.HOLD, job="a", by="ann")
+    scene.say(JobOrder.HOLD, "a", "m1")
+    scene.say(JobOrder.RELEASE, "a", "m2")
+    said = UserOrder(at_s=0.0, id="m1", order=JobOrder.HOLD, job="a", by="ann")
 
     assert scene.queue.why_refused(said) == "it has been obeyed already"
     scene.take(said)
@@ -85,7 +85,7 @@ def test_a_word_that_comes_twice_is_obeyed_once() -> None:
 
 
 def test_a_word_about_a_job_that_there_is_not_is_refused() -> None:
-    said = Said(at_s=0.0, id="m1", word=Word.HOLD, job="x", by="ann")
+    said = UserOrder(at_s=0.0, id="m1", order=JobOrder.HOLD, job="x", by="ann")
     assert Scene(training("a")).queue.why_refused(said) == "there is no job called x"
 
 

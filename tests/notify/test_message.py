@@ -8,8 +8,7 @@ import pytest
 
 from orchestrator.record.model import Row
 from orchestrator.view.alerts import Alert
-from orchestrator.view.notify.message import MessageText, message_text
-from orchestrator.view.notify.outbox import Message
+from orchestrator.view.notify.outbox import Message, MessageText, message_text
 from tests.alerts.traces import frame_at
 from tests.factories import make_row, make_snapshot
 from workers.messages import WorkerState
@@ -40,18 +39,16 @@ def words(
     return message_text(message, replace(frame, run=run, snapshot=make_snapshot(*rows)), NOW_UNIX_S)
 
 
-def test_the_severest_new_alert_is_in_the_title() -> None:
+def test_the_first_new_alert_is_in_the_title() -> None:
     over = alert("pc3", "NodeMissing", "critical")
-    begun = alert("pc1/0"), alert("pc2", "WrongResults", "critical"), alert("pc1/1")
+    begun = alert("pc2", "WrongResults", "critical"), alert("pc1/0")
     told = words(Message(begun=begun, over=(over,), still=(alert("pc4/0"),)))
     assert (told.title, told.severity) == ("0b76: WrongResults pc2, 2 more", "critical")
     news, still, _ = told.body.split("\n\n")
     assert news.splitlines() == [
-        "critical: WrongResults pc2",
-        "  at 84 C",
+        "critical: WrongResults pc2: at 84 C",
         "  clean its fans",
-        "warning: CardSlowed pc1/0 pc1/1",
-        "  at 84 C",
+        "warning: CardSlowed pc1/0: at 84 C",
         "  clean its fans",
         "over: NodeMissing pc3, after 1m 30s",
     ]
@@ -61,13 +58,6 @@ def test_the_severest_new_alert_is_in_the_title() -> None:
 def test_what_is_only_over_alarms_no_one() -> None:
     told = words(Message(over=(alert("pc3", "NodeMissing", "critical"),)))
     assert (told.title, told.severity) == ("0b76: over: NodeMissing pc3", "info")
-
-
-def test_the_first_message_says_that_the_run_works() -> None:
-    for elapsed_s, says in ((3.0, "the run has started"), (99.0, "the run is under way")):
-        frame = replace(frame_at(0), snapshot=make_snapshot(make_row(), elapsed_s=elapsed_s))
-        text = message_text(Message(is_first=True), frame, NOW_UNIX_S)
-        assert text.title == f"0b76: {says}; 1 RUNNING"
 
 
 @pytest.mark.parametrize(

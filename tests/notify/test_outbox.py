@@ -41,12 +41,12 @@ def course(
     Telling has begun; messages with a number in `fails` were not taken.
     """
     status_at_s = math.inf if every_s is None else every_s
-    outbox, now, sent = Outbox(every_s=every_s, status_at_s=status_at_s), tuple[Alert, ...](), []
+    outbox, now, sent = Outbox(every_s, status_at_s), tuple[Alert, ...](), []
     for second in range(until_s + 1):
         now = tuple(there.get(second, now))
-        outbox = outbox.after_look(now, second)
+        outbox.look(now, second)
         if message := outbox.due(second):
-            outbox = outbox.after_sending(second, is_taken=len(sent) not in set(fails))
+            outbox.sent(second, is_taken=len(sent) not in set(fails))
             sent.append((second, message))
     return sent
 
@@ -99,22 +99,21 @@ def test_statuses_come_at_their_interval() -> None:
     assert sent[1][1].still == (NODE,)
 
 
-def test_the_first_message_says_that_telling_begins() -> None:
-    outbox = Outbox(every_s=None, status_at_s=7.0)
-    first = outbox.due(7.0)
-    assert first is not None
-    assert first.is_first
-    outbox = outbox.after_sending(7.0, is_taken=True)
-    assert outbox.due(10**9) is None, "without `every` there is no other status"
+def test_the_first_message_is_a_status() -> None:
+    outbox = Outbox(None, 7.0)
+    assert outbox.due(7.0) == Message()
+    outbox.sent(7.0, is_taken=True)
+    assert outbox.due(10**9) is None, "without `every` there is no other"
 
 
 def test_the_last_message_waits_only_after_a_failure() -> None:
-    outbox = Outbox(every_s=None, status_at_s=0.0)
-    taken = outbox.after_sending(0.0, is_taken=True).after_look(SEVEN, 1.0)
+    taken, failed = Outbox(None, 0.0), Outbox(None, 0.0)
+    taken.sent(0.0, is_taken=True)
+    taken.look(SEVEN, 1.0)
     last = taken.due(1.0, is_last=True)
     assert last is not None
     assert (last.begun, last.is_last) == (SEVEN, True)
-    failed = outbox.after_sending(0.0, is_taken=False)
+    failed.sent(0.0, is_taken=False)
     assert failed.due(59.0, is_last=True) is None
     assert failed.due(60.0, is_last=True) is not None
 
@@ -129,16 +128,16 @@ STEPS = st.lists(
 def test_one_message_a_minute_and_nothing_is_lost(
     steps: list[tuple[int, set[int]]], fails: set[int], every_s: float | None
 ) -> None:
-    outbox, now_s, sent = Outbox(every_s=every_s, status_at_s=math.inf), 0.0, list[float]()
+    outbox, now_s, sent = Outbox(every_s, math.inf), 0.0, list[float]()
     told: set[str] = set()
     there: set[int] = set()
     for wait_s, present in [*steps, *([(400, None)] * 40)]:  # longer than the pause after a failure
         now_s += wait_s
         there = there if present is None else present
-        outbox = outbox.after_look([SEVEN[index] for index in there], now_s)
+        outbox.look([SEVEN[index] for index in there], now_s)
         if message := outbox.due(now_s):
             is_taken = len(sent) not in fails
-            outbox = outbox.after_sending(now_s, is_taken=is_taken)
+            outbox.sent(now_s, is_taken=is_taken)
             sent.append(now_s)
             if is_taken:
                 assert not told & {one.subject for one in message.begun}, "told twice"

@@ -11,9 +11,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.scene import GUIDES, MIB
-from workers.policy.adaptive import TILE, Ladder, ladder_of
-from workers.policy.base import Growth, Run
-from workers.settings import WorkloadSpec
+from workers.policy.adaptive import TILE, Ladder, ladders_of
+from workers.policy.base import Growth, Run, Stages
+from workers.settings import MemorySettings, WorkloadSpec
 
 ASKED = WorkloadSpec(name="mine:Mlp", dtype="fp16", size=4096, batch=128, seed=0)
 
@@ -45,6 +45,11 @@ def filling(most_bytes: int, needed_bytes: Any = three_squares) -> Growth:
         needed_bytes=needed_bytes,
         most_bytes=most_bytes,
     )
+
+
+def ladder_of(memory: MemorySettings, asked: WorkloadSpec, growth: Growth) -> Ladder:
+    (ladder,) = ladders_of(memory, asked, growth)
+    return ladder
 
 
 def runs_of(ladder: Ladder) -> list[Run]:
@@ -95,6 +100,23 @@ class TestFilling:
     def test_a_workload_that_fills_its_claim_must_say_what_it_needs(self) -> None:
         with pytest.raises(ValueError, match=r"mine:Mlp.*needed_bytes"):
             ladder_of(GUIDES, ASKED, filling(most_bytes=MIB, needed_bytes=says_nothing))
+
+
+class TestStages:
+    def test_each_level_has_all_batches(self) -> None:
+        growth = replace(stepping(), stages=Stages(batches=(1, 3, 8), keeps=(1.0, 1.0)))
+        for level, ladder in enumerate(ladders_of(GUIDES, ASKED, growth)):
+            assert ladder.units == (1, 3, 8)
+            runs = runs_of(ladder)
+            assert [(run.size, run.batch, run.level) for run in runs] == [
+                (ASKED.size, batch, level) for batch in ladder.units
+            ]
+            assert [run.is_largest for run in runs] == [False, False, level == 0]
+
+    @pytest.mark.parametrize("batches", [(), (0, 1), (2, 1), (1, 1)])
+    def test_batches_that_do_not_ascend_are_refused(self, batches: tuple[int, ...]) -> None:
+        with pytest.raises(ValueError, match=r"mine:Mlp.*must ascend from 1"):
+            ladders_of(GUIDES, ASKED, replace(stepping(), stages=Stages(batches=batches)))
 
 
 class TestWithin:

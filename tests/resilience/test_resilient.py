@@ -20,7 +20,7 @@ from tests.scene import MIB, ROOT, spec_of, vm_data_bytes
 from workers import OutOfBatchError, Retry, resilient
 from workers.devices.cpu import CpuDevice
 from workers.learned_limits import LimitStore
-from workers.resilience.retry import Attempts, RetryRules
+from workers.resilience.attempts import Attempts, RetryRules
 from workers.settings import WorkerSpec
 
 Found: TypeAlias = dict[str, Any]

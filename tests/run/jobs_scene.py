@@ -17,22 +17,22 @@ from orchestrator.control.queue import put
 from orchestrator.core.placement import Target
 from orchestrator.core.user_commands import Command, Do, events_of
 from orchestrator.jobs.model import (
-    Assigned,
+    AttemptBegun,
     AttemptEnded,
+    AttemptReleased,
     Cause,
     Job,
+    JobOrder,
     JobState,
     Record,
-    Rested,
-    Said,
     Standing,
     Submitted,
-    Word,
+    UserOrder,
 )
 from orchestrator.jobs.queue import Queue
 from orchestrator.record.archive import read_run
-from orchestrator.record.jobs import QUEUE_NAME, QueueStore, queue_of
-from orchestrator.record.store import STORE_NAME
+from orchestrator.record.jobs import QUEUE_NAME, queue_of
+from orchestrator.record.store import STORE_NAME, RunStore
 from orchestrator.run.dispatcher import Dispatcher
 from orchestrator.run.resume import Past, past_of
 from tests.jobs.scene import training
@@ -216,28 +216,39 @@ class JobsFleet(ScriptedFleet):
         return status
 
 
-class NotedStore(QueueStore):
+class NotedStore(RunStore):
     """Notes the records that have led to what is stored, also of heads before."""
 
-    def __init__(self, folder: Path, history: list[Record]) -> None:
-        super().__init__(folder)
-        self.history, self._new = history, list[Record]()
-        apply = self.queue.apply
+    history: list[Record]
+
+    def note(self, queue: Queue, history: list[Record]) -> None:
+        self.history, self._new, self._taken = history, list[Record](), list[Record]()
+        apply = queue.apply
 
         def noted(record: Record) -> None:
             apply(record)
             self._new.append(record)
 
-        self.queue.apply = noted  # type: ignore[method-assign]
+        queue.apply = noted  # type: ignore[method-assign]
 
-    def commit(self) -> None:
-        super().commit()
-        self.history += self._new
+    def queue(self, queue: Queue) -> None:
+        super().queue(queue)
+        self._taken += self._new
         self._new.clear()
+
+    def commit(self, patience_s: float = 0.1) -> bool:
+        is_stored = super().commit(patience_s)
+        if is_stored:
+            self.history += self._taken
+            self._taken.clear()
+        return is_stored
 
 
 class JobsRun(HeadScene):
     """One head of a run of jobs."""
+
+    store: NotedStore
+    store_type = NotedStore
 
     def __init__(
         self,
@@ -259,11 +270,13 @@ class JobsRun(HeadScene):
         )
         past = past_of(read_run(folder)) if (folder / STORE_NAME).exists() else Past()
         super().__init__(folder, config, clock or VirtualClock(), past)
-        self.queue_store = NotedStore(self.queue_folder, [] if history is None else history)
-        queue = self.queue_store.queue
+        self.queue_folder.mkdir(mode=0o700, exist_ok=True)
+        queue = queue_of(folder)
+        self.store.note(queue, [] if history is None else history)
         for job in jobs:
             queue.apply(Submitted(at_s=self.began_unix_s, job=job))
-        self.queue_store.commit()
+        self.store.queue(queue)
+        self.store.commit()
         self.fleet = JobsFleet(self.clock, queue)
         for name in NODES:
             if name not in absent:
@@ -273,7 +286,8 @@ class JobsRun(HeadScene):
             config=config,
             target=Target(device=device, one_machine=one_machine),
             events=self.log,
-            store=self.queue_store,
+            store=self.store,
+            queue=queue,
             stays=stays,
             before_unix_s=past.updated_at_unix_s,
         )
@@ -315,7 +329,6 @@ class JobsRun(HeadScene):
         self.dispatcher._incoming.close()
         self.log.close()
         self.store._disconnect()
-        self.queue_store._connection.close()
 
     def may_die(self, chance: float, seed: int) -> None:
         """Let the head die, at random, before or after anything that outlives it."""
@@ -333,7 +346,6 @@ class JobsRun(HeadScene):
             return done
 
         for owner, names in (
-            (self.queue_store, ("commit",)),
             (self.store, ("commit",)),
             (self.fleet, ("place", "order", "abandon")),
         ):
@@ -354,10 +366,10 @@ class JobsRun(HeadScene):
         for name, event in events:
             self.supervisor._feed(name, event)
 
-    def say(self, word: Word, job: str) -> None:
-        """Leave a word about a job for the head."""
+    def say(self, order: JobOrder, job: str) -> None:
+        """Leave an order about a job for the head."""
         at_s = self.clock.unix_s()
-        said = Said(at_s=at_s, id=f"{word}-{job}-{at_s}", word=word, job=job, by="ann")
+        said = UserOrder(at_s=at_s, id=f"{order}-{job}-{at_s}", order=order, job=job, by="ann")
         put(self.queue_folder, [said])
 
     # What is seen
@@ -367,11 +379,11 @@ class JobsRun(HeadScene):
 
     def standings(self) -> dict[str, Standing]:
         """Return how the jobs stand, by what is stored alone."""
-        return dict(queue_of(self.queue_folder).standings)
+        return dict(queue_of(self.folder).standings)
 
     def records(self, kind: type[Record]) -> list[Any]:
         """Return the records of a kind, of all heads, whose effects are stored."""
-        return [record for record in self.queue_store.history if isinstance(record, kind)]
+        return [record for record in self.store.history if isinstance(record, kind)]
 
 
 class JobsMaker:
@@ -406,8 +418,8 @@ def check_ends(run: JobsRun) -> None:
         if standing.job.steps is not None and standing.job.command is None:
             assert standing.sha256 == hash_after(name, standing.job.steps)
     on_card: dict[str, str] = {}
-    for record in run.records((Assigned, AttemptEnded, Rested)):  # type: ignore[arg-type]
-        if isinstance(record, Assigned):
+    for record in run.records((AttemptBegun, AttemptEnded, AttemptReleased)):  # type: ignore[arg-type]
+        if isinstance(record, AttemptBegun):
             assert record.card not in on_card.values(), record
             on_card[record.job] = record.card
         else:

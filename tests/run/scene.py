@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import datetime
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from orchestrator.config.load import config_from_data
 from orchestrator.config.schema import Config
@@ -23,9 +23,8 @@ from orchestrator.record.store import STORE_NAME, RunStore
 from orchestrator.run.learned_limits import LearnedLimits
 from orchestrator.run.resume import Past
 from orchestrator.run.run_dir import CheckpointKeeper
-from orchestrator.run.supervisor import Commands, Supervisor
+from orchestrator.run.supervisor import Commands, Outlets, Supervisor
 from orchestrator.run.terminal import Interrupts
-from orchestrator.view.live import Outlets
 from tests.factories import facts_of
 from tests.run.scripted_fleet import ScriptedFleet, VirtualClock
 from workers.messages import Verdict
@@ -70,10 +69,12 @@ class Recorder:
 class HeadScene:
     """The files, the watcher and the supervisor of one head in a folder."""
 
+    store_type: ClassVar[type[RunStore]] = RunStore
+
     def __init__(self, folder: Path, config: Config, clock: VirtualClock, past: Past) -> None:
         self.folder, self.config, self.clock, self.past = folder, config, clock, past
         self.began_unix_s = clock.unix_s()
-        self.store = RunStore(folder / STORE_NAME, monotonic_s=clock.monotonic_s)
+        self.store = self.store_type(folder / STORE_NAME, monotonic_s=clock.monotonic_s)
         self.log = EventLog(folder / "events.jsonl", unix_s=clock.unix_s, also=self._on_event)
         self.recorder = Recorder()
         self._outlets = Outlets(watchers=(self.recorder,), events=self.log, store=self.store)
@@ -100,20 +101,15 @@ class HeadScene:
             fleet=fleet,
             outlets=self._outlets,
             learned_limits=LearnedLimits(None, self.log),
-            checkpoints=self._copies(),
+            checkpoints=CheckpointKeeper(self.folder / "states"),
             output=OutputFiles(self.folder),
             commands=self.commands,
             clock=self.clock,
             **more,
         )
 
-    def _copies(self) -> CheckpointKeeper:
-        keeper = CheckpointKeeper(self.folder / "states")
-        keeper._threads = AtOnce()  # type: ignore[assignment]
-        return keeper
-
     def _on_event(self, entry: Mapping[str, Any]) -> None:
-        self.store.event(entry)
+        """Be told of an event."""
 
     def close(self, outcome: str = "interrupted", code: int = 130) -> None:
         """Close the files and the socket of a head that ends by itself."""
@@ -189,7 +185,7 @@ class Run(HeadScene):
     def finish(self) -> dict[str, Row]:
         """Run to the end, compare the books, and return the last row of each slot."""
         snapshot = self.supervisor.run()
-        faults = [] if self.chaos is None else self.chaos.told()[0]
+        faults = [] if self.chaos is None else self.chaos.told()
         self.store.end("good", 0, None, faults)
         self.check_books()
         return {row.slot: row for row in snapshot.rows}
@@ -198,7 +194,7 @@ class Run(HeadScene):
         """What was really done is counted once, except for what was in no answer that came."""
         for slot in self.stored().slots:
             before = self.past.slots.get(slot.slot)
-            counted = slot.counters["steps_ok"]
+            counted = slot.row.counts.steps_ok
             if before is not None:
                 counted -= before.counts.steps_ok
             done, unseen = self.fleet.really_done[slot.slot], self.fleet.unseen(slot.slot)

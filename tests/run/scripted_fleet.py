@@ -406,7 +406,8 @@ class ScriptedFleet:
         process.train_step = self.saved[slot]
         self.processes.setdefault(slot, []).append(process)
         self.begun.setdefault(slot, []).append(orders)
-        self._begins(slot, process, orders.begin)
+        sent = None if orders.copy is None else orders.copy.data
+        self._begins(slot, process, replace(orders.begin, checkpoint=sent))
         self._heed(slot, process, orders)
         self._schedule(up_at_s, lambda: self._comes_up(slot, actor, process))
         return True

@@ -16,7 +16,7 @@ from tests.scene import ROOT, python
 DEVICE = """
 from orchestrator.config.load import load_config
 from orchestrator.run.environment import in_rehearsal
-print(in_rehearsal(load_config("cluster.yaml", []), None).target.device)
+print(in_rehearsal(load_config("cluster.yaml", [])).target.device)
 """
 
 
@@ -32,7 +32,7 @@ class Measured(CpuRates):
 
 
 def settled(ratio: float | None) -> tuple[Environment, Environment]:
-    with_rates = replace(in_rehearsal(REFERENCE, None), rates=Measured(ratio))
+    with_rates = replace(in_rehearsal(REFERENCE), rates=Measured(ratio))
     return with_rates, with_rates.settle(with_rates, ScriptedFleet(VirtualClock()))
 
 

@@ -12,7 +12,7 @@ from time import sleep
 import psutil
 import pytest
 
-from orchestrator.jobs.model import JobState, Word
+from orchestrator.jobs.model import JobOrder, JobState
 from orchestrator.record.events import EventLog
 from orchestrator.run import job_files
 from orchestrator.run.job_files import JobFiles
@@ -64,7 +64,7 @@ def test_a_job_whose_files_cannot_be_written_is_cancelled(new_jobs: JobsMaker) -
     run = new_jobs(short("one"))
     blocked(run, "one")
     run.until_state("one", JobState.SAVING)
-    run.say(Word.CANCEL, "one")
+    run.say(JobOrder.CANCEL, "one")
     assert run.finish()["one"].state is JobState.CANCELLED
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -13,18 +12,18 @@ from orchestrator.control.queue import put
 from orchestrator.core.user_commands import CommandRefusedError, Do
 from orchestrator.jobs.lifecycle import IllegalRecordError
 from orchestrator.jobs.model import (
-    Assigned,
+    AttemptBegun,
     AttemptEnded,
+    AttemptRecalled,
+    AttemptReleased,
     Cause,
+    JobOrder,
     JobState,
+    MilestoneReached,
     Milestones,
     QueueHeld,
-    Reached,
-    Recalled,
-    Rested,
-    Said,
     Submitted,
-    Word,
+    UserOrder,
 )
 from orchestrator.jobs.queue import COMMAND_LEASE_S
 from orchestrator.jobs.spec import parse
@@ -125,7 +124,7 @@ def test_a_node_that_is_back_in_time_keeps_its_job(new_jobs: JobsMaker) -> None:
     run.fleet.at(27.0, lambda: run.fleet.join("pc1"))
     run.finish()
     check_ends(run)
-    assert len(run.records(Assigned)) == 1
+    assert len(run.records(AttemptBegun)) == 1
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -160,7 +159,7 @@ def test_eight_hours_without_a_head_are_not_worked_nor_waited(new_jobs: JobsMake
     run = new_jobs.next_head(run, *jobs, urgent)
     run.finish()
     check_ends(run)
-    assert [record.job for record in run.records(Assigned)] == ["first", "urgent", "old"]
+    assert [record.job for record in run.records(AttemptBegun)] == ["first", "urgent", "old"]
     assert run.standings()["first"].ran_s < 60.0
 
 
@@ -177,14 +176,14 @@ def test_a_word_while_the_head_is_dead_is_obeyed(new_jobs: JobsMaker) -> None:
     run = new_jobs(*jobs)
     run.until(8.0)
     run.die()
-    run.say(Word.HOLD, "held")
-    run.say(Word.CANCEL, "gone")
+    run.say(JobOrder.HOLD, "held")
+    run.say(JobOrder.CANCEL, "gone")
     run = new_jobs.next_head(run, *jobs, stays=True)
     run.until_state("held", JobState.HELD)
     run.until_state("gone", JobState.CANCELLED)
     assert run.fleet.live_on("pc1") + run.fleet.live_on("pc2") == []
-    run.say(Word.RETRY, "gone")
-    run.say(Word.RELEASE, "held")
+    run.say(JobOrder.RETRY, "gone")
+    run.say(JobOrder.RELEASE, "held")
     run.until_state("gone", JobState.DONE)
     run.dispatcher.stays = False
     run.finish()
@@ -206,7 +205,7 @@ def test_a_drained_slot_keeps_its_place_until_unpause(new_jobs: JobsMaker) -> No
 def test_no_command_starts_what_has_no_place(new_jobs: JobsMaker) -> None:
     run = new_jobs(short("one", 400), stays=True)
     run.until(6.0)
-    run.say(Word.HOLD, "one")
+    run.say(JobOrder.HOLD, "one")
     run.until_state("one", JobState.HELD)
     for do in (Do.UNPAUSE, Do.REINSTATE):
         with pytest.raises(CommandRefusedError, match="jobs release"):
@@ -221,10 +220,10 @@ def test_without_room_a_training_goes_to_the_larger_card(new_jobs: JobsMaker) ->
     assert run.fleet.homes[-1] == ("big", "pc2")
     run.finish()
     check_ends(run)
-    recall = next(record for record in run.records(Recalled) if record.job == "big")
+    recall = next(record for record in run.records(AttemptRecalled) if record.job == "big")
     assert recall.to is JobState.QUEUED
     assert "not even its smallest step fits" in recall.reason
-    began = next(each for each in run.records(Assigned) if each.job == "big")
+    began = next(each for each in run.records(AttemptBegun) if each.job == "big")
     assert recall.at_s - began.at_s > 15.0
     assert run.fleet.homes[-1] == ("big", "pc1")
 
@@ -282,7 +281,7 @@ def test_a_game_on_a_card_ends_no_job(new_jobs: JobsMaker, opens: bool) -> None:
     assert run.standing("a").state is JobState.PARKED
     assert "other programs" in run.standing("b").reason
     assert run.standing("other").state is JobState.DONE
-    assert len(run.records(Assigned)) <= 4, "the card is left alone for a while"
+    assert len(run.records(AttemptBegun)) <= 4, "the card is left alone for a while"
     plays = False
     del run.fleet.kinds_of_report["a"], run.fleet.kinds_of_report["b"]
     assert {each.state for each in run.finish().values()} == {JobState.DONE}
@@ -361,12 +360,15 @@ def test_of_a_member_that_is_asked_for_memory_is_predicted(new_jobs: JobsMaker) 
 
 def test_what_cannot_be_is_refused_before_it_is_written(new_jobs: JobsMaker) -> None:
     run = new_jobs(short("a"), stays=True)
-    said = [Said(at_s=1.0, id=word, word=word, job="a", by="ann") for word in (Word.HOLD,) * 2]
-    put(run.queue_folder, [Said(at_s=1.0, id="1", word=Word.HOLD, job="none", by="ann")])
+    said = [
+        UserOrder(at_s=1.0, id=order, order=order, job="a", by="ann")
+        for order in (JobOrder.HOLD,) * 2
+    ]
+    put(run.queue_folder, [UserOrder(at_s=1.0, id="1", order=JobOrder.HOLD, job="none", by="ann")])
     put(run.queue_folder, [Submitted(at_s=1.0, job=replace(short("a"), id="another"))])
     command_file.put(run.queue_folder, b'[{"at_s": 1.0, "job": {"name": "b"}}]', identity="junk")
     put(run.queue_folder, [*said, Submitted(at_s=1.0, job=short("b"))])
-    put(run.queue_folder, [Said(at_s=1.0, id="2", word=Word.HOLD, job="b", by="ann")])
+    put(run.queue_folder, [UserOrder(at_s=1.0, id="2", order=JobOrder.HOLD, job="b", by="ann")])
     run.until(1.0)
     reasons = [event["reason"] for event in run.events("job_message_refused")]
     assert len(reasons) == 4, reasons
@@ -374,7 +376,7 @@ def test_what_cannot_be_is_refused_before_it_is_written(new_jobs: JobsMaker) -> 
     again = new_jobs.next_head(run, stays=True)
     again.until(5.0)
     assert {one.state for one in again.standings().values()} == {JobState.HELD}
-    assert len(again.records(Said)) == 2
+    assert len(again.records(UserOrder)) == 2
 
 
 def test_a_message_seen_twice_is_obeyed_once(new_jobs: JobsMaker) -> None:
@@ -418,7 +420,7 @@ def test_a_card_that_fails_all_jobs_is_left_alone(new_jobs: JobsMaker) -> None:
     assert any("pc1 gets no job: 2 attempts" in line for line in run.supervisor.snapshot().notices)
     run.finish()
     check_ends(run)
-    assert [record.card for record in run.records(Assigned)].count("pc1") == 2
+    assert [record.card for record in run.records(AttemptBegun)].count("pc1") == 2
 
 
 def test_after_ctrl_c_everything_is_saved_and_goes_on(new_jobs: JobsMaker) -> None:
@@ -436,7 +438,7 @@ def test_after_ctrl_c_everything_is_saved_and_goes_on(new_jobs: JobsMaker) -> No
     check_ends(run)
     begin = run.fleet.begun["one"][0].begin
     assert begin is not None
-    assert begin.checkpoint is not None
+    assert begin.copy is not None
 
 
 def test_while_the_queue_cannot_be_stored_all_stands(
@@ -446,11 +448,8 @@ def test_while_the_queue_cannot_be_stored_all_stands(
     run.until_state("two", JobState.RUNNING)
     done = run.supervisor._slots["one"].counts.steps_ok
 
-    def full() -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(run.queue_store, "commit", full)
-    run.say(Word.CANCEL, "two")
+    monkeypatch.setattr(run.store, "commit", lambda: False)
+    run.say(JobOrder.CANCEL, "two")
     run.until(30.0)
     assert any("queue of jobs" in notice for notice in run.supervisor.snapshot().notices)
     assert run.supervisor._slots["one"].counts.steps_ok > done, "what runs goes on"
@@ -469,14 +468,10 @@ def test_an_end_that_cannot_be_stored_ends_no_run(
     run = new_jobs(short("one", 100))
     run.until_state("one", JobState.RUNNING)
 
-    commit = run.queue_store.commit
-
-    def full() -> None:
-        if run.standing("one").state is JobState.DONE:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        commit()
-
-    monkeypatch.setattr(run.queue_store, "commit", full)
+    commit = run.store.commit
+    monkeypatch.setattr(
+        run.store, "commit", lambda: run.standing("one").state is not JobState.DONE and commit()
+    )
     run.until(120.0)
     assert run.standing("one").state is JobState.DONE
     assert run.standings()["one"].state is JobState.RUNNING
@@ -491,9 +486,9 @@ def test_a_record_that_cannot_be_stops_no_later_head(
 ) -> None:
     """A defect of the queue is planted: it ends an attempt that never began."""
     run = new_jobs(short("one"), short("two"))
-    wrong = Rested(at_s=0.0, job="two", attempt=1)
+    wrong = AttemptReleased(at_s=0.0, job="two", attempt=1)
     monkeypatch.setattr(run.dispatcher.queue, "next_records", lambda _: (wrong,))
-    with pytest.raises(IllegalRecordError, match="two: Rested cannot be"):
+    with pytest.raises(IllegalRecordError, match="two: AttemptReleased cannot be"):
         run.until(5.0)
     run.die()
     assert run.standings()["two"].state is JobState.QUEUED, "what was not checked is not stored"
@@ -507,7 +502,7 @@ def test_a_word_that_cannot_be_is_refused_and_gone(
 ) -> None:
     """The first check is planted away; the second is that of the queue."""
     run = new_jobs(short("one"))
-    run.say(Word.CANCEL, "ghost")
+    run.say(JobOrder.CANCEL, "ghost")
     monkeypatch.setattr(run.dispatcher.queue, "why_refused", lambda _: None)
     run.finish()
     check_ends(run)
@@ -521,7 +516,7 @@ def test_what_waits_is_stored_at_once(new_jobs: JobsMaker) -> None:
     for number in range(300):
         put(run.queue_folder, [Submitted(at_s=0.0, job=short(f"job-{number}"))])
     statements: list[str] = []
-    run.queue_store._connection.set_trace_callback(statements.append)
+    run.store._connection.set_trace_callback(statements.append)
     run.until(1.0)
     assert len(run.standings()) == 300
     assert statements.count("COMMIT") <= 3
@@ -548,7 +543,7 @@ def test_at_a_milestone_others_get_the_card(new_jobs: JobsMaker) -> None:
     ends = Counter(each.state for each in standings.values())
     assert set(ends) == {JobState.DONE, JobState.STOPPED}
     assert ends[JobState.STOPPED] >= 5
-    assert len(run.records(Reached)) >= 9
+    assert len(run.records(MilestoneReached)) >= 9
     assert not list((run.folder / "states").glob("*.pt")), "they are needed no more"
 
 
@@ -571,10 +566,10 @@ def test_programs_run_where_no_worker_would_train(new_jobs: JobsMaker) -> None:
 def test_a_queue_that_is_over_takes_what_waits(new_jobs: JobsMaker) -> None:
     run = new_jobs(short("one", 400))
     run.until(6.0)
-    run.say(Word.CANCEL, "one")
+    run.say(JobOrder.CANCEL, "one")
     assert run.finish()["one"].state is JobState.CANCELLED
     assert read_run(run.folder).is_done
-    run.say(Word.RETRY, "one")
+    run.say(JobOrder.RETRY, "one")
     assert not read_run(run.folder).is_done
     run = new_jobs.next_head(run)
     assert run.finish()["one"].state is JobState.DONE

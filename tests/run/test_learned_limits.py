@@ -15,7 +15,7 @@ import pytest
 
 from orchestrator.core.placement import SlotPlan, Target, plan_slots
 from orchestrator.record.events import EventLog
-from orchestrator.run.learned_limits import LearnedLimits, terms
+from orchestrator.run.learned_limits import LearnedLimits
 from tests.factories import REFERENCE, status_of
 from tests.run.conftest import RunMaker
 from tests.run.scene import events_in
@@ -24,8 +24,6 @@ from workers.settings import Learned, LimitKey, StoredLimit
 from workers.units import GIB
 
 PLANS = plan_slots(REFERENCE, Target())
-
-SPEC = PLANS[0].spec
 
 KEY = LimitKey(
     card="NVIDIA GeForce RTX 3090",
@@ -44,7 +42,6 @@ def limit(size: int = 2 * GIB, age_s: float = 0.0, **key: Any) -> StoredLimit:
         learned=Learned(size=size, fixed_bytes=0.0, unit_bytes=1.0),
         peak_bytes=size,
         learned_at_unix_s=time.time() - age_s,
-        best_under=terms(SPEC),
     )
 
 
@@ -63,7 +60,7 @@ class Run:
     def learn(self, *learned: StoredLimit | None, save: bool = True) -> None:
         """Let each of some workers tell what it has learned."""
         for index, one in enumerate(learned):
-            self.limits.take(SPEC, status_of(f"pc1/{index}", learned=one))
+            self.limits.take(status_of(f"pc1/{index}", learned=one))
         if save:
             self.limits.save()
 
@@ -145,27 +142,6 @@ def test_limits_are_written_every_minute(new_run: RunMaker, store: LimitStore) -
         run.fleet.at(at_s, lambda: seen.append(len(known(store))))
     run.finish()
     assert seen == [0, 1]
-
-
-def test_the_best_of_an_earlier_run_is_known_to_the_next(
-    run: Run, store: LimitStore, tmp_path: Path
-) -> None:
-    for index, best in enumerate((3.0, 7.5, None)):
-        learned = limit(cap_bytes=3 * GIB + index * 2**20)
-        run.limits.take(SPEC, status_of(f"pc1/{index}", learned=learned), best)
-    run.limits.save()
-    following = Run(tmp_path / "next", LimitStore(store.path))
-    following.sent()
-    following.log.close()
-    alone = replace(SPEC, card_budget_bytes=SPEC.budget_bytes)  # it had a seventh then
-    for spec, learned, best in (
-        (SPEC, limit(), 7.5),
-        (SPEC, limit(card="another card"), None),
-        (SPEC, None, None),
-        (alone, limit(), None),
-        (replace(SPEC, duty=None), limit(), None),
-    ):
-        assert following.limits.best_tflops(spec, status_of("pc1/0", learned=learned)) == best
 
 
 def test_a_store_that_cannot_be_had_costs_a_sentence_each_try(run: Run, store: LimitStore) -> None:

@@ -167,7 +167,7 @@ def test_a_defect_of_the_head_is_recorded(user: UserFolder) -> None:
     summary, left = user.summary(), read_run(user.run_dir)
     assert (summary["outcome"], summary["error"]) == ("failed", "a bug of ours")
     assert (left.outcome, left.exit_code, left.error) == ("failed", 1, "a bug of ours")
-    assert summary["workers"][0]["steps_ok"] == left.slots[0].counters["steps_ok"] > 20
+    assert summary["workers"][0]["steps_ok"] == left.slots[0].row.counts.steps_ok > 20
     assert left.remaining_s > 50
 
 

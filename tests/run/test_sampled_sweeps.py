@@ -13,7 +13,8 @@ import pytest
 from orchestrator.jobs.model import Job, JobState, Record, Submitted
 from orchestrator.jobs.queue import Queue
 from orchestrator.jobs.spec import parse
-from orchestrator.record.jobs import QueueStore
+from orchestrator.record.jobs import queue_of
+from orchestrator.record.store import STORE_NAME, RunStore
 from orchestrator.run.sampled_sweeps import SampledSweeps, sampled_sweeps
 from tests.factories import REFERENCE
 from tests.jobs.scene import Scene
@@ -102,18 +103,16 @@ def test_the_metric_of_the_sweep_decides_what_is_tried_next() -> None:
 
 
 def test_a_killed_head_goes_on_with_the_same_members(tmp_path: Path) -> None:
-    plain, killed, store = SweepScene(), SweepScene(), QueueStore(tmp_path)
-    for sweep in killed.queue.sweeps.values():
-        store.queue.apply(sweep)
-    killed.begin(store.queue)
+    plain, killed = SweepScene(), SweepScene()
+    store = RunStore(tmp_path / STORE_NAME)
     for scene in (plain, killed):
         scene.turn()
     while len(plain.members()) < 8:
         for scene in (plain, killed):
             scene.finish_one()
-        store.commit()
-        store = QueueStore(tmp_path)
-        killed.begin(store.queue)
+        store.queue(killed.queue)
+        assert store.commit()
+        killed.begin(queue_of(tmp_path))
     assert [job.settings for job in killed.members()] == [job.settings for job in plain.members()]
     assert [job.id for job in killed.members()] == [job.id for job in plain.members()]
 

@@ -41,7 +41,7 @@ def test_every_slot_is_placed_once_and_works_to_the_planned_end(new_run: RunMake
     last = run.recorder.shown[-1]
     assert (last.elapsed_s, last.restart_count) == (20.0, 0)
     assert run.clock.now_s - run.fleet.began_s == pytest.approx(START_S + 20, abs=0.5)
-    assert {slot.slot: slot.counters["steps_ok"] for slot in run.stored().slots} == {
+    assert {slot.slot: slot.row.counts.steps_ok for slot in run.stored().slots} == {
         slot: row.counts.steps_ok for slot, row in rows.items()
     }
 
@@ -144,6 +144,7 @@ def test_a_second_interrupt_ends_the_run_at_once(new_run: RunMaker, interrupts: 
     with pytest.raises(KeyboardInterrupt):
         run.supervisor.run()
     assert run.clock.now_s - run.fleet.began_s < 11
+    run.close()
     run.check_books()
 
 

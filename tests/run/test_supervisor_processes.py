@@ -131,5 +131,5 @@ def test_a_killed_heads_run_goes_on_with_its_counters(new_run: RunMaker, tmp_pat
         assert first_orders.incarnation == slot.incarnation + 1
         assert first_orders.begin is not None
         assert first_orders.begin.resume == slot.resume
-        assert rows[slot.slot].counts.steps_ok > slot.counters["steps_ok"] > 0
-    assert (run.stored().heads, run.stored().outcome) == (2, "good")
+        assert rows[slot.slot].counts.steps_ok > slot.row.counts.steps_ok > 0
+    assert (run.stored().facts.heads, run.stored().outcome) == (2, "good")

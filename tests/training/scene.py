@@ -15,8 +15,9 @@ from workers.training.batches import Samples
 from workers.training.host_states import states_of
 from workers.training.keyed_random import row_keys, uniform
 from workers.training.made_data import MadeText
-from workers.training.models import Cnn, CnnShape, Gpt, GptShape
+from workers.training.models import Gpt, GptShape
 from workers.training.order import Sample
+from workers.training.pictures import Cnn, landmark_loss
 from workers.training.settings import TrainSettings
 from workers.training.tasks import TrainTask
 from workers.training.trainer import Trainer
@@ -70,12 +71,11 @@ class Dots(Samples):
 def task(kind: str, dropout: float = 0.1, **shape: Any) -> TrainTask:
     """Return the task of a preset with a smaller model, of 71,000 or 58,000 parameters."""
     if kind == CNN:
-        edges = CnnShape(edge=16, widths=(16, 24))
         return TrainTask(
             name="small-cnn",
-            model=partial(Cnn, edges, dropout, Dots.points),
-            dataset=Dots(edges.edge),
-            loss=tasks.landmark_loss,
+            model=partial(Cnn, (16, 24), dropout, Dots.points),
+            dataset=Dots(16),
+            loss=landmark_loss,
             blocks=tasks.blocks_of,
             by_sample=True,
         )

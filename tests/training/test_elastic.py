@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from workers.resilience.retry import OutOfBatchError
+from workers.resilience.attempts import OutOfBatchError
 from workers.training.elastic import ElasticStep
 from workers.training.errors import NotFiniteError, UpdateInterruptedError
 

@@ -1,42 +1,62 @@
-"""The ladder of micro-batch, recomputed blocks and states on the host: the fastest for each amount of memory."""
+"""The fixed ladder of a training, and what is told of moves on it."""
 
 from __future__ import annotations
 
-from workers.training.ladder import MemoryLadder, Point, Speeds, offered_shares, points_of
+import pytest
+
+from workers.training.ladder import Level, Moves, levels_of
 from workers.training.settings import TrainSettings
 
-BATCH, LEVELS, STATES = 16, 4, 400.0
-AUTO = TrainSettings(batch=BATCH, states_on_host="auto")
-POINTS = points_of(AUTO, [1, 2, 4, 8, 16], LEVELS, [0, 25, 50, 75, 100])
+
+@pytest.mark.parametrize(
+    ("keys", "levels"),
+    [
+        ({}, [Level(), Level(recomputes=True)]),
+        ({"recompute": "none"}, [Level()]),
+        (
+            {"states_on_host": "auto"},
+            [
+                Level(),
+                Level(recomputes=True),
+                Level(recomputes=True, states_on_host_pct=100),
+            ],
+        ),
+        (
+            {"states_on_host": "auto", "recompute": "all"},
+            [Level(), Level(states_on_host_pct=100)],
+        ),
+    ],
+)
+def test_what_the_settings_fix_is_on_no_level(keys: dict[str, object], levels: list[Level]) -> None:
+    assert levels_of(TrainSettings.model_validate(keys)) == levels
 
 
-def planned_bytes(point: Point) -> float:
-    """Return KiB of a made-up training."""
-    blocks = 1 - 0.8 * point.level / LEVELS
-    return 1024 * (STATES * (1 - point.share_pct / 100) + point.micro * (10 + 60 * blocks))
+def told(moves: Moves, seconds: float, peak_bytes: int, parts: int = 2) -> list[dict[str, object]]:
+    """Compute a batch in so many parts, and return what is told."""
+    return [
+        figures
+        for part in range(parts)
+        for _, figures in moves.note(seconds, peak_bytes, is_whole=part == parts - 1)
+    ]
 
 
-def on(ladder: MemoryLadder) -> list[Point]:
-    return [Point.of(rung.batch, rung.level) for rung in ladder.rungs]
-
-
-def test_each_rung_is_the_fastest_for_its_memory() -> None:
-    ladder = MemoryLadder(POINTS, LEVELS, BATCH, planned_bytes)
-    rule = Speeds(BATCH, LEVELS)
-    chosen = on(ladder)
-    for place, point in enumerate(chosen):
-        cheaper = [each for each in POINTS if planned_bytes(each) <= planned_bytes(point)]
-        assert rule.seconds(point) == min(map(rule.seconds, cheaper)), place
-    assert chosen[0] == Point(1, LEVELS, 100)
-    assert chosen[-1] == Point(16, 0, 0)
-    assert {
-        len({getattr(each, name) for each in chosen}) > 1
-        for name in ("micro", "level", "share_pct")
-    } == {True}
-
-
-def test_states_go_to_a_host_that_has_room_for_them() -> None:
-    assert offered_shares(AUTO, 100, 1000) == [0, 25, 50, 75, 100]
-    assert offered_shares(AUTO, 100, 100) == [0, 25, 50]
-    assert offered_shares(AUTO, 100, 0) == [0]
-    assert offered_shares(TrainSettings(states_on_host=30), 100, 0) == [30]
+def test_a_move_is_told_when_it_has_lasted_for_a_whole_batch() -> None:
+    moves = Moves()
+    moves.at(8, 0, 0)
+    assert [told(moves, 1.0, 1000) for _ in range(3)] == [[]] * 3
+    moves.at(4, 6, 0)
+    told(moves, 9.0, 10)  # the first batch there was begun elsewhere, or has compiled
+    moves.at(2, 6, 0)
+    assert told(moves, 1.0, 300) == [], "the place between did not last"
+    (figures,) = told(moves, 1.5, 400)
+    assert figures == {
+        "micro_batch": 2,
+        "memory_level": 6,
+        "states_on_host_pct": 0,
+        "from_micro_batch": 8,
+        "from_memory_level": 0,
+        "from_states_on_host_pct": 0,
+        "bought_bytes": 600,
+        "time_cost_pct": 50.0,
+    }
+    assert told(moves, 1.5, 400) == []

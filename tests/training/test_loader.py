@@ -50,13 +50,6 @@ class Items(Dataset[torch.Tensor]):
         return torch.tensor([index, os.getpid()])
 
 
-class TwoBatches(Items):
-    """Has an end."""
-
-    def __len__(self) -> int:
-        return 2 * BATCH
-
-
 class Large(Dataset[torch.Tensor]):
     """Takes 256 MiB for each item."""
 
@@ -107,7 +100,6 @@ def _with_processes(folder: Path) -> None:
     _makes_a_failed_batch_again(2, folder)
     _replaces_a_killed_process()
     _says_what_cannot_be_sent()
-    _ends_them_with_an_epoch_if_told_so()
     wait_for(lambda: not _loader_processes(), "end of the loader's processes")
 
 
@@ -164,18 +156,6 @@ def _says_what_cannot_be_sent() -> None:
         TaskError, match=r"cannot be sent to loader processes .*set train\.loader_workers to 0"
     ):
         loader.next_batch()
-    loader.close()
-
-
-def _ends_them_with_an_epoch_if_told_so() -> None:
-    loader = loader_of(TwoBatches(), 1, persistent=False)
-    batches = [loader.next_batch() for _ in range(6)]
-    assert [keys(each) for each in batches] == [
-        list(order(turn * BATCH, BATCH)) for turn in range(6)
-    ]
-    makers = [int(each[0, 1]) for each in batches]
-    assert makers[0::2] == makers[1::2]
-    assert len(set(makers)) == 3
     loader.close()
 
 

@@ -16,7 +16,6 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.training.scene import CNN, CPU, GPT, in_shared_memory, train, trainer
-from workers.training.errors import TaskError
 from workers.training.host_memory import power_of_two
 from workers.training.keyed_random import KeyedDropout, row_keys
 from workers.training.model_levers import FLOP_OF_ATTENTION, HostActivations
@@ -26,7 +25,6 @@ from workers.training.trainer import Trainer
 
 STEPS = 30
 EXACT: list[tuple[str, dict[str, Any]]] = [
-    (GPT, {"set_to_none": False}),
     (GPT, {"activations_on_host": True}),
     (GPT, {"activations_on_host": True, "precision": "bf16"}),
     (CNN, {"activations_on_host": True, "ema_on": "host"}),
@@ -81,8 +79,6 @@ def test_smoothed_labels_are_those_of_the_definition() -> None:
     model, tokens = task.model(), torch.stack([task.dataset[0], task.dataset[1]])
     expected = 0.9 * plain(model, tokens) + 0.1 * uniform(model, tokens)
     torch.testing.assert_close(smoothed(model, tokens), expected)
-    with pytest.raises(TaskError, match=r"label_smoothing is 0\.1, and cnn-landmarks finds points"):
-        find_task(TrainSettings(preset="cnn-landmarks", data="here", label_smoothing=0.1), 0)
 
 
 def test_r_drop_adds_the_divergence_of_two_passes() -> None:
@@ -205,18 +201,23 @@ def test_the_kernel_of_attention_that_really_ran_is_told() -> None:
     assert trainer(CNN).attention_kernels() == ""
 
 
-def test_cudnn_tries_its_kernels_only_if_it_is_asked_to() -> None:
-    asked = trainer(CNN, cudnn_benchmark=True)
-    assert torch.backends.cudnn.benchmark
-    plain = trainer(CNN)
-    assert not torch.backends.cudnn.benchmark
-    assert asked.identity != plain.identity
+@pytest.mark.parametrize(
+    ("keys", "searches"),
+    [
+        ({}, False),
+        ({"micro": 4}, True),
+        ({"micro": 4, "exact": True}, False),
+        ({"micro": 4, "deterministic": True}, False),
+    ],
+    ids=str,
+)
+def test_cudnn_tries_its_kernels_where_sizes_are_few(keys: dict[str, Any], searches: bool) -> None:
+    assert TrainSettings(**keys).searches_kernels is searches
 
 
-@pytest.mark.parametrize("lever", [{"cudnn_benchmark": True}, {"attention": "cudnn"}], ids=str)
-def test_what_changes_bits_is_refused_with_deterministic(lever: dict[str, Any]) -> None:
+def test_what_changes_bits_is_refused_with_deterministic() -> None:
     with pytest.raises(ValidationError, match="deterministic: true promises the same bits"):
-        TrainSettings(deterministic=True, **lever)
+        TrainSettings(deterministic=True, attention="cudnn")
 
 
 def test_heads_that_share_keys_are_counted() -> None:

@@ -129,10 +129,6 @@ def test_a_preset_plans_for_its_longest_document(tmp_path: Path) -> None:
     ("keys", "sentence"),
     [
         (
-            {"packing": True, "preset": "cnn-landmarks", "data": "here"},
-            "train.packing is True, and cnn-landmarks finds points in pictures; leave",
-        ),
-        (
             {"bucketing": True},
             "those of gpt-nano have one length, or do not tell it; set train.documents ",
         ),

@@ -18,8 +18,9 @@ from tests.training.scene import CPU, GPT, replay
 from tests.training.scene import settings as small_settings
 from tests.training.scene import task as small_task
 from workers.training.errors import StateMismatchError, TaskError
+from workers.training.pictures import landmark_error_pct
 from workers.training.settings import PRESETS, TrainSettings
-from workers.training.tasks import find_task, landmark_error_pct
+from workers.training.tasks import find_task
 from workers.training.trainer import Trainer
 
 OWN_TASK = """

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from orchestrator.errors import UsageError
-from orchestrator.lab.tune import levers
-from orchestrator.lab.tune.trial import CHOSEN, LeverVerdict, Trial
+from orchestrator.lab import levers
+from orchestrator.lab.levers import CHOSEN, LeverVerdict, Trial
 from workers.training.settings import TrainSettings
 
 
@@ -32,7 +32,7 @@ def test_a_rehearsal_tries_a_dozen_keys_that_are_quick_and_may_be_chosen() -> No
     found = levers.for_rehearsal(list(trials().values()))
     assert len(found) >= 12
     assert len({each.lever for each in found}) == len(found)
-    assert all(each.parity_class in CHOSEN and not each.slow for each in found)
+    assert all(each.parity_class in CHOSEN and each.lever != "compile" for each in found)
     assert not any(each.verdict is LeverVerdict.UNAVAILABLE for each in found)
 
 
@@ -42,18 +42,10 @@ def test_what_needs_a_card_says_so_without_one() -> None:
     assert "without a card" in without.reason
 
 
-def test_time_that_others_have_the_processor_counts_where_a_loader_waits_for_it_too() -> None:
-    own, other = trials(), trials(loader_workers=2)
-    assert own["loader_workers=1"].counts_waiting
-    assert own["prefetch=4 with loader_workers 1"].counts_waiting
-    assert not own["micro=8"].counts_waiting
-    assert other["micro=8"].counts_waiting
-
-
 def test_levers_are_named_by_key_or_by_key_and_value() -> None:
     found = list(trials().values())
-    named = levers.named(found, ["optimizer", "precision=fp32"], "--levers")
+    named = levers.named(found, ["optimizer", "precision=fp32"])
     assert {each.lever for each in named} == {"optimizer", "precision"}
     assert [each.setting for each in named if each.lever == "precision"] == ["fp32"]
     with pytest.raises(UsageError, match="--levers names 'precison', which is none; valid: micro"):
-        levers.named(found, ["precison"], "--levers")
+        levers.named(found, ["precison"])

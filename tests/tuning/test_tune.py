@@ -66,11 +66,8 @@ def test_a_tuning_leaves_verdicts_and_your_file_though_a_process_dies(tmp_path: 
     result = json.loads(output)
     (folder,) = tmp_path.glob("tunings/*")
     assert result == json.loads((folder / "tune.json").read_text())
-    assert list(result["rows"][0]) == [
-        "lever", "setting", "speed_ratio", "speed_low", "speed_high", "rounds", "peak_bytes",
-        "parity_class", "loss_gap", "verdict", "reason", "samples_per_s", "peak_delta_bytes",
-        "host_bytes", "host_delta_bytes", "once_s",
-    ]  # fmt: skip
+    assert result["model"] == "gpt-nano"
+    assert result["whole"]
 
     micro, tf32, killed = result["rows"]
     assert micro["speed_ratio"] > 0
@@ -139,15 +136,8 @@ def test_matmul_is_measured_with_several_workers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (
-            ("--budget", "5s"),
-            "--budget 5s ends before any lever has had its rounds; the least is 60s",
-        ),
         (("--levers", "precison"), "--levers names 'precison', which is none; valid: micro"),
-        (
-            ("--workload", "yoga"),
-            "--workload yoga: no levers are known of it; valid: train, matmul",
-        ),
+        (("--workload", "yoga"), "--workload yoga has no levers; valid: train, matmul"),
     ],
     ids=lambda value: value[-1] if isinstance(value, tuple) else "",
 )

@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from orchestrator.record.store import STORE_NAME, RunStore
-from tests.factories import FACTS, event, make_row, make_snapshot, record
-from workers.host.processes import start_time
+from tests.factories import FACTS, add_event, event, make_row, make_snapshot, record
+from workers.keeper.processes import start_time
 
 SLOTS = 5
 
@@ -31,13 +31,13 @@ def main(folder: Path) -> None:
             FACTS, run_id=folder.name, head_pid=pid, head_started=started, host=here, duration_s=1e6
         )
     )
-    store.event(event(name="run_started"))
+    add_event(store, event(name="run_started"))
     store.commit()
     os.write(1, b"0\n")
     for turn in range(1, 10**9):
         rows = [make_row(slot=f"pc1/{index}", steps_ok=turn) for index in range(SLOTS)]
-        store.event(event(turn, name="turn"))
-        store.slots(record(row.slot, incarnation=turn, row=row.to_dict()) for row in rows)
+        add_event(store, event(turn, name="turn"))
+        store.slots(record(row=row, incarnation=turn) for row in rows)
         if turn % 3 == 0:
             store.update(make_snapshot(*rows, elapsed_s=turn))
         store.commit()

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.record.events import TEXT_LIMIT_BYTES, EventLog
+from orchestrator.record.events import TEXT_LIMIT_BYTES, EventLog, read_events
 from workers.messages import WorkerState
 
 
@@ -107,38 +107,53 @@ def test_any_details_make_one_line_of_json(
 def test_a_full_disk_is_a_problem_not_a_crash() -> None:
     log = EventLog(Path("/dev/full"))
     log.write("one")
-    log.write("two")
+    assert log.incomplete
+    assert "No space left" in str(log.problem)
+    for _ in range(2_000):
+        log.write("more", text="x" * 8_000)
 
-    assert log.problem is not None
-    assert "2 lost" in log.problem
-    assert "No space left" in log.problem
+    assert "lost so far" in str(log.problem)
     log.close()
 
 
-def test_a_place_that_cannot_be_opened_is_tried_again(tmp_path: Path) -> None:
+def test_what_could_not_be_written_is_written_later(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "later" / "events.jsonl")
-    log.write("lost")
+    log.write("one")
     assert log.problem is not None
     (tmp_path / "later").mkdir()
-    log.write("kept")
+    log.write("two")
 
-    assert log.problem is None
-    assert [line["event"] for line in lines(tmp_path / "later" / "events.jsonl")] == ["kept"]
+    assert (log.problem, log.incomplete) == (None, False)
+    events = [line["event"] for line in lines(tmp_path / "later" / "events.jsonl")]
+    assert events == ["one", "two"]
     log.close()
 
 
-def test_a_line_that_did_not_fit_spoils_no_other(path: Path, log: EventLog) -> None:
+def test_a_line_that_did_not_fit_is_ended_by_the_next(path: Path, log: EventLog) -> None:
     class Nearly(FileIO):
         def write(self, content: bytes) -> int | None:
             return super().write(content[:5])
 
     log._file._raw = Nearly(path, "a")
     log.write("first")
-    assert "only 5 of" in str(log.problem)
+    assert "did not fit" in str(log.problem)
+    assert read_events(path.parent) == ()
     log.close()
     log.write("second")
 
     assert log.problem is None
-    torn, whole = path.read_text().splitlines()
-    assert len(torn) == 5
-    assert json.loads(whole)["event"] == "second"
+    assert [event.event for event in read_events(path.parent)] == ["first", "second"]
+
+
+def test_events_are_asked_for_by_name_slot_and_number(path: Path, log: EventLog) -> None:
+    for number in range(3):
+        log.write("state", slot=f"pc1/{number}", inner={"event": "other", "slot": "pc1/9"})
+    log.write("other")
+    path.write_text(path.read_text() + 'no event\n{"at": 1}\n')
+    told = read_events(path.parent)
+    assert [event.event for event in told] == ["state", "state", "state", "other"]
+    assert read_events(path.parent, ("other",)) == told[3:]
+    assert read_events(path.parent, ("state",), slot="pc1/1", after=told[0].number) == told[1:2]
+    assert read_events(path.parent, ("state",), limit=2) == told[1:3]
+    assert read_events(path.parent, slot="pc1/9") == ()
+    assert read_events(path.parent / "nowhere") == ()

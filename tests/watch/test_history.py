@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 
 from orchestrator.record import history
-from orchestrator.record.archive import LATE_AFTER_S, Follower, Freshness, read_events, read_run
+from orchestrator.record.archive import LATE_AFTER_S, Follower, Freshness, read_run
+from orchestrator.record.events import read_events
 from orchestrator.record.store import STORE_NAME, RunStore
-from tests.factories import FACTS, STARTED_UNIX_S, event, make_row, make_snapshot, record
+from tests.factories import FACTS, STARTED_UNIX_S, add_event, event, make_row, make_snapshot, record
 from tests.scene import wait_for
 from tests.watch.scene import Clock, head_process
 from workers.messages import Progress, WorkerState
@@ -55,21 +56,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if second == 20:
             for slot in SLOTS:
                 told = {"from_state": "RUNNING", "to_state": "BACKOFF", "cause": "memory ran out"}
-                store.event(
-                    {**event(name="state"), "at": "2023-11-14T22:13:40.000Z", "slot": slot, **told}
+                add_event(
+                    store,
+                    {**event(name="state"), "at": "2023-11-14T22:13:40.000Z", "slot": slot, **told},
                 )
-        store.slots(
-            record(row.slot, state=row.state.value, reason=row.reason, row=row.to_dict())
-            for row in rows
-        )  # type: ignore[attr-defined]
+        store.slots(record(row=row) for row in rows)  # type: ignore[attr-defined]
         store.update(make_snapshot(*rows, elapsed_s=float(second)))  # type: ignore[arg-type]
-    store.close(make_snapshot(*rows_at(SECONDS), elapsed_s=float(SECONDS)))  # type: ignore[arg-type]
+    store.update(make_snapshot(*rows_at(SECONDS), elapsed_s=float(SECONDS)))  # type: ignore[arg-type]
     store.end("good", 0, None, ())
     return place
 
 
 def test_a_value_over_time_has_low_mean_and_high_in_each_part(folder: Path) -> None:
-    found = history.buckets(folder, "pc1/0", ("temperature_c", "loss", "fan_pct"), at(0), at(80), 8)
+    keys = ("temperature_c", "loss", "fan_pct")
+    found = history.courses(folder, keys, at(0), at(80), 8, "pc1/0")["pc1/0"]
     heat = found["temperature_c"]
     assert heat.low[:4] == (50.0, 60.0, 70.0, 80.0)
     assert heat.high[:4] == (59.0, 69.0, 79.0, 89.0)
@@ -84,14 +84,15 @@ def test_a_value_over_time_has_low_mean_and_high_in_each_part(folder: Path) -> N
 def test_one_pass_over_all_slots_finds_what_a_look_at_each_finds(folder: Path, count: int) -> None:
     keys, between = ("temperature_c", "loss", "fan_pct"), (at(0), at(80))
     found = history.courses(folder, keys, *between, count)
-    assert found == {slot: history.buckets(folder, slot, keys, *between, count) for slot in SLOTS}
+    each = [history.courses(folder, keys, *between, count, slot) for slot in SLOTS]
+    assert found == each[0] | each[1]
+    assert [*found] == [*SLOTS]
     whole = history.totals(folder, *between, count)
     heat = found[SLOTS[0]]["temperature_c"]
     assert whole["temperature_c"] == heat, "the hottest of two that are alike"
     assert whole["allocated_bytes"].at_unix_s == heat.at_unix_s
-    one = history.buckets(folder, SLOTS[0], ("allocated_bytes",), *between, count)[
-        "allocated_bytes"
-    ]
+    mine = history.courses(folder, ("allocated_bytes",), *between, count)
+    one = mine[SLOTS[0]]["allocated_bytes"]
     assert whole["allocated_bytes"].mean == tuple(
         None if value is None else 2 * value for value in one.mean
     )
@@ -100,20 +101,20 @@ def test_one_pass_over_all_slots_finds_what_a_look_at_each_finds(folder: Path, c
 @pytest.mark.parametrize("key", ["reason", "state", "no such key", "slot"])
 def test_what_is_not_sampled_cannot_be_asked_for(folder: Path, key: str) -> None:
     with pytest.raises(ValueError, match="is not sampled"):
-        history.buckets(folder, "pc1/0", (key,), at(0), at(1), 10)
+        history.courses(folder, (key,), at(0), at(1), 10)
 
 
 def test_states_are_spans_and_events_are_numbered(folder: Path) -> None:
     assert history.sampled_between(folder) == (at(0), at(SECONDS))
-    (span,) = history.state_spans(folder, "pc1/1")
-    assert history.all_state_spans(folder)["pc1/1"] == history.state_spans(folder, "pc1/1")
+    (span,) = history.state_spans(folder)["pc1/1"]
     assert span.state == "BACKOFF"
     assert span.from_unix_s == at(20)
     assert span.to_unix_s is None
     assert span.cause == "memory ran out"
     told = read_events(folder)
-    assert [each.number for each in told] == [1, 2]
-    assert read_events(folder, after=1) == told[1:]
+    assert [each.slot for each in told] == [*SLOTS]
+    assert read_events(folder, after=told[0].number) == told[1:]
+    assert read_events(folder, limit=1) == told[1:]
     assert read_events(folder, slot="pc1/0") == told[:1]
 
 
@@ -148,14 +149,14 @@ def test_a_run_is_followed_while_its_head_works_and_dies(live: tuple[Path, int])
     frame = follower.look()
     assert frame.freshness is Freshness.LIVE
     seen = [each.number for each in frame.events]
-    for number in range(frame.number + 1, frame.number + 4):
+    for _ in range(3):
         clock.now_s += 1.0
-        wait_for(lambda number=number: follower.look().number >= number, "another frame")  # type: ignore[misc]
+        wait_for(lambda: follower.look().events, "another frame")
         assert follower.look().freshness is Freshness.LIVE
     later = [each.number for each in read_events(folder, limit=10_000)]
     assert later[: len(seen)] == seen
     os.kill(pid, signal.SIGSTOP)
-    wait_for(lambda: follower.look().number == follower.look().number, "the head to stand still")
+    wait_for(lambda: not follower.look().events, "the head to stand still")
     clock.now_s += LATE_AFTER_S + 7.0
     late = follower.look()
     assert (late.freshness, late.late_s >= LATE_AFTER_S) == (Freshness.LATE, True)
@@ -170,6 +171,7 @@ def test_a_run_of_another_machine_lives_while_its_store_changes(tmp_path: Path) 
     store = RunStore(folder / STORE_NAME)
     store.begin(replace(FACTS, host=f"not-{socket.gethostname()}"))
     store.update(make_snapshot(make_row()))
+    store.commit()
     clock = Clock()
     follower = Follower(folder, monotonic_s=clock)
     assert read_run(folder).outcome == "interrupted", "as far as a single look can tell"
@@ -177,6 +179,7 @@ def test_a_run_of_another_machine_lives_while_its_store_changes(tmp_path: Path) 
     clock.now_s = 20.0
     assert follower.look().freshness is Freshness.LATE
     store.update(make_snapshot(make_row(), elapsed_s=20.0))
+    store.commit()
     assert follower.look().freshness is Freshness.LIVE
     clock.now_s = 60.0
     assert follower.look().freshness is Freshness.HEAD_GONE

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from orchestrator.jobs.codec import event_of
 from orchestrator.jobs.model import (
-    Assigned,
+    AttemptBegun,
     AttemptEnded,
     Cause,
-    JobState,
     Milestones,
-    Recalled,
     Record,
-    Rested,
-    Said,
-    Word,
 )
-from orchestrator.record.archive import StoredEvent
+from orchestrator.record.events import StoredEvent
 from orchestrator.record.jobs import QueueSnapshot
 from orchestrator.view import jobs as view
+from orchestrator.view.tables import Table
 from orchestrator.view.terminal import table_lines
 from tests.factories import STARTED_UNIX_S, make_job, make_row, make_standing
 from workers.messages import Progress, WorkerState
@@ -41,10 +36,18 @@ def queue_of(*standings: object, **changed: object) -> QueueSnapshot:
     return QueueSnapshot(**(known | changed))
 
 
+def jobs_table(queue: QueueSnapshot) -> Table:
+    return view.jobs_table(queue, view.current(queue))
+
+
+def queue_object(queue: QueueSnapshot) -> dict[str, Any]:
+    return view.queue_object(queue, view.current(queue))
+
+
 def test_jobs_on_a_card_come_first_and_done_ones_last() -> None:
     states = ("DONE", "QUEUED", "FAILED", "RUNNING", "WAITING")
     queue = queue_of(*(make_standing(state.lower(), state) for state in states))
-    names = [row.key for row in view.jobs_table(queue).rows]
+    names = [row.key for row in jobs_table(queue).rows]
     assert names == ["running", "queued", "waiting", "failed", "done"]
 
 
@@ -52,7 +55,7 @@ def test_a_table_of_jobs_says_why_those_wait_that_do_not_work() -> None:
     waits = make_standing("lr-1", reason="pc1 runs lr-0")
     slow = replace(TRAINED, job=make_job("lr-2"))
     rows = {"lr-2": make_row(slot="lr-2", state=WorkerState.BACKOFF, reason="memory ran out")}
-    lines = table_lines(view.jobs_table(queue_of(TRAINED, waits, slow, rows=rows)), 80)
+    lines = table_lines(jobs_table(queue_of(TRAINED, waits, slow, rows=rows)), 80)
     assert [line.plain for line in lines[-2:]] == ["lr-2: memory ran out", "lr-1: pc1 runs lr-0"]
 
 
@@ -60,12 +63,10 @@ def test_hostile_text_is_one_harmless_line() -> None:
     broken = {"value": math.nan, "best": math.inf}
     hostile = make_standing(HOSTILE, "FAILED", reason=HOSTILE, last_error=HOSTILE, **broken)
     queue = queue_of(hostile, held=HOSTILE)
-    tables = (view.jobs_table(queue), view.results_table(queue))
-    said = [line.plain for table in tables for line in table_lines(table, 100)]
+    said = [line.plain for line in table_lines(jobs_table(queue), 100)]
     said += [view.summary_line(queue), *view.job_lines(hostile, (), queue)]
-    said += view.results_csv(queue).splitlines()
     assert all(line.isprintable() for line in said)
-    (job,) = view.queue_object(queue)["jobs"]
+    (job,) = queue_object(queue)["jobs"]
     assert (job["job_metric"], job["job_best"]) == (None, None)
 
 
@@ -80,12 +81,12 @@ def test_a_command_tells_its_steps_while_it_runs() -> None:
     row = make_row(slot="lr-0", progress=Progress(train_step=60, train_steps=90))
     command = replace(TRAINED, job=make_job(steps=None))
     queue = queue_of(command, rows={"lr-0": row})
-    assert view.jobs_table(queue).rows[0].cells[3].text == "60/90"
+    assert jobs_table(queue).rows[0].cells[3].text == "60/90"
 
 
 def test_a_job_that_never_began_has_no_files() -> None:
     queue = queue_of(TRAINED, make_standing("begun", attempt=1))
-    folders = [job["job_dir"] for job in view.queue_object(queue)["jobs"]]
+    folders = [job["job_dir"] for job in queue_object(queue)["jobs"]]
     assert folders == [None, "runs/x/jobs/files/begun"]
 
 
@@ -109,17 +110,16 @@ def test_work_that_is_left_is_shared_among_the_cards_that_work() -> None:
     """60 steps at 0.5/s are 120 s on pc1; two jobs like it come after, on two cards."""
     beside = replace(TRAINED, job=make_job("b"), card="pc2")
     waits = [make_standing(name) for name in "cd"]
-    told = view.queue_object(queue_of(TRAINED, beside, *waits))
+    told = queue_object(queue_of(TRAINED, beside, *waits))
     assert told["queue_eta_s"] == pytest.approx(240.0)
 
 
-def test_members_of_a_sweep_take_as_long_as_one_that_tells_it() -> None:
+def test_a_job_of_unknown_length_takes_as_long_as_those_that_tell_theirs() -> None:
     """What is done was short. Two share a card and have no speed of their own."""
-    short = make_standing("first", "DONE", job=make_job("first", steps=10), ran_s=20.0)
-    jobs = [make_job(name, sweep="lr", steps=1000) for name in ("a", "b", "c")]
-    there = [make_standing(job=job, state="RUNNING", card="pc1", step=200) for job in jobs[:2]]
-    queue = queue_of(short, *there, make_standing(job=jobs[2]), etas_s={"a": 400.0, "b": 400.0})
-    assert view.queue_object(queue)["queue_eta_s"] == pytest.approx((400 + 400 + 500) / 2)
+    short = make_standing("first", "DONE", ran_s=20.0)
+    there = [make_standing(name, "RUNNING", card="pc1", step=200) for name in ("a", "b")]
+    queue = queue_of(short, *there, make_standing("c"), etas_s={"a": 400.0, "b": 400.0})
+    assert queue_object(queue)["queue_eta_s"] == pytest.approx((400 + 400 + 400) / 2)
 
 
 def test_the_line_of_a_queue_of_unknown_length_names_no_end() -> None:
@@ -144,28 +144,19 @@ def events_of(*records: Record) -> list[StoredEvent]:
 
 def test_a_job_in_full_tells_its_attempts() -> None:
     records = [
-        Assigned(at_s=NOW_S, job="lr-0", attempt=1, card="pc1", budget_bytes=9 * 2**30, alone=True),
+        AttemptBegun(
+            at_s=NOW_S, job="lr-0", attempt=1, card="pc1", budget_bytes=9 * 2**30, alone=True
+        ),
         AttemptEnded(
             at_s=NOW_S, job="lr-0", attempt=1, cause=Cause.OUT_OF_MEMORY, text="no room", step=12
         ),
     ]
     lines = view.job_lines(TRAINED, events_of(*records), queue_of(TRAINED))
     happened = lines[lines.index("what happened") + 1 :]
-    assert [line.split(maxsplit=1)[1] for line in happened] == [
-        "assigned: attempt 1, card pc1, budget 9216 MiB, alone yes",
+    assert [line.strip().split("  ")[1] for line in happened] == [
+        "attempt begun: attempt 1, card pc1, budget 9216 MiB, alone yes",
         "attempt ended: attempt 1, cause out of memory, text no room, step 12",
     ]
-
-
-def test_a_lost_node_is_told_apart_from_an_asked_end() -> None:
-    place = Assigned(at_s=NOW_S, job="lr-0", attempt=1, card="pc1", budget_bytes=2**30, alone=True)
-    asked = Recalled(at_s=NOW_S, job="lr-0", attempt=1, to=JobState.HELD, reason="held by me")
-    word = Said(at_s=NOW_S, id="1", word=Word.RELEASE, job="lr-0", by="me")
-    rested = Rested(at_s=NOW_S, job="lr-0", attempt=1, step=7)
-    events = events_of(place, asked, word, rested, place, rested)
-    lines = view.job_lines(TRAINED, events, queue_of(TRAINED))
-    said = [line.split(maxsplit=1)[1] for line in lines if "step 7" in line]
-    assert said == ["rested: attempt 1, step 7", "its node was lost: attempt 1, step 7"]
 
 
 def results_of(*, is_min: bool) -> list[str]:
@@ -177,17 +168,15 @@ def results_of(*, is_min: bool) -> list[str]:
         )
         for name, lr, best in (("a", 1e-4, 3.0), ("b", 3e-4, 2.0), ("c", 1e-3, None))
     ]
-    rows = csv.DictReader(io.StringIO(view.results_csv(queue_of(*standings))))
-    return [f"{row['job_name']} {row['train.lr']}" for row in rows]
+    queue = queue_of(*standings)
+    rows = view.jobs_table(queue, view.best_first(queue)).rows
+    return [f"{row.key} {row.cells[-1].text}" for row in rows]
 
 
-def test_results_have_the_best_first_and_a_column_for_each_setting() -> None:
-    assert results_of(is_min=True) == ["b 0.0003", "a 0.0001", "c 0.001"]
-    assert results_of(is_min=False) == ["a 0.0001", "b 0.0003", "c 0.001"]
-
-
-def test_results_have_no_column_in_which_nothing_stands() -> None:
-    done = make_standing("a", "DONE", value=2.0, best=1.5, attempt=1)
-    title, line = table_lines(view.results_table(queue_of(done)), None)
-    assert title.plain.split() == ["job", "state", "metric", "last", "best"]
-    assert line.plain.split() == ["a", "DONE", "loss", "2", "1.5"]
+def test_results_have_the_best_first_with_their_settings() -> None:
+    assert results_of(is_min=True) == ["b train.lr=0.0003", "a train.lr=0.0001", "c train.lr=0.001"]
+    assert results_of(is_min=False) == [
+        "a train.lr=0.0001",
+        "b train.lr=0.0003",
+        "c train.lr=0.001",
+    ]

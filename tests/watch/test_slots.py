@@ -14,12 +14,10 @@ from orchestrator.core.slot import HeadState
 from orchestrator.record.model import FIELDS, STATES_WORST_FIRST, Row, Snapshot
 from orchestrator.view.cells import (
     MISSING,
-    bar,
     clock,
     number,
     share_pct,
     shorten,
-    whole,
 )
 from orchestrator.view.health import health_lines
 from orchestrator.view.slots import COLUMNS, STATE_TONES, cards_table, slots_table
@@ -49,9 +47,9 @@ PROGRESS = Progress(
 TRAINING = make_row(progress=PROGRESS)
 
 
-def lines_of(snapshot: Snapshot, width: int, height: int | None = None) -> list[str]:
-    """Return the lines of a terminal of this size, without colours."""
-    return [line.plain.rstrip() for line in health_lines(snapshot, width, height)]
+def lines_of(snapshot: Snapshot, width: int) -> list[str]:
+    """Return the lines of a terminal of this width, without colours."""
+    return [line.plain.rstrip() for line in health_lines(snapshot, width)]
 
 
 def cell_of(table: Table, name: str, row: int = 0) -> str:
@@ -84,12 +82,10 @@ def test_every_state_has_a_tone_and_a_lost_slot_a_bad_one() -> None:
 
 
 @settings(deadline=None, max_examples=30)
-@given(st.lists(ANY_ROW, max_size=5), st.integers(40, 220), st.none() | st.integers(1, 60))
-def test_any_rows_fit_any_width_and_steer_no_terminal(
-    rows: list[Row], width: int, height: int | None
-) -> None:
+@given(st.lists(ANY_ROW, max_size=5), st.integers(40, 220))
+def test_any_rows_fit_any_width_and_steer_no_terminal(rows: list[Row], width: int) -> None:
     snapshot = make_snapshot(*rows, elapsed_s=0.0, duration_s=0.0, nodes_seen=())
-    for line in health_lines(snapshot, width, height):
+    for line in health_lines(snapshot, width):
         assert line.cell_len <= width
         assert line.plain.replace(" ", "a").isprintable() or not line.plain
     assert cards_table(snapshot).name == "cards"
@@ -113,8 +109,8 @@ def test_nothing_that_is_asked_for_is_missing_in_a_wide_table() -> None:
     text = "\n".join(lines_of(make_snapshot(row), 230))
 
     for shown in (
-        "nodes 2/2", "1 RUNNING", "9.610 TFLOP/s", "00:10 of 00:30", "33 %", "00:20 left",
-        "RTX 3090", "8192/128", "fp16", "███████▒▒░", "1.90/2.40/2.63", "3/1", "99.9", "60/59",
+        "nodes 2/2", "1 RUNNING", "9.610 TFLOP/s", "00:10 of 00:30",
+        "RTX 3090", "8192/128", "fp16", "1.90/2.40/2.63", "3/1", "99.9", "59/60",
         " 71/24 ", " 62 ", "281/350", "412/2", " 0.8", "21.0/24.0", "pc1/0: steady",
     ):  # fmt: skip
         assert shown in text
@@ -136,12 +132,6 @@ def test_a_training_shows_how_far_it_is(width: int, shown: str) -> None:
     row = next(line for line in lines if line.startswith("pc1/0"))
     for cell in ("1250/20000", "2.04/10.53", "38.6", "1:37:12", "3/4", "1210"):
         assert f" {cell} " in f"{row} ", row
-
-
-def test_what_no_worker_reports_is_no_column_on_a_terminal() -> None:
-    lines = lines_of(make_snapshot(make_row(temperature_c=None, margin_c=None)), 230)
-    assert "temp" not in "\n".join(lines)
-    assert "power" in "\n".join(lines)
 
 
 def test_a_reason_is_bad_where_the_slot_is_in_trouble() -> None:
@@ -171,9 +161,8 @@ def test_80x24_shows_ten_slots_and_the_worst_reasons(alike: bool) -> None:
         for index, slot in enumerate(slots)
     ]
 
-    lines = lines_of(make_snapshot(*rows, starting_s=12.0, elapsed_s=0.0), 80, 23)
+    lines = lines_of(make_snapshot(*rows, starting_s=12.0, elapsed_s=0.0), 80)[:23]
 
-    assert len(lines) <= 23
     shown = [line.split()[0] for line in lines if line.startswith("pc") and "8192" in line]
     assert sorted(shown) == slots
     text = "\n".join(lines)
@@ -181,26 +170,12 @@ def test_80x24_shows_ten_slots_and_the_worst_reasons(alike: bool) -> None:
     assert "starting for 00:12, then 00:30 of work" in text
 
 
-@pytest.mark.parametrize("height", [8, 24, 50])
-def test_the_worst_row_and_the_count_of_the_rest_are_shown(height: int) -> None:
-    rows = [make_row(slot=f"pc1/{index}") for index in range(69)]
-    lost = make_row(slot="pc2/0", state=HeadState.LOST, reason="pc2 is gone")
-    snapshot = make_snapshot(*rows, lost, notices=tuple(f"notice {index}" for index in range(30)))
-
-    lines = lines_of(snapshot, 120, height)
-
-    shown = sum("8192/128" in line for line in lines)
-    assert any(line.startswith("pc2/0") for line in lines)
-    assert f"… and {70 - shown} more" in lines
-    assert len(lines) <= height
-
-
 def test_bytes_of_a_rehearsal_are_in_mib() -> None:
     row = make_row(allocated_bytes=100 * 2**20, reserved_bytes=160 * 2**20, cap_bytes=213 * 2**20)
     table = slots_table(make_snapshot(row))
     assert cell_of(table, "vram") == "100/160/213"
     titles = [column.title for column in table.columns]
-    assert {"MiB allocated", "VRAM", "GiB card"} <= set(titles)
+    assert {"MiB allocated", "GiB card"} <= set(titles)
 
 
 def test_a_card_shows_its_sensors_and_what_its_workers_do() -> None:
@@ -220,14 +195,14 @@ def test_a_card_shows_its_sensors_and_what_its_workers_do() -> None:
     assert cell_of(table, "power", 1) == f"{MISSING}/350"
 
 
-def test_a_table_of_slots_is_json_with_values_to_sort_by() -> None:
+def test_a_table_of_slots_is_json() -> None:
     rows = (make_row(cap_bytes=4 * GIB), make_row(slot="pc1/1", tflops=math.nan))
     told = slots_table(make_snapshot(*rows)).to_json()
     keys = [column["key"] for column in told["columns"]]
     cells = dict(zip(keys, told["rows"][0]["cells"], strict=True))
-    assert cells["state"] == ["RUNNING", "good", "RUNNING"]
-    assert cells["tflops"] == ["9.610", "plain", 9.61]
-    assert told["rows"][1]["cells"][keys.index("tflops")] == [MISSING, "dim", None]
+    assert cells["state"] == ["RUNNING", "good"]
+    assert cells["tflops"] == ["9.610", "plain"]
+    assert told["rows"][1]["cells"][keys.index("tflops")] == [MISSING, "dim"]
 
 
 @pytest.mark.parametrize(
@@ -241,12 +216,10 @@ def test_a_table_of_slots_is_json_with_values_to_sort_by() -> None:
         (number(0.0004, 3), "<0.001"),
         (number(1e300, 0), "1e+300"),
         (number(math.nan, 0), None),
-        (whole(10**9), "1e+09"),
-        (whole(0), "0"),
+        (number(10**9), "1e+09"),
+        (number(123_456_789), "123456789"),
         (clock(3725), "1:02:05"),
         (clock(math.nan), "00:00"),
-        (bar(full=0.001, part=5.0, width=4), "█▒▒▒"),
-        (bar(full=0.0, part=0.0, width=4), "░░░░"),
         (shorten("メモリ", 4), "メ…"),
         (shorten("abc", 0), ""),
     ],

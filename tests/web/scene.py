@@ -22,12 +22,12 @@ from orchestrator.jobs.model import Submitted
 from orchestrator.record.jobs import QUEUE_NAME
 from orchestrator.record.model import STATES_WORST_FIRST, Row
 from orchestrator.record.store import STORE_NAME, RunFacts, RunStore
-from orchestrator.view.web.guard import Access
-from orchestrator.view.web.server import Site
-from orchestrator.view.web.serving import SERVED
+from orchestrator.view.web.guard import COOKIE, Access
+from orchestrator.view.web.server import SERVED, Site
 from tests.factories import (
     FACTS,
     GIB,
+    add_event,
     event,
     make_job,
     make_row,
@@ -36,7 +36,7 @@ from tests.factories import (
     store_queue,
 )
 from tests.scene import PATIENCE_S
-from workers.host.processes import start_time
+from workers.keeper.processes import start_time
 from workers.messages import WorkerState
 
 SECONDS = 600
@@ -94,12 +94,11 @@ def rows_at(second: float, slots: int) -> list[Row]:
 
 def put_turn(store: RunStore, second: float, rows: list[Row], **changed: object) -> None:
     """Write what one turn of the head writes."""
-    store.slots(
-        record(row.slot, node=row.node, state=row.state.value, reason=row.reason, row=row.to_dict())
-        for row in rows
-    )
+    store.slots(record(row=row) for row in rows)
     usual = {"started_at": STARTED_UNIX_S, "duration_s": 3600.0}
-    store.update(make_snapshot(*rows, elapsed_s=second, **{**usual, **changed}))
+    snapshot = make_snapshot(*rows, elapsed_s=second, **{**usual, **changed})
+    store.update(snapshot, at_once=True)
+    store.commit()
 
 
 def make_run(folder: Path, slots: int = 10, seconds: int = SECONDS) -> RunStore:
@@ -133,7 +132,7 @@ def add_state(
     """Add a change of state to the events."""
     at = datetime.fromtimestamp(STARTED_UNIX_S + second, tz=UTC)
     told = event(name="state", from_state=before, to_state=after, cause=cause)
-    store.event({**told, "at": at.isoformat().replace("+00:00", "Z"), "slot": slot})
+    add_event(store, {**told, "at": at.isoformat().replace("+00:00", "Z"), "slot": slot})
 
 
 @contextmanager
@@ -185,7 +184,8 @@ class Server:
     def ask(self, path: str, token: str | None = None, **more: Any) -> Answer:
         """Ask as a program does: with the token of the page, or another one; "" sends none."""
         token = self.site.access.token if token is None else token
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        headers = {"Origin": self.url, "Cookie": f"{COOKIE}={token}"}
+        headers["Authorization"] = f"Bearer {token}"
 
         async def asked() -> Answer:
             async with self.session.request(
@@ -201,7 +201,7 @@ class Server:
 
     def events(self) -> Iterator[tuple[str, Any]]:
         """Follow the stream: yield the kind and the data of each event."""
-        headers = {"Authorization": f"Bearer {self.site.access.token}"}
+        headers = {"Cookie": f"{COOKIE}={self.site.access.token}"}
 
         async def lines(count: int) -> list[str]:
             return [(await answer.content.readline()).decode().strip() for _ in range(count)]

@@ -42,7 +42,7 @@ def test_a_run_top_page_and_report_say_the_same_numbers(tmp_path: Path) -> None:
     )
     assert top.exit_code == 0, top.output
     for row in page["tables"]["slots"]["rows"]:
-        texts = [text for text, _, _ in row["cells"]]
+        texts = [text for text, _ in row["cells"]]
         for shown in (of_run, top.output):
             (line,) = (line for line in shown.splitlines() if line.split()[:1] == [row["key"]])
             known = [text for text in texts if text in line]

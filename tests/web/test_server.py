@@ -19,21 +19,21 @@ from typer.testing import CliRunner
 
 from orchestrator.cli.app import app
 from orchestrator.control.queue import waiting
-from orchestrator.core.user_commands import Do
+from orchestrator.control.slots import Answer
 from orchestrator.errors import UsageError
 from orchestrator.record.jobs import QUEUE_NAME
 from orchestrator.record.store import STORE_NAME, RunStore
 from orchestrator.view.charts import courses_of
-from orchestrator.view.web.looks import LOOK_EVERY_S
-from orchestrator.view.web.server import PAGE
-from orchestrator.view.web.serving import SERVED
+from orchestrator.view.web.guard import COOKIE
+from orchestrator.view.web.server import LOOK_EVERY_S, PAGE, SERVED
+from tests.factories import add_event
 from tests.scene import COMMAND, PATIENCE_S, ROOT
 from tests.web.scene import Server, facts_here, make_run, put_turn, rows_at, serving, with_queue
 
 RUN_ID = "20261123-101500-aaaa"
 NEWER = "20261124-101500-cccc"
 CONFIG = str(ROOT / "cluster.yaml")
-GOOD = {"id": "1", "do": "pause", "slots": ["pc1/0"]}
+GOOD = {"id": "1", "do": "pause", "names": ["pc1/0"]}
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_the_address_opens_the_page_and_leaves_its_token(folder: Path) -> None:
 
 def test_every_answer_keeps_a_browser_from_more(folder: Path) -> None:
     with serving(folder) as server:
-        for path in ("/", "/app.js", "/healthz", "/api/v1/document", "/nothing"):
+        for path in ("/", "/app.js", "/api/v1/document", "/nothing"):
             answer = server.ask(path)
             policy = answer.headers["Content-Security-Policy"]
             assert policy.startswith("default-src 'self'; base-uri 'none'")
@@ -74,8 +74,6 @@ def test_every_answer_keeps_a_browser_from_more(folder: Path) -> None:
 def test_what_makes_no_sense_is_refused_with_a_sentence(folder: Path) -> None:
     with serving(folder) as server:
         for path, status, word in (
-            ("/api/v1/document?run=20991123-101500-dddd", 404, "no run"),
-            ("/api/v1/document?run=../../etc", 404, "no run"),
             ("/api/v1/history?last_s=soon", 400, "soon"),
             ("/api/v1/history?last_s=nan", 400, "seconds"),
             ("/api/v1/", 404, "Not Found"),
@@ -88,11 +86,11 @@ def test_what_makes_no_sense_is_refused_with_a_sentence(folder: Path) -> None:
             assert word in answer.told["error"]
 
 
-def test_a_slot_has_its_course_states_and_events(folder: Path) -> None:
+def test_a_slot_has_its_course_and_events(folder: Path) -> None:
     with serving(folder) as server:
         told = server.ask("/api/v1/history?slot=pc1/0").told
-        assert [span["state"][0] for span in told["spans"]] == ["RUNNING", "QUARANTINED"]
-        assert [event["event"] for event in told["events"]] == ["state", "state"]
+        words = [event["text"].split(":")[0] for event in told["events"]]
+        assert words == ["STARTING to RUNNING", "RUNNING to QUARANTINED"]
         charts = {chart["label"]: chart for chart in told["charts"]}
         memory = charts["allocated, MiB"]
         assert [name for name, _ in memory["lines"]] == ["mean", "cap"]
@@ -137,11 +135,11 @@ def test_a_page_is_sent_the_document_when_it_changes(folder: Path, store: RunSto
         kind, told = next(stream)
         assert (kind, told["head"]["run"], told["control"]) == ("document", RUN_ID, False)
         leased = {"at": "2026-11-23T10:00:00Z", "event": "leased", "slot": "pc1/0"}
-        store.event({**leased, "lease_bytes": 5})
+        add_event(store, {**leased, "lease_bytes": 5})
         put_turn(store, 601, rows_at(601, 10))
         while told["events"][-1]["event"] != "leased":
             _, told = next(stream)
-        assert told["events"][-1]["words"] == "was allowed memory"
+        assert told["events"][-1]["words"] == "leased"
         assert len(told["events"]) > 1, "with those before it"
         stream.close()
 
@@ -150,7 +148,7 @@ def test_the_page_and_metrics_follow_the_newest_run(folder: Path) -> None:
     def shown(server: Server) -> tuple[str, bool]:
         token = server.site.access.metrics_token
         metrics = server.ask("/metrics", token=token).content.decode()
-        run = server.ask("/api/v1/document?run=latest").told["head"]["run"]
+        run = server.ask("/api/v1/document").told["head"]["run"]
         return run, f'run_id="{run}"' in metrics
 
     with serving(folder) as server:
@@ -161,7 +159,6 @@ def test_the_page_and_metrics_follow_the_newest_run(folder: Path) -> None:
         while next(stream)[1]["head"]["run"] != NEWER:
             pass
         server.until(lambda: shown(server) == (NEWER, True), "newest run")
-        assert server.ask(f"/api/v1/document?run={RUN_ID}").told["head"]["run"] == RUN_ID
         newer.end("good", 0, None, [])
         stream.close()
     with serving(folder, run_id=RUN_ID) as server:
@@ -170,20 +167,20 @@ def test_the_page_and_metrics_follow_the_newest_run(folder: Path) -> None:
 
 def test_one_look_serves_all_pages_and_none_without_one(folder: Path) -> None:
     with serving(folder) as server:
-        looks = server.site.looks
-        assert looks.count == 0
+        site = server.site
+        assert site.looks == 0
         streams = [server.events() for _ in range(6)]
         for stream in streams:
             next(stream)
-        assert looks.count <= 2
+        assert site.looks <= 2
         for stream in streams:
             stream.close()
 
         def is_still() -> bool:
             """No look in some seconds."""
-            before = looks.count
+            before = site.looks
             server.rest(LOOK_EVERY_S * 2)
-            return looks.count == before
+            return site.looks == before
 
         server.until(is_still, "end of following")
 
@@ -193,13 +190,13 @@ def test_a_fault_of_a_look_is_told_and_the_next_succeeds(
 ) -> None:
     with serving(folder) as server:
 
-        def fails(_run_id: str) -> None:
+        def fails() -> None:
             raise RuntimeError("no such luck")
 
         stream = server.events()
         assert next(stream)[0] == "document"
         with monkeypatch.context() as patched:
-            patched.setattr(server.site.looks, "folder", fails)
+            patched.setattr(server.site, "folder", fails)
             kind, told = next(stream)
             assert (kind, "no such luck" in told["error"]) == ("problem", True)
             assert server.ask("/api/v1/history").status == 500
@@ -210,15 +207,14 @@ def test_a_fault_of_a_look_is_told_and_the_next_succeeds(
 
 
 def test_a_command_that_makes_no_sense_is_refused(folder: Path) -> None:
-    of_jobs = {"id": "1", "do": "hold", "jobs": ["lr-9"]}
+    of_jobs = {"id": "1", "do": "hold", "names": ["lr-9"]}
 
     with serving(folder, control=True) as server:
         for command, word in (
             (GOOD | {"id": "x" * 65}, "id"),
-            (GOOD | {"slots": []}, "slots"),
-            (GOOD | {"slots": [1]}, "slots"),
-            (GOOD | {"jobs": ["lr-0"]}, "either slots or jobs"),
-            (GOOD | {"do": "hold"}, "pause"),
+            (GOOD | {"names": []}, "names"),
+            (GOOD | {"names": [1]}, "names"),
+            (GOOD | {"do": "jump"}, "'pause'"),
             (GOOD | {"amount": "2 apples"}, "GiB"),
             (GOOD | {"command": "rm"}, "command"),
             (of_jobs, "no job"),
@@ -236,10 +232,10 @@ def test_words_about_jobs_wait_for_the_head(folder: Path) -> None:
         told = server.ask("/api/v1/document").told
         assert "jobs: 1 queued" in [text for text, *_ in told["head"]["headline"]]
         assert [row["key"] for row in told["tables"]["jobs"]["rows"]] == ["lr-0"]
-        word = {"id": "1", "do": "hold", "jobs": ["lr-0"]}
+        word = {"id": "1", "do": "hold", "names": ["lr-0"]}
         assert server.ask("/api/v1/commands", json=word).status == 200
     (message,) = waiting(folder / QUEUE_NAME)
-    assert [(one.word.value, one.job, one.by) for one in message] == [("hold", "lr-0", "web")]
+    assert [(one.order.value, one.job, one.by) for one in message] == [("hold", "lr-0", "web")]
 
 
 def test_a_command_reaches_the_head_under_its_own_id(
@@ -247,13 +243,13 @@ def test_a_command_reaches_the_head_under_its_own_id(
 ) -> None:
     given: list[tuple[object, ...]] = []
 
-    def head(*order: object, by: str, identity: str) -> str:
-        given.append((*order, by, identity))
-        if order[1] is Do.UNPAUSE:
-            raise UsageError("pc1/0 is not held")
-        return "held"
+    def head(*order: object, by: str, amount_bytes: int | None, identity: str) -> Answer:
+        given.append((*order, by, amount_bytes, identity))
+        if order[1] == "unpause":
+            return Answer(ok=False, id=identity, error="pc1/0 is not held")
+        return Answer(ok=True, id=identity, effect="held")
 
-    monkeypatch.setattr("orchestrator.view.web.server.give", head)
+    monkeypatch.setattr("orchestrator.view.web.server.slots.send", head)
     with serving(folder, control=True) as server:
         cap = GOOD | {"id": "b", "do": "cap", "amount": "2.5 GiB"}
         told = server.ask("/api/v1/commands", json=cap).told
@@ -261,8 +257,8 @@ def test_a_command_reaches_the_head_under_its_own_id(
         refused = server.ask("/api/v1/commands", json=GOOD | {"do": "unpause"})
         assert (refused.status, refused.told) == (409, {"error": "pc1/0 is not held"})
     assert given == [
-        (folder, Do.CAP, ["pc1/0"], 5 * 2**29, "web", "b"),
-        (folder, Do.UNPAUSE, ["pc1/0"], None, "web", "1"),
+        (folder, "cap", ["pc1/0"], "web", 5 * 2**29, "b"),
+        (folder, "unpause", ["pc1/0"], "web", None, "1"),
     ]
 
 
@@ -282,10 +278,11 @@ def verb(folder: Path, *arguments: str, printed: Any = None) -> Iterator[tuple[s
 
 
 def asked(url: str, path: str, token: str) -> tuple[int, bytes]:
-    """Ask as Prometheus does."""
+    """Ask as Prometheus and the page do."""
     connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=PATIENCE_S)
     with closing(connection):
-        connection.request("GET", path, headers={"Authorization": f"Bearer {token}"})
+        headers = {"Authorization": f"Bearer {token}", "Cookie": f"{COOKIE}={token}"}
+        connection.request("GET", path, headers=headers)
         answer = connection.getresponse()
         return answer.status, answer.read()
 
@@ -331,7 +328,7 @@ def test_a_connection_that_says_half_a_request_is_closed(
         return told
 
     with serving(folder) as server:
-        whole = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        whole = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
         for content in (b"", b"GET / HTTP/1.1\r\nHost: ", whole):
             told = server.runner.run(answer(server.port, content))
             assert told.startswith(b"HTTP/1.1 200" if content is whole else b"")

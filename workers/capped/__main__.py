@@ -22,7 +22,7 @@ from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 from typing import Final, NoReturn
 
-from workers.capped.hook.sitecustomize import VARIABLE
+from workers.capped.hook.sitecustomize import VARIABLE, note
 from workers.host.machine import is_visible, look_at_cards
 from workers.nvml import queries
 from workers.units import GIB, MIB
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     card_bytes = _card_bytes(environment.get("CUDA_VISIBLE_DEVICES"))
     cap_bytes = int(gib * GIB)
     if card_bytes is None:
-        device, why_not = "cpu", _why_no_limit(cap_bytes, flags)
+        device, why_not = "cpu", _why_no_limit(cap_bytes) or _why_too_small(cap_bytes, flags)
     else:
         device, why_not = "cuda", _cap_allocator(environment, cap_bytes / card_bytes)
     if why_not is not None:
@@ -127,14 +127,19 @@ def _interpreter_flags(count: int) -> list[str]:
     return flags if letters == "-" else [*flags, letters]
 
 
-def _why_no_limit(cap_bytes: int, flags: Sequence[str]) -> str | None:
-    """Say why the kernel cannot cap the program so, or that torch cannot be imported then."""
+def _why_no_limit(cap_bytes: int) -> str | None:
+    """Say why the kernel cannot cap the program so."""
     limits = [limit for limit in resource.getrlimit(resource.RLIMIT_DATA) if limit >= 0]
-    if min(limits, default=cap_bytes) < cap_bytes:
-        return (
-            f"data is already limited to {min(limits) / GIB:.4g} GiB here (`ulimit -d`, or a cap "
-            "around this one); lift that, or give no more with --gib"
-        )
+    if min(limits, default=cap_bytes) >= cap_bytes:
+        return None
+    return (
+        f"data is already limited to {min(limits) / GIB:.4g} GiB here (`ulimit -d`, or a cap "
+        "around this one); lift that, or give no more with --gib"
+    )
+
+
+def _why_too_small(cap_bytes: int, flags: Sequence[str]) -> str | None:
+    """Say that torch cannot be imported under the cap, and note it."""
     if cap_bytes >= _SURELY_ENOUGH_BYTES:
         return None
     done = subprocess.run(  # noqa: S603 - this Python, and our own words
@@ -149,6 +154,7 @@ def _why_no_limit(cap_bytes: int, flags: Sequence[str]) -> str | None:
     floor_mib = int(done.stdout.split()[-1]) // 1024 + 1
     if cap_bytes >= floor_mib * MIB:
         return None
+    note("cpu")
     enough_gib = math.ceil(1000 * (floor_mib + _HEADROOM_MIB) * MIB / GIB) / 1000
     return (
         f"a cap of {cap_bytes / GIB:.4g} GiB is too small: with torch imported a process here "

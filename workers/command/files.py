@@ -1,5 +1,5 @@
-"""The folder of a job on its node: what its program printed, what it tells in its results, and
-which attempt ended how.
+"""The folder of a job on its node: what its program tells in its results, which attempt ended how,
+and which of its processes ended for want of memory.
 
 Reads and cuts; starts and judges nothing. A file that cannot be read says nothing.
 """
@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
@@ -21,18 +21,12 @@ from typing import Any, Final
 from workers.command.code import RUN
 from workers.files import replace_whole
 from workers.learned_limits import default_path
-from workers.messages import Ending, PrintedOutput, Progress
+from workers.messages import Ending, Progress
 from workers.settings import WorkerSpec
-from workers.units import MIB
 
-#: Of what is printed between two polls: 100 lines of 160 characters. The newest are kept.
-KEPT_BYTES: Final = 16 * 2**10
-
-#: A log is renamed when it has grown to this: with the one before it, it takes twice as much.
-LOG_BYTES: Final = 32 * MIB
-
-#: Of the results, at most so many of the newest bytes are read at once.
-_RESULTS_MOST_BYTES: Final = MIB
+#: Of the results, at most so many of the newest bytes are read at once: what a record that is none
+#: costs grows with the text.
+_RESULTS_MOST_BYTES: Final = 2**18
 
 #: What a line of results calls the figures that have a place in a status; a later name goes first.
 _PLACES: Final = {
@@ -43,71 +37,19 @@ _PLACES: Final = {
 }
 
 #: Where a record begins, at the begin of a line or behind another record. A byte order mark is
-#: passed over. Text is read with a character for each byte.
-_RECORD: Final = re.compile(r"[\s\xef\xbb\xbf]*\{")
+#: passed over.
+_RECORD: Final = re.compile(r"[\s\ufeff]*\{")
+
+#: What is no UTF-8 keeps its length, and is no name.
+_ERRORS: Final = "surrogateescape"
+
+#: Of a job's folder, the file in which capped processes note that they end for want of memory.
+NOTE: Final = "out-of-memory"
 
 
 def folder_of(spec: WorkerSpec) -> Path:
     """Return where a slot's program keeps its files on this node, over restarts."""
     return default_path().parent / "state" / (spec.run_id or "no-run") / spec.slot
-
-
-class Log:
-    """What a program prints: a file that its keeper writes, and renames when it is full."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._file: int | None = None
-        """Open while its process lives, so that no file after it gets the same inode."""
-        self.begin()
-
-    def begin(self) -> None:
-        """Pass over what is there: another program has printed it."""
-        self._newest()
-        self._read_bytes = self._begin_bytes = self._size()
-
-    def take(self) -> PrintedOutput | None:
-        """Return what was printed since the last call, at most its newest 16 KiB."""
-        if self._newest():
-            self._read_bytes = self._begin_bytes = 0
-        size = self._size()
-        if size <= self._read_bytes:
-            return None
-        kept = self._tail(self._read_bytes)
-        dropped_bytes = max(0, size - self._read_bytes - len(kept))
-        self._read_bytes = size
-        return PrintedOutput(text=kept.decode("utf-8", "replace"), dropped_bytes=dropped_bytes)
-
-    def tail(self) -> str:
-        """Return the newest 16 KiB of what the program has printed."""
-        if self._newest():
-            self._read_bytes = self._begin_bytes = 0
-        return self._tail(self._begin_bytes).decode("utf-8", "replace")
-
-    def _newest(self) -> bool:
-        """Open the file of this name, unless it is open; say whether it is another than before."""
-        try:
-            number = self.path.stat().st_ino
-            if self._file is not None and os.fstat(self._file).st_ino == number:
-                return False
-            newest = os.open(self.path, os.O_RDONLY)
-        except OSError:
-            return False
-        if self._file is not None:
-            os.close(self._file)
-        self._file = newest
-        return True
-
-    def _size(self) -> int:
-        return 0 if self._file is None else os.fstat(self._file).st_size
-
-    def _tail(self, begin: int) -> bytes:
-        """Return the newest 16 KiB behind `begin`, from the beginning of a line."""
-        if self._file is None:
-            return b""
-        cut = max(begin, self._size() - KEPT_BYTES)
-        text = os.pread(self._file, KEPT_BYTES, cut)
-        return text.partition(b"\n")[2] or text if cut > begin else text
 
 
 @dataclass(slots=True)
@@ -148,33 +90,38 @@ class Results:
                 size = os.fstat(file.fileno()).st_size
                 begin = 0 if size < self._at else self._at  # the program may begin it anew
                 cut = max(begin, size - _RESULTS_MOST_BYTES)
-                file.seek(cut)
-                data = file.read(_RESULTS_MOST_BYTES)
+                data = os.pread(file.fileno(), _RESULTS_MOST_BYTES, cut)
         except OSError:
             return
         end = cut + len(data)
-        if cut > begin:
+        if cut > begin:  # from the beginning of a line
             data = data[data.find(b"\n") + 1 :]
         whole = data if is_over else data[: data.rfind(b"\n") + 1]
-        taken = self._take_records(whole, is_over=is_over)
-        self._at = end - len(data) + taken
+        text = whole.decode("utf-8", _ERRORS)
+        taken = text[: self._take_records(text, is_over=is_over)].encode("utf-8", _ERRORS)
+        self._at = end - len(data) + len(taken)
         if taken:
             self._estimate(time.monotonic())
 
-    def _take_records(self, data: bytes, *, is_over: bool) -> int:
+    def _take_records(self, text: str, *, is_over: bool) -> int:
         """Take in each record, and return where one begins whose end is still to come."""
-        text, at = data.decode("latin-1"), 0
+        at = 0
         while at < len(text):
-            found = _RECORD.match(text, at)
-            size = None if found is None else _size_of_record(text, found.end() - 1)
-            if found is None or size is None or (size == 0 and is_over):
-                at = text.find("\n", at) + 1 or len(text)
-            elif size == 0:
-                break
-            else:
-                at = found.end() - 1 + size
-                self._take(data[found.end() - 1 : at])
-        return at
+            found, line_end = _RECORD.match(text, at), text.find("\n", at) + 1 or len(text)
+            if found is None:
+                at = line_end
+                continue
+            begin = found.end() - 1
+            try:
+                told, at = json.JSONDecoder().raw_decode(text, begin)
+                self._take(told)
+            except json.JSONDecodeError as error:
+                if not is_over and not text[error.pos :].strip():
+                    return begin
+                at = max(line_end, text.find("\n", begin) + 1)
+            except (ValueError, RecursionError, OverflowError):  # too many digits, or too deep
+                at = max(line_end, at)
+        return len(text)
 
     def _estimate(self, now_s: float) -> None:
         step, steps = self.progress.train_step, self.progress.train_steps
@@ -185,15 +132,11 @@ class Results:
             eta_s = max(0, steps - step) * (now_s - since_s) / (step - first)
             self.progress = replace(self.progress, eta_s=eta_s)
 
-    def _take(self, record: bytes) -> None:
-        try:
-            told: dict[str, Any] = json.loads(record)
-        except ValueError:  # no UTF-8
-            return
+    def _take(self, told: Mapping[str, Any]) -> None:
         numbers = {
             name: value
             for name, value in told.items()
-            if isinstance(value, int | float) and not isinstance(value, bool)
+            if type(value) in {int, float} and name.isprintable()
         }
         found: dict[str, Any] = {
             place: numbers[name] for name, place in _PLACES.items() if name in numbers
@@ -230,6 +173,20 @@ class Record:
         replace_whole(folder / "job.json", json.dumps(asdict(self)))
 
 
+def take_note(folder: Path) -> dict[int, str]:
+    """Return which of the job's processes have ended for want of memory since the last call, by
+    their ids, and what was capped of each: `cpu` or `cuda`.
+    """
+    note, found = folder / NOTE, {}
+    with contextlib.suppress(OSError, ValueError):
+        for line in note.read_text("ascii").splitlines():
+            pid, device = line.split()
+            found[int(pid)] = device
+    with contextlib.suppress(OSError):
+        note.unlink()
+    return found
+
+
 def keep_outputs(patterns: Iterable[str], cwd: str, folder: Path, since_unix_s: float) -> None:
     """Copy what a program wrote in its folder, and no run did, to its job; times may be 1 s off."""
     root = Path(cwd)
@@ -240,20 +197,3 @@ def keep_outputs(patterns: Iterable[str], cwd: str, folder: Path, since_unix_s: 
             target = folder / path.relative_to(root)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(path, target)
-
-
-def _size_of_record(text: str, at: int) -> int | None:
-    """Return the length of the record that begins at `at`; 0 if its end is not in `text`, and
-    `None` if it is none.
-    """
-    # Its line alone first: what an error costs grows with the text that is looked through.
-    for end in (text.find("\n", at) + 1 or len(text), len(text)):
-        part = text[at:end]
-        try:
-            return json.JSONDecoder().raw_decode(part)[1]
-        except json.JSONDecodeError as error:
-            if part[error.pos :].strip():
-                return None
-        except (ValueError, RecursionError):  # too many digits, or too deep
-            return None
-    return 0

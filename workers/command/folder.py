@@ -9,7 +9,7 @@ import io
 import os
 import tarfile
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -28,14 +28,9 @@ class CommandFolder:
     path: str
     problem: str | None = None
     """Why it is not there."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Packed:
-    code: str
+    code: str = ""
     data: bytes | None = None
-    """`None`: the node has the same code at the same path, or there is a problem."""
-    problem: str | None = None
+    """Its files, on their way; `None`: the node has the same code at the same path."""
 
 
 def look(cwd: str) -> str | None:
@@ -43,47 +38,49 @@ def look(cwd: str) -> str | None:
     return code_of(cwd) if Path(cwd).is_dir() else None
 
 
-def pack(theirs: str | None, cwd: str, node: str) -> _Packed:
-    """Return the folder's files, unless the node has the same code."""
-    if not Path(cwd).is_dir():  # then only the node can have it
-        return _Packed(theirs or "")
-    code, names = code_of(cwd), files_to_send(Path(cwd))
+def pack(theirs: str | None, cwd: str, node: str) -> CommandFolder:
+    """Return the folder with its files, unless the node has the same code."""
+    root, folder = Path(cwd), CommandFolder(path=cwd)
+    if not root.is_dir():  # then only the node can have it
+        return folder
+    code, names = code_of(cwd), files_to_send(root)
     if theirs is not None and is_same_code(theirs, code):
-        return _Packed(code)
-    size_bytes = sum(os.lstat(Path(cwd) / name).st_size for name in names)
+        return folder
+    size_bytes = sum(os.lstat(root / name).st_size for name in names)
     if size_bytes > MOST_BYTES:
         problem = (
             f"{cwd} holds {size_bytes / MIB:.0f} MiB that .gitignore does not name, and at most "
             f"{MOST_BYTES / MIB:.0f} MiB are sent to another PC: name there what the program does "
             f"not need, copy the folder to the same path on {node}, or set `nodes` of the job"
         )
-        return _Packed(code, problem=problem)
+        return replace(folder, problem=problem)
     packed = io.BytesIO()
     try:
         with tarfile.open(fileobj=packed, mode="w:gz", compresslevel=1) as tar:
             for name in names:
-                tar.add(Path(cwd) / name, name, recursive=False)
+                tar.add(root / name, name, recursive=False)
     except OSError as error:
         problem = f"{cwd} cannot be sent to {node}: {error.strerror}: {error.filename}"
-        return _Packed(code, problem=problem)
-    return _Packed(code, packed.getvalue())
+        return replace(folder, problem=problem)
+    return replace(folder, code=code, data=packed.getvalue())
 
 
-def unpack(packed: _Packed, cwd: str, run_id: str | None, slot: str) -> CommandFolder:
+def unpack(folder: CommandFolder, run_id: str | None, slot: str) -> CommandFolder:
     """Put the files below the state folder of this PC, if they are not there yet."""
-    if packed.data is None:
-        return CommandFolder(path=cwd, problem=packed.problem)
-    code = packed.code.rpartition("/")[2]
+    if folder.data is None:
+        return folder
+    code = folder.code.rpartition("/")[2]
     target = default_path().parent / "state" / (run_id or "no-run") / ".code" / f"{slot}-{code}"
     if target.is_dir():  # of an attempt before; it may have written there what it goes on from
         return CommandFolder(path=str(target))
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as fresh:
-            with tarfile.open(fileobj=io.BytesIO(packed.data)) as tar:
+            with tarfile.open(fileobj=io.BytesIO(folder.data)) as tar:
                 tar.extractall(Path(fresh, "code"), filter="data")
             Path(fresh, "code").rename(target)
     except OSError as error:
-        problem = f"{cwd} cannot be put into {target.parent} here: {error.strerror or error}"
-        return CommandFolder(path=cwd, problem=problem)
+        why = error.strerror or error
+        problem = f"{folder.path} cannot be put into {target.parent} here: {why}"
+        return CommandFolder(path=folder.path, problem=problem)
     return CommandFolder(path=str(target))

@@ -1,7 +1,6 @@
 """How a program of the user is started: its words, its environment, its folder, and its cap.
 
-Starts nothing but the Python that is to run capped, to ask whether it can. Decides nothing about
-when.
+Starts nothing, and decides nothing about when.
 """
 
 from __future__ import annotations
@@ -9,8 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -18,7 +16,9 @@ from typing import Final
 import psutil
 import pynvml
 
+from workers.capped.hook.sitecustomize import NOTE_VARIABLE
 from workers.command import capped
+from workers.command.files import NOTE
 from workers.settings import ASSUMED_CONTEXT_BYTES, CommandSpec, WorkerSpec
 from workers.units import GIB
 
@@ -27,16 +27,13 @@ JOB: Final = "ORCHESTRATOR_JOB"
 JOB_DIR: Final = "ORCHESTRATOR_JOB_DIR"
 RESULTS: Final = "ORCHESTRATOR_RESULTS"
 RESUME: Final = "ORCHESTRATOR_RESUME"
+#: The number of the job's attempt. A program that has ended is not started again under the number
+#: that it had: its end is told again.
+ATTEMPT: Final = "ORCHESTRATOR_ATTEMPT"
 
 _PYTHON: Final = re.compile(r"python[0-9.]*$")
 
-#: Flags of the interpreter that have a word of their own behind them.
-_WITH_WORD: Final = frozenset({"-X", "-W", "--check-hash-based-pycs"})
-
 _LAUNCHER: Final = Path(__file__).with_name("capped.py")
-
-#: A Python that is asked whether it can run capped loads few modules.
-_ASK_S: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +45,7 @@ class Launch:
     cwd: str
     cap_bytes: int | None = None
     uncapped: str | None = None
-    """Why it has no cap; `None` where it has one, or none was asked for."""
+    """Why it has no cap; `None` where one is set, or none was asked for."""
     problem: str | None = None
     """Why it cannot be started, where the kernel would not say it."""
 
@@ -61,6 +58,7 @@ def launch(spec: WorkerSpec, command: CommandSpec, folder: Path, *, resumes: boo
         JOB: spec.slot,
         JOB_DIR: str(folder),
         RESULTS: str(folder / "results.jsonl"),
+        NOTE_VARIABLE: str(folder / NOTE),
         "PYTHONUNBUFFERED": "1",  # what a killed program printed last says why
         **({RESUME: "1"} if resumes else {}),
         # Its cap is that of a CPU, and the card is for others.
@@ -76,44 +74,18 @@ def launch(spec: WorkerSpec, command: CommandSpec, folder: Path, *, resumes: boo
     plan = Launch(argv=argv, env=env, cwd=cwd, problem=_carriage_return(argv[0], env, cwd))
     if not command.cap:
         return plan
-    python = split_python(argv)
-    if python is None:
+    if argv[0].endswith(".py"):
+        argv = ("python", *argv)
+    if len(argv) == 1 or not _PYTHON.match(Path(argv[0]).name):
         return replace(plan, uncapped=f"{argv[0]} is no Python program: nothing caps its memory")
-    interpreter, program = python
     # The context is not the allocator's.
     context_bytes = ASSUMED_CONTEXT_BYTES if spec.device == "cuda" else 0
     cap_bytes = max(spec.budget_bytes - context_bytes, 1)
     folders = (_LAUNCHER.parents[2], Path(psutil.__file__).parents[1], Path(pynvml.__file__).parent)
     env[capped.VARIABLE] = os.pathsep.join(map(str, folders))
-    why_not = _why_not_capped(interpreter, env, cwd)
-    if why_not is not None:
-        return replace(plan, uncapped=why_not)
-    words = (*interpreter, str(_LAUNCHER), "--gib", f"{cap_bytes / GIB:.9f}", *program)
+    # Flags of the interpreter stay before the program: both are behind the cap.
+    words = (argv[0], str(_LAUNCHER), "--gib", f"{cap_bytes / GIB:.9f}", "--", *argv[1:])
     return replace(plan, argv=words, cap_bytes=cap_bytes)
-
-
-def split_python(argv: Sequence[str]) -> tuple[list[str], list[str]] | None:
-    """Return the interpreter with its flags, and the program with its own words.
-
-    `None` if it is no Python program.
-    """
-    name = Path(argv[0]).name
-    if name.endswith(".py"):
-        return ["python"], list(argv)
-    if _PYTHON.match(name) is None:
-        return None
-    flags, rest = [argv[0]], list(argv[1:])
-    while rest and rest[0].startswith("-") and rest[0] != "-":
-        word = rest.pop(0)
-        found = re.match(r"-([a-bd-ln-zA-VYZ]*)([mc])(.*)$", word)
-        if found is not None:  # -m, -c, or with other letters before it: -um
-            letters, kind, joined = found.groups()
-            flags += [f"-{letters}"] if letters else []
-            return flags, [f"-{kind}", *([joined] if joined else []), *rest]
-        flags.append(word)
-        if word in _WITH_WORD and rest:
-            flags.append(rest.pop(0))
-    return (flags, rest) if rest else None
 
 
 def _carriage_return(program: str, env: Mapping[str, str], cwd: str) -> str | None:
@@ -138,25 +110,3 @@ def _use_python(env: dict[str, str], given: Path) -> None:
     if (scripts.parent / "pyvenv.cfg").is_file():
         env["VIRTUAL_ENV"] = str(scripts.parent)
     env.pop("PYTHONHOME", None)
-
-
-def _why_not_capped(interpreter: Sequence[str], env: Mapping[str, str], cwd: str) -> str | None:
-    try:
-        done = subprocess.run(  # noqa: S603 - the user's own Python, and our own words
-            [*interpreter, str(_LAUNCHER), "--help"],
-            env=env,
-            cwd=cwd,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=_ASK_S,
-        )
-    except (FileNotFoundError, PermissionError, NotADirectoryError):
-        return None  # it does not start without a cap either, and says so
-    except subprocess.TimeoutExpired:
-        return f"{interpreter[0]} did not answer in {_ASK_S:.0f} s"
-    if done.returncode == 0:
-        return None
-    last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-    return f"{interpreter[0]} cannot run workers.capped: {last[:200]}"

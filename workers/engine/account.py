@@ -36,7 +36,7 @@ class Account:
     wall_s: float = 0.0
     """Time of the turns that worked, or rested from work."""
     longest_step_s: float = 0.0
-    """Of its good steps."""
+    """Of the parts of its good steps."""
     errors_in_a_row: int = 0
     """Errors of the workload since a turn with good steps and no error."""
     error: str | None = None
@@ -81,11 +81,15 @@ class Account:
         self.has_orders = self.has_orders or self.wait(seconds)
         return time.monotonic() - began_s
 
-    def good_step(self, seconds: float, flop: float) -> None:
-        """Count a step that ended well."""
-        self.counts += StepCounts(steps_ok=1, work_flop=flop, busy_s=seconds)
+    def good_part(self, seconds: float) -> None:
+        """Count the time of a part of a step that ended well."""
+        self.counts += StepCounts(busy_s=seconds)
         self.longest_step_s = max(self.longest_step_s, seconds)
         self.is_good = True
+
+    def good_step(self, flop: float) -> None:
+        """Count a step that is done."""
+        self.counts += StepCounts(steps_ok=1, work_flop=flop)
 
     def workload_failed(self, reason: str, traceback: str) -> None:
         """Count an error that is the workload's own."""

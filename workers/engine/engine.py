@@ -1,14 +1,13 @@
-"""The engine of a slot: ask the policy, run steps, rest between them, tell how it is.
+"""The engine of a slot: have the workload do steps, and tell how it is.
 
 It lives as long as the slot's process, and is driven in turns by who holds it: `__main__.py` where
-it is a program. It never decides a size (the policy does). What follows a step that fails is in
-`oom_recovery.py`. No exception leaves a turn except a request to stop the process (a signal's
-handler raised it): failures are text in the status, a SystemExit of the workload is one of them.
+it is a program. It never decides a size (the policy does). The loop of a step meets the engine in
+`parts.py`. No exception leaves a turn except a request to stop the process (a signal's handler
+raised it): failures are text in the status, a SystemExit of the workload is one of them.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
@@ -18,7 +17,8 @@ import psutil
 
 from workers import oom
 from workers.engine.account import Account, Wait, no_orders
-from workers.engine.oom_recovery import claim_memory, recover, stay_in_emergency
+from workers.engine.oom_recovery import after_error, claim_memory, stay_in_emergency
+from workers.engine.parts import Parts, StarvedError, TurnOverError
 from workers.engine.session import Session, open_session
 from workers.messages import (
     Begin,
@@ -28,18 +28,13 @@ from workers.messages import (
     Orders,
     Progress,
     Status,
-    StepCounts,
     Verdict,
     VerdictCause,
     WorkerState,
 )
 from workers.oom import Failure
-from workers.policy.base import Decision, Release, Run, StepOk
 from workers.settings import FailureKind, WorkerSpec
 from workers.workloads.base import StepResult
-
-#: Between two readings of the sensors of a card that is too hot.
-_COOL_POLL_S: Final = 0.1
 
 #: Figures of a workload in a status, which has to stay small.
 _MOST_METRICS: Final = 1_000
@@ -52,6 +47,7 @@ class Engine:
         """Touch nothing: `open` does, or the first turn."""
         self._spec, self._begin, self._incarnation = spec, begin, incarnation
         self._session: Session | None = None
+        self._parts: Parts | None = None
         self._account = Account(slot=spec.slot)
         self._verdict = Verdict.OK
         self._cause: VerdictCause | None = None
@@ -118,6 +114,7 @@ class Engine:
         else:
             self._session = open_session(self._spec, self._begin, self._incarnation, self._account)
             self._session.saves = self._saves
+            self._parts = Parts(self._session, self._account)
             self._begin = replace(self._begin, checkpoint=None)  # as large as a training's state
             self._account.settle(WorkerState.WARMING, "its device is open")
 
@@ -125,8 +122,8 @@ class Engine:
         account = self._account
         if self._session is None:
             self._open(orders)
-        session = self._session
-        if session is None:
+        session, parts = self._session, self._parts
+        if session is None or parts is None:
             return
         account.begin_turn(duration_s, wait)
         try:
@@ -137,7 +134,7 @@ class Engine:
                 and not self._is_held
                 and _prepare(session, self._begin, account)
             ):
-                _work(session, account)
+                _work(session, account, parts)
             self._progress = session.progress()
         finally:
             if not self._is_held:
@@ -195,7 +192,9 @@ class Engine:
             # full.
             device=session.device.info,
             sensors=session.thermal.reading,
-            claim_bytes=None if memory is None else session.claim_bytes,
+            claim_bytes=session.claim_bytes
+            if memory is not None and session.growth.fills_claim
+            else None,
             resume=status.resume if session.state is None else session.policy.dump(session.state),
             metrics=dict(islice(workload.metrics.items(), _MOST_METRICS)),
             learned=None if memory is None else session.learned_limit(memory.peak_bytes),
@@ -224,8 +223,8 @@ def _prepare(session: Session, begin: Begin, account: Account) -> bool:
     return True
 
 
-def _work(session: Session, account: Account) -> None:
-    """Follow the policy until the turn is over.
+def _work(session: Session, account: Account, parts: Parts) -> None:
+    """Do steps until the turn is over.
 
     An error of the workload ends it, so that the head learns of it. So does a save that was asked
     for: what follows may be the end of this process, and its work would be lost.
@@ -237,105 +236,38 @@ def _work(session: Session, account: Account) -> None:
         account.settle(*session.working_state("resting, as its duty asks after a long step"))
         return
     session.release_if_grown()  # a step follows, which takes again what it needs
-    decision: Decision | None = session.ask(session.pressure())
-    while isinstance(decision, Run | Release):
-        if isinstance(decision, Run):
-            decision = _step(session, account, decision)
-        else:
-            session.device.release()
-            decision = session.ask(session.pressure())
-    if decision is not None:
-        stay_in_emergency(session, account, decision.reason)
+    parts.begin_turn()
+    while _step(session, account, parts) and not session.has_saved() and account.remaining_s > 0:
+        pass
+    parts.end_turn()
 
 
-def _step(session: Session, account: Account, run: Run) -> Decision | None:
-    """Run one step, rest, and return what the policy wants next.
-
-    `None` ends the turn: its time is over, all work is done, the workload failed by its own fault,
-    or the card is too hot.
-    """
-    if not _wait_until_cool(session, account):
-        return None
+def _step(session: Session, account: Account, parts: Parts) -> bool:
+    """Do one step, or what of it fits into the turn; say whether another may follow."""
     failure: Failure | None = None
-    session.start_step(run, account)
-    account.use(run.size, run.batch)
+    starved: str | None = None
     try:
-        result, seconds = session.device.timed(lambda: session.step(run), session.largest(run))
-        done = _checked(result)
-    except IncompatibleError:
+        done = _checked(session.workload.run(parts.loop))
+    except TurnOverError:
+        return False
+    except (IncompatibleError, ContextCorruptedError):
         raise  # no step will ever do better
+    except StarvedError as error:
+        starved = str(error)
     except BaseException as error:  # noqa: BLE001 - classified outside the handler
         # Only text leaves the handler: the traceback holds the frames, and the frames hold the
         # tensors.
         failure = oom.failure_of_workload(error)
         traceback = oom.traceback_text(error)
-        # And what they hold: it is gone as soon as the handler is left.
-        held_bytes = session.device.held_bytes() + (failure.requested_bytes or 0)
-        if failure.kind in {FailureKind.DEFINITE, FailureKind.PROBABLE}:
-            oom.drop_frames(error)
+    if starved is not None:
+        stay_in_emergency(session, account, starved)
+        return False
     if failure is not None:
-        at_least_bytes = max(held_bytes, session.device.step_peak_bytes())
-        return recover(session, account, run, failure, traceback, at_least_bytes)
-    session.step_succeeded()
+        after_error(session, account, failure, traceback)
+        return False
+    account.good_step(done.flop)
     session.workload.save()
-    account.good_step(seconds, done.flop)
-    peak_bytes = session.device.step_peak_bytes()
-    session.workload.measured(peak_bytes, seconds)
-    session.rebase_once_warm(account)
-    if session.workload.finished:
-        return None
-
-    _between_steps(session, account, run, seconds)
-    decision = session.ask(
-        StepOk(
-            at_s=time.monotonic(),
-            peak_bytes=peak_bytes,
-            # Measured after the sleep: other processes may have taken memory meanwhile.
-            allowed_bytes=session.measure_allowed_if_due(),
-            partial=done.partial,
-        )
-    )
-    if not session.has_saved() and account.remaining_s > 0:
-        return decision
-    if isinstance(decision, Release):
-        # The next turn asks again, and the policy counts this one as done.
-        session.device.release()
-    return None
-
-
-def _wait_until_cool(session: Session, account: Account) -> bool:
-    """Wait while the card is too hot; say whether it is cool enough before the turn is over."""
-    while session.thermal.decision.paused:
-        wrong_result = session.checks.reason
-        if wrong_result is None:
-            account.settle(WorkerState.PAUSED, session.thermal.decision.reason)
-        else:
-            account.settle(
-                WorkerState.CORRUPT, f"{wrong_result}; {session.thermal.decision.reason}"
-            )
-        is_over = not account.remaining_s and account.elapsed_s >= _COOL_POLL_S
-        if account.has_orders or is_over:
-            return False
-        session.duty.rested(account.sleep(_COOL_POLL_S))
-        session.thermal.sample(account)
-    return True
-
-
-def _between_steps(session: Session, account: Account, run: Run, seconds: float) -> None:
-    """Read the sensors and check the step's result, as far as that is due.
-
-    Then rest as the duty asks.
-    """
-    session.thermal.sample(account)
-    checked_s = session.checks.after_step(session.device, session.workload, run, seconds, account)
-    # Under MPS other processes compute while the memory is timed, which makes it look slower than
-    # it is.
-    if session.device.info.kind == "cuda" and not session.spec.mps:
-        session.thermal.measure_bandwidth(session.bandwidth, account)
-    account.settle(*session.working_state())
-    account.counts += StepCounts(busy_s=checked_s)
-    session.duty.worked(seconds + checked_s, session.thermal.decision.duty)
-    session.duty.rest(account)
+    return not session.workload.finished
 
 
 def _checked(result: object) -> StepResult:

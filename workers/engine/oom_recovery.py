@@ -1,25 +1,22 @@
-"""From a failed step to the next one: give memory back, prove that the device answers, obtain
-memory, ask the policy.
+"""What the engine does after a part that failed: prove that the device answers, obtain memory, and
+tell.
 
-The functions stand in the order in which they run. Runs outside every exception handler: the
-traceback of a handler holds the frames, and the frames hold the tensors. Decides no size (the
-policy does).
+The loop (`workers/elastic/loop.py`) has given memory back before, outside of its handler. Decides
+no size (the policy does).
 """
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 from workers import oom
 from workers.devices.base import Device
 from workers.engine.account import Account
-from workers.engine.session import Session, level_of
+from workers.engine.session import Session
 from workers.messages import ContextCorruptedError, StepCounts, WorkerState
 from workers.oom import Failure
-from workers.policy.base import Decision, Run, StepOom
+from workers.policy.base import Run
 from workers.settings import FailureKind, MemorySettings
-from workers.units import MIB
 
 #: Share by which a claim must have changed to be an event: free memory always moves a little.
 _MIN_CLAIM_CHANGE = 0.01
@@ -29,32 +26,11 @@ _MIN_CLAIM_CHANGE = 0.01
 _EMERGENCY_PAUSE_S = 0.1
 
 
-def recover(
-    session: Session,
-    account: Account,
-    run: Run,
-    failure: Failure,
-    traceback: str,
-    at_least_bytes: int,
-) -> Decision | None:
-    """Recover from a failed step, and return what the policy wants next.
-
-    `None` ends the turn: the workload failed by its own fault, or the time is over.
-
-    Raises:
-        ContextCorruptedError: The device no longer answers this process.
-    """
-    if failure.kind is FailureKind.CONTEXT_CORRUPTED:
-        raise ContextCorruptedError(failure.text)
-    if not session.believes(failure):
-        _note_error(session, account, failure, traceback)
-        return None
-
-    started_s = time.monotonic()
+def after_oom(
+    session: Session, account: Account, run: Run, failure: Failure, at_least_bytes: int | None
+) -> None:
+    """Count and tell an out-of-memory after which memory was given back, and obtain it anew."""
     account.counts += StepCounts(steps_oom=1, steps_oom_probe=int(run.is_probe), oom_count=1)
-    session.shed()
-    _prove_alive(session, account)
-    session.rebase(account)
     needed_bytes = session.workload.needed_bytes(run.size, run.batch)
     free_bytes = session.device.free_bytes()
     if run.hold_bytes is None and needed_bytes is not None and needed_bytes <= session.claim_bytes:
@@ -70,37 +46,29 @@ def recover(
         needed_bytes=needed_bytes,
         at_least_bytes=at_least_bytes,
         free_bytes=free_bytes,
-        recovery_s=time.monotonic() - started_s,
-        **level_of(run),
+        **session.level_of(run),
     )
-    if session.workload.finished:
-        return None
-
-    decision = session.ask(
-        StepOom(
-            at_s=time.monotonic(),
-            needed_bytes=needed_bytes,
-            at_least_bytes=at_least_bytes,
-            free_bytes=free_bytes,
-            allowed_bytes=session.measure_allowed(),
-        )
-    )
-    if isinstance(decision, Run):
-        _note_backoff(account, run, decision)
-    return None if account.remaining_s <= 0 < account.duration_s else decision
 
 
-def _note_error(session: Session, account: Account, failure: Failure, traceback: str) -> None:
+def after_error(session: Session, account: Account, failure: Failure, traceback: str) -> None:
+    """Count an error that is the workload's own.
+
+    Raises:
+        ContextCorruptedError: The device no longer answers: some of its failures read like a bug of
+            the workload.
+    """
+    if failure.kind is FailureKind.CONTEXT_CORRUPTED:
+        raise ContextCorruptedError(failure.text)
     session.shed()
     session.rebase(account)
-    # Some failures of the device itself read like a bug of the workload.
     broken = _emergency_failure(session)
     if broken is not None:
         raise ContextCorruptedError(broken.text)
     account.workload_failed(f"the workload failed: {failure.text}", traceback)
 
 
-def _note_backoff(account: Account, failed: Run, run: Run) -> None:
+def note_backoff(session: Session, account: Account, failed: Run, run: Run) -> None:
+    """Tell with what the part goes on that has failed."""
     changed = [
         f"{name} {getattr(run, name)}"
         for name in ("size", "batch", "level")
@@ -116,14 +84,16 @@ def _note_backoff(account: Account, failed: Run, run: Run) -> None:
         from_batch=failed.batch,
         size=run.size,
         batch=run.batch,
-        **level_of(run),
+        **session.level_of(run),
     )
 
 
-def _prove_alive(session: Session, account: Account) -> None:
+def prove_alive(session: Session, account: Account) -> None:
     """Run the emergency product.
 
-    A device that cannot do even that does not answer this process any more.
+    Raises:
+        ContextCorruptedError: The device cannot do even that: it does not answer this process any
+            more.
     """
     failure = _emergency_failure(session)
     if failure is not None and failure.kind in {FailureKind.DEFINITE, FailureKind.PROBABLE}:
@@ -151,10 +121,13 @@ def _emergency_failure(session: Session) -> Failure | None:
 
 
 def claim_memory(session: Session, account: Account) -> None:
-    """Find out by progressive allocation how much memory there is, and tell the workload.
+    """Find out by progressive allocation how much memory there is, and tell a workload that fills
+    its claim.
 
-    Its tensors must be gone.
+    Its tensors must be gone. Others take what their steps take, and neighbours keep theirs.
     """
+    if not session.growth.fills_claim:
+        return
     ramp = ramp_up(session.device, session.spec.memory, session.lease_bytes)
     claim_bytes = int(session.claim_share * ramp.claim_bytes)
     account.counts += StepCounts(oom_count=ramp.failures)
@@ -167,9 +140,6 @@ def claim_memory(session: Session, account: Account) -> None:
             failures=ramp.failures,
         )
     session.set_claim(claim_bytes)
-    if not session.growth.fills_claim:
-        # A state that lives in that block would leave gaps beside it which no release gives back.
-        session.device.release()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,16 +227,13 @@ def _obtained(device: Device, wanted_bytes: int) -> int | None:
 
 
 def stay_in_emergency(session: Session, account: Account, reason: str) -> None:
-    """No step fits: prove that the device answers, wait for the end of the turn, and measure again for
-    the next.
+    """No step fits: prove that the device answers, wait for the end of the turn, and measure again
+    for the next.
     """
-    if (least_bytes := session.workload.least_bytes) is not None:
-        allowed_bytes = session.allowed_bytes or session.device.most_bytes
-        reason += f" (planned {least_bytes / MIB:.1f} MiB, allowed {allowed_bytes / MIB:.1f})"
     session.enter_emergency(account, reason)
     session.park(account)
     account.settle(*session.waiting_state(WorkerState.EMERGENCY, reason))
-    _prove_alive(session, account)
+    prove_alive(session, account)
     account.sleep(max(_EMERGENCY_PAUSE_S, account.remaining_s))
     session.rebase(account)
     claim_memory(session, account)

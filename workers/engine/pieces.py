@@ -1,8 +1,8 @@
-"""The file with a slot's state, cut into pieces that go to the head with the statuses.
+"""The file with a slot's state, cut into pieces that go to the head with the statuses, and to a
+worker with the orders.
 
-Pieces keep statuses small: the head is never kept busy for long, and needs little memory. Who reads
-the file verifies it. Imports no torch: the process that answers the head uses it, which is not the
-one that computes.
+Pieces keep both small: the head is never kept busy for long, and needs little memory. Who reads
+the file verifies it. Imports no torch: head and actor use it, not the process that computes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class SavedPieces:
     """Sends each file from its beginning to its end, then the newest there is.
 
     Keeps nothing but the file that is under way: a piece is sent again until `kept` says that the
-    head has it, also to another head, or by another process.
+    other has it, also to another one, or by another process.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class SavedPieces:
         """It stays readable when a newer one takes its name."""
 
     def piece(self, saved: str | None, kept: KeptBytes | None) -> CheckpointPiece | None:
-        """Return the first piece that the head lacks; `saved` is the newest file.
+        """Return the first piece that the other lacks; `saved` is the newest file.
 
         `None`: it has all, there is nothing, or it cannot be read now.
         """
@@ -47,10 +47,9 @@ class SavedPieces:
         return None
 
     def pending(self, saved: str | None, kept: KeptBytes | None) -> bool:
-        """Whether the head lacks a part of the newest file."""
-        with contextlib.suppress(OSError):
-            return saved is not None and not _is_whole(Path(saved).stat(), kept)
-        return False
+        """Whether the other lacks a part of the newest file."""
+        whole = None if saved is None else whole_of(Path(saved))
+        return whole is not None and whole != kept
 
     def close(self) -> None:
         """Send no more of the present file."""
@@ -60,21 +59,54 @@ class SavedPieces:
 
     @staticmethod
     def _next(file: int, kept: KeptBytes | None) -> CheckpointPiece | None:
-        """Return the next piece of this file; `None` if the head has all, or it became shorter."""
-        found = os.fstat(file)
-        if _is_whole(found, kept):
+        """Return the next piece of this file; `None` if the other has all, or it became shorter."""
+        whole = _whole(os.fstat(file))
+        if kept == whole:
             return None
-        number = found.st_mtime_ns
-        offset_bytes = 0 if kept is None or kept.number != number else kept.size_bytes
+        offset_bytes = 0 if kept is None or kept.number != whole.number else kept.size_bytes
         data = os.pread(file, PIECE_BYTES, offset_bytes)
-        if not data and found.st_size:
+        if not data and whole.size_bytes:
             return None
         return CheckpointPiece(
-            number=number, offset_bytes=offset_bytes, total_bytes=found.st_size, data=data
+            number=whole.number, offset_bytes=offset_bytes, total_bytes=whole.size_bytes, data=data
         )
 
 
-def _is_whole(found: os.stat_result, kept: KeptBytes | None) -> bool:
-    return (
-        kept is not None and kept.number == found.st_mtime_ns and kept.size_bytes == found.st_size
-    )
+class ReceivedFile:
+    """A file that comes in pieces; a part stands beside it, and takes its place once whole."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.kept: KeptBytes | None = None
+        """How much is here of the file that came last."""
+
+    def take(self, piece: CheckpointPiece) -> bool:
+        """Add a piece, unless it is here already or one before it is lacking; say whether it did.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        kept = self.kept
+        here_bytes = kept.size_bytes if kept is not None and kept.number == piece.number else 0
+        if piece.offset_bytes != here_bytes:
+            return False
+        part = self.path.with_suffix(".part")
+        if not piece.offset_bytes:
+            part.parent.mkdir(parents=True, exist_ok=True)
+        with part.open("ab" if piece.offset_bytes else "wb") as file:
+            file.write(piece.data)
+        if piece.is_last:
+            part.replace(self.path)
+        self.kept = KeptBytes(number=piece.number, size_bytes=here_bytes + len(piece.data))
+        return True
+
+
+def whole_of(path: Path) -> KeptBytes | None:
+    """Return what a receiver of all of a file has; `None`: there is no file."""
+    with contextlib.suppress(OSError):
+        return _whole(path.stat())
+    return None
+
+
+def _whole(found: os.stat_result) -> KeptBytes:
+    return KeptBytes(number=found.st_mtime_ns, size_bytes=found.st_size)

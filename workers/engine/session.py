@@ -10,9 +10,10 @@ from __future__ import annotations
 import gc
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import psutil
 
@@ -36,12 +37,14 @@ from workers.messages import (
     WorkerEvent,
     WorkerState,
 )
-from workers.oom import MAX_PROBABLE_IN_A_ROW, Failure
+from workers.oom import Failure
 from workers.policy import make_policy
 from workers.policy.base import Decision, Event, Growth, Policy, Pressure, Run
 from workers.settings import FailureKind, LimitKey, Scalar, StoredLimit, WorkerSpec
 from workers.units import MIB
-from workers.workloads.base import StepResult, Workload, WorkloadContext, find_workload
+from workers.workloads.base import Workload, WorkloadContext, find_workload
+
+R = TypeVar("R")
 
 #: Shortest time between two measurements of free memory after steps: each takes up to 0.2 ms.
 _MEASURE_EVERY_S: Final = 0.02
@@ -120,8 +123,6 @@ class Session:
     measured_at_s: float = float("-inf")
     """When it was measured last (monotonic seconds)."""
     last_run: Run | None = None
-    level: int = 0
-    """Of the last step, as the workload was told it."""
     parked_bytes: int = 0
     """The workload's state that waits in host memory; 0 while it is on the device, or there is
     none.
@@ -132,8 +133,6 @@ class Session:
     """The run that ran out of memory although it should have fitted; `None` again after a step that
     ends well.
     """
-    probable_in_a_row: int = 0
-    """Probable out-of-memory errors since the last step that ended well."""
     in_emergency: bool = False
     opened_kept_bytes: int = 0
     """What the process held after the workload was made."""
@@ -156,7 +155,6 @@ class Session:
             self.workload.save_soon()
         if self.workload.save_due:
             self.workload.save()  # the last turn ended at the moment for it, or no step follows
-        self._offer_again()
         self.thermal.sample(account)
 
     def has_saved(self) -> bool:
@@ -172,21 +170,6 @@ class Session:
         """
         starved = account.state in STARVED or orders.lease_bytes == 0
         return orders.holds and (starved or not self.workload.save_due)
-
-    def _offer_again(self) -> None:
-        """Give the policy the workload's new rungs, if it has some.
-
-        What it has learned of memory stays true.
-        """
-        rungs = self.workload.reordered()
-        if rungs is not None:
-            self.growth = replace(self.growth, rungs=rungs)
-            policy = make_policy(
-                self.spec.policy, self.spec.memory, self.spec.workload, self.growth
-            )
-            if self.state is not None:
-                self.state = policy.load(self.policy.dump(self.state))
-            self.policy = policy
 
     def load_policy_state(self, resume: ResumeState | None, account: Account) -> None:
         """Give the policy its state: that of the slot's last status, else one made from what
@@ -212,8 +195,8 @@ class Session:
         self.state, decision = self.policy.decide(self.state, event)
         return decision
 
-    def start_step(self, run: Run, account: Account) -> None:
-        """Note the step that begins now, and make the workload fill what the policy wants held for
+    def start_part(self, run: Run, account: Account) -> None:
+        """Note the part that begins now, and make the workload fill what the policy wants held for
         it.
         """
         self._report_size_change(run, account)
@@ -224,39 +207,17 @@ class Session:
             if shrinks:
                 self.device.release()
 
-    def largest(self, run: Run) -> Run | None:
-        """Return a step than which none is larger; `None` for others."""
-        units = [rung.units for rung in self.growth.rungs or ()]
-        return run if units and run.units == max(units) else None
-
-    def step(self, run: Run) -> StepResult | None:
-        """Have the workload do a step, with its state back on the device, at the level that is
-        asked for.
-        """
+    def on_device(self, part: Callable[[], R]) -> R:
+        """Run a part with the workload's state back on the device."""
         if self.parked_bytes:
             self.workload.unpark()
             self.parked_bytes = 0
-        if run.level != self.level:
-            self.workload.set_level(run.level)
-            self.level = run.level
-        return self.workload.step(run.size, run.batch)
+        return part()
 
-    def step_succeeded(self) -> None:
-        """Forget the failures before this step."""
-        self.probable_in_a_row = 0
+    def part_succeeded(self) -> None:
+        """Forget the failures before this part."""
         self.in_emergency = False
         self.failed_run = None
-
-    def believes(self, failure: Failure) -> bool:
-        """Count a step's failure if it is an out-of-memory only by its text.
-
-        Say whether it is taken for one.
-        """
-        self.probable_in_a_row += failure.kind is FailureKind.PROBABLE
-        return (
-            failure.kind is not FailureKind.OTHER
-            and self.probable_in_a_row <= MAX_PROBABLE_IN_A_ROW
-        )
 
     def note_unexpected_oom(self, run: Run) -> None:
         """Note that a step ran out of memory although it should have fitted into the claim.
@@ -284,9 +245,10 @@ class Session:
             self.reported_run = run
             return
         now_units, before_units = (
-            step.units or step.hold_bytes or step.size * step.size * step.batch
-            for step in (run, before)
+            step.hold_bytes or step.size * step.size * step.batch for step in (run, before)
         )
+        if run.level != before.level:
+            now_units = before_units * (2 if run.level < before.level else 0)
         if max(now_units, before_units) < _MIN_CHANGE_FACTOR * min(now_units, before_units):
             return
         self.reported_run = run
@@ -299,8 +261,12 @@ class Session:
             batch=run.batch,
             hold_bytes=run.hold_bytes,
             allowed_bytes=self.allowed_bytes,
-            **level_of(run),
+            **self.level_of(run),
         )
+
+    def level_of(self, run: Run) -> dict[str, Scalar]:
+        """Return what an event says of a run's level; nothing where the workload offers none."""
+        return {} if self.growth.stages is None else {"level": run.level}
 
     def shed(self) -> None:
         """Have the workload drop what it can do without, and everything unused go back to the
@@ -474,11 +440,6 @@ class Session:
         return f"{self.allowed_bytes / MIB:.0f} of {cap_bytes / MIB:.0f} MiB: {why}"
 
 
-def level_of(run: Run) -> dict[str, Scalar]:
-    """Return what an event says of a run's level; nothing where the workload offers none."""
-    return {} if run.units is None else {"level": run.level}
-
-
 def _state_dir(spec: WorkerSpec) -> Path | None:
     return (
         None if spec.run_id is None else default_path().parent / "state" / spec.run_id / spec.slot
@@ -554,7 +515,7 @@ def open_session(spec: WorkerSpec, begin: Begin, incarnation: int, account: Acco
             tell=told.add,
         )
         workload = _make_workload(make, spec, device, context)
-        rungs = workload.rungs(spec.workload.batch)
+        stages = workload.stages()
     except (IncompatibleError, ContextCorruptedError):
         raise
     # Any failure of a driver or a user's constructor becomes a sentence.
@@ -577,7 +538,7 @@ def open_session(spec: WorkerSpec, begin: Begin, incarnation: int, account: Acco
         fills_claim=workload.fills_claim,
         needed_bytes=workload.needed_bytes,
         most_bytes=device.most_bytes,
-        rungs=rungs,
+        stages=stages,
     )
     try:
         policy = make_policy(spec.policy, spec.memory, spec.workload, growth)
@@ -614,8 +575,8 @@ def open_session(spec: WorkerSpec, begin: Begin, incarnation: int, account: Acco
                 spec.workload.name,
                 size=spec.workload.size,
                 batch=spec.workload.batch,
-                # What the units of its own rungs mean, any setting may change.
-                **({} if rungs is None else {"settings": settings_hash(spec.workload.settings)}),
+                # What a batch takes, any setting may change.
+                **({} if stages is None else {"settings": settings_hash(spec.workload.settings)}),
             ),
             cap_bytes=info.cap_bytes,
         ),

@@ -1,6 +1,6 @@
 """What an engine is started with, as a file of JSON: `python -m workers.engine SPEC.json`.
 
-The copy of a checkpoint stands beside it as a file of its own. Knows no key by name: what may stand
+Knows no key by name: what may stand
 in the file are the fields of `Start`, of `WorkerSpec`, and of what they hold. Imports no torch.
 """
 
@@ -37,25 +37,26 @@ class Start:
         return Begin(resume=self.resume, fresh=self.fresh, checkpoint=copy)
 
 
-def write_spec(folder: Path, spec: WorkerSpec, incarnation: int, begin: Begin) -> Path:
-    """Write the file, and the copy of a checkpoint beside it, readable only by this user; return
-    its path.
+def write_spec(
+    folder: Path, spec: WorkerSpec, incarnation: int, begin: Begin, copy: Path | None = None
+) -> Path:
+    """Write the file, readable only by this user; return its path. `copy` is the head's copy of the
+    slot's state on this PC.
 
     Raises:
         OSError: It cannot be written.
     """
-    path, copy = folder / "spec.json", folder / "spec.checkpoint"
-    copy.unlink(missing_ok=True)
-    if begin.checkpoint is not None:
-        _write(copy, begin.checkpoint)
+    path = folder / "spec.json"
     start = Start(
         spec=spec,
         incarnation=incarnation,
         resume=begin.resume,
         fresh=begin.fresh,
-        checkpoint=None if begin.checkpoint is None else str(copy),
+        checkpoint=None if copy is None else str(copy),
     )
-    _write(path, json.dumps(_plain(start), indent=1).encode("ascii"))
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(json.dumps(_plain(start), indent=1).encode("ascii"))
     return path
 
 
@@ -94,9 +95,3 @@ def _made(kind: Any, value: Any) -> Any:  # noqa: ANN401 - any field
 
 def _is_structured(kind: Any) -> bool:  # noqa: ANN401 - any type
     return dataclasses.is_dataclass(kind) or typing.get_origin(kind) is tuple
-
-
-def _write(path: Path, data: bytes) -> None:
-    path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(data)

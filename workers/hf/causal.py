@@ -15,7 +15,7 @@ from workers.hf.folder import ModelFolder, blocks_of, heads_of
 from workers.hf.token_data import TokenSamples
 from workers.training.sequences import cross_entropy, filled_up, packed_tokens, shortened
 from workers.training.settings import TrainSettings
-from workers.training.tasks import TrainTask, validation
+from workers.training.tasks import TrainTask, Validation
 
 
 def causal_task(settings: TrainSettings) -> TrainTask:
@@ -34,7 +34,9 @@ def causal_task(settings: TrainSettings) -> TrainTask:
         loss=partial(token_loss, label_smoothing=settings.label_smoothing),
         count=packed_tokens,
         blocks=blocks_of,
-        evaluate=validation(text.unseen, token_loss, packed_tokens),
+        evaluate=Validation(
+            samples=text.unseen, loss=token_loss, count=packed_tokens, collate=filled_up
+        ),
         collate=filled_up,
         shorten=shortened,
         largest=lambda: torch.zeros((1, 2, folder.seq), dtype=torch.int64),

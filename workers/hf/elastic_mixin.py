@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from workers.resilience.retry import RetryRules
+from workers.resilience.attempts import RetryRules
 from workers.training.batch_in_parts import BatchInParts
 from workers.training.batches import Batch
 from workers.training.errors import TaskError

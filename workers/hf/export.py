@@ -6,6 +6,7 @@ which asks, never loads torch. Does not find out where checkpoints are, and asks
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
@@ -17,12 +18,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from pydantic import ValidationError
-from torch import Tensor, nn
+from torch import nn
 
 from workers.files import flush
 from workers.training.checkpoints import Identity, RefusedError, newest_good, read_number
 from workers.training.errors import TrainingError
-from workers.training.lora import adapted_layers, merge, new_model
+from workers.training.lora import load_weights, merge, new_model, peft_layers
 from workers.training.settings import TrainSettings
 from workers.training.tasks import TrainTask, find_task, trained_parameters
 
@@ -150,7 +151,7 @@ def _trained(
     own = Identity.of(task.name, model.state_dict(), saved["identity"]["levers"])
     if difference := own.difference(saved["identity"]):
         raise RefusedError(f"the checkpoint {path} is not used: {difference}")
-    model.load_state_dict(state["weights"])
+    load_weights(model, state["weights"])
     if average and not state["average"]:
         raise RefusedError(
             "this training keeps no averaged weights; leave out --average, or set train.ema_decay, "
@@ -172,19 +173,16 @@ def _restore_config(model: Any, source: Path) -> None:  # noqa: ANN401 - as abov
             setattr(model.config, key, original[key])
 
 
-def _write_adapter(model: nn.Module, source: Path, folder: Path) -> None:
-    """Write the two files of peft: our `down`, `up` and `lengths` are its `lora_A`, `lora_B` and
-    `lora_magnitude_vector`. What is trained in full beside them, such as a fresh head, it saves
-    with them.
+def _write_adapter(model: Any, source: Path, folder: Path) -> None:  # noqa: ANN401 - as above
+    """Write the two files of peft. What is trained in full beside the adapters, such as a fresh
+    head, it saves with them.
     """
-    from safetensors.torch import save_file  # noqa: PLC0415 - an extra
+    from peft import get_peft_model_state_dict  # noqa: PLC0415 - an extra
+    from safetensors.torch import save_file  # noqa: PLC0415 - as above
 
-    adapted, tensors = adapted_layers(model), dict[str, Tensor]()
-    for name, module in adapted.items():
-        tensors |= {f"{name}.lora_A.weight": module.down, f"{name}.lora_B.weight": module.up}
-        if module.lengths is not None:
-            tensors[f"{name}.lora_magnitude_vector"] = module.lengths
-    own, kind = {id(tensor) for tensor in tensors.values()}, type(model).__name__
+    adapted = [name for name, _ in peft_layers(model)]
+    tensors = get_peft_model_state_dict(model, save_embedding_layers=False)
+    kind = type(model).__name__
     peft_kind = next((_PEFT_KINDS[end] for end in _PEFT_KINDS if kind.endswith(end)), None)
     names = [name for name, _ in model.named_modules()]
     # A pooler may be fresh, and then the base has none, whether it is trained or frozen.
@@ -194,7 +192,7 @@ def _write_adapter(model: nn.Module, source: Path, folder: Path) -> None:
         peft_kind, heads = (None if heads else peft_kind), set()
     for name, weight in model.named_parameters(remove_duplicate=False):  # tied: by each name
         first, parent = name.partition(".")[0], name.rpartition(".")[0]
-        if weight.requires_grad and id(weight) not in own and first not in heads:
+        if weight.requires_grad and ".lora_" not in name and first not in heads:
             heads.add(parent)
     heads -= {name for name in heads if any(_is_in(name, head) for head in heads - {name})}
     for head in heads:
@@ -205,25 +203,13 @@ def _write_adapter(model: nn.Module, source: Path, folder: Path) -> None:
             )
         weights = model.get_submodule(head).state_dict()
         tensors |= {f"{head}.{name}": weight for name, weight in weights.items()}
-    ranks = {name: len(module.down) for name, module in adapted.items()}
-    alphas = {name: module.scale * ranks[name] for name, module in adapted.items()}
-    rank, alpha = max(ranks.values()), max(alphas.values())
-    config = {
-        "peft_type": "LORA",
-        "task_type": peft_kind,
-        "base_model_name_or_path": str(source),
-        "r": rank,
-        "lora_alpha": alpha,
-        "rank_pattern": {name: each for name, each in ranks.items() if each != rank},
-        "alpha_pattern": {name: each for name, each in alphas.items() if each != alpha},
-        "target_modules": list(adapted),
-        "modules_to_save": sorted(heads) or None,
-        "use_dora": any(module.lengths is not None for module in adapted.values()),
-        "fan_in_fan_out": any(module.is_transposed for module in adapted.values()),
-        "ensure_weight_tying": _is_head_tied(model) and "lm_head.weight" in tensors,
-        "inference_mode": True,
-    }
-    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    config = copy.copy(model.peft_config["default"])
+    config.task_type = peft_kind
+    config.base_model_name_or_path = str(source)
+    config.modules_to_save = sorted(heads) or None
+    config.ensure_weight_tying = _is_head_tied(model) and "lm_head.weight" in tensors
+    config.inference_mode = True
+    config.save_pretrained(folder)
     # Copies, since safetensors writes no memory under two names.
     copies = {name: each.detach().contiguous().clone() for name, each in tensors.items()}
     named = {f"base_model.model.{name}": each for name, each in copies.items()}

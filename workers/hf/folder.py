@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,9 @@ _MOST_MORE: Final = 1.5
 #: Of the names of weights in a message.
 _MOST_NAMES: Final = 3
 
-AutoClass = Literal["AutoModelForCausalLM", "AutoModelForSequenceClassification"]
+AutoClass = Literal[
+    "AutoModelForCausalLM", "AutoModelForSequenceClassification", "AutoModelForSeq2SeqLM"
+]
 
 
 def transformers() -> ModuleType:
@@ -62,7 +64,7 @@ def load_code(folder: str) -> None:
     with suppress(Exception):
         library = transformers()
         config = library.AutoConfig.from_pretrained(Path(folder).expanduser())
-        for auto in (library.AutoModelForCausalLM, library.AutoModelForSequenceClassification):
+        for auto in (getattr(library, name) for name in get_args(AutoClass)):
             if type(config) in auto._model_mapping:
                 auto._model_mapping[type(config)]
         library.AutoTokenizer, library.PreTrainedTokenizerFast  # noqa: B018 - imported when named
@@ -113,7 +115,8 @@ class ModelFolder:
                 f"{self.config.vocab_size}; take the tokenizer of this model, or call "
                 "model.resize_token_embeddings(len(tokenizer)) and save the folder again",
             )
-        self._dtype: Any = torch.float32 if settings.weights == "fp32" else "auto"
+        self._dtype: Any = "auto" if settings.weights == "as-stored" else torch.float32
+        self._quantised = _nf4(settings, library) if settings.weights == "nf4" else {}
         self._set_up(settings)
         self.seq = self._seq_of(settings)
         self.notes = tuple(self._notes(settings))
@@ -126,13 +129,16 @@ class ModelFolder:
         """
         _use_fast_kernels()
         if isinstance(torch.empty(0), FakeTensor):
+            if self._quantised:
+                raise TaskError(
+                    "the memory of weights in 4 bits (train.weights: nf4) is not planned"
+                )
             dtype = self._stored_dtype() if self._dtype == "auto" else self._dtype
             # Without data transformers cannot see that no row holds several documents, and would
             # plan for a mask and copies that a training does without.
             masks = importlib.import_module("transformers.masking_utils")
             masks.find_packed_sequence_indices = lambda _: None  # type: ignore[attr-defined]
-            planned: nn.Module = self._auto.from_config(self.config, dtype=dtype)
-            return planned
+            return _without_attention_dropout(self._auto.from_config(self.config, dtype=dtype))
         with torch.device("meta"):
             body = getattr(self._auto.from_config(self.config), "base_model")  # noqa: B009 - Any
         needed, stored = _weights_of(body), count_weights(self.path)
@@ -152,13 +158,19 @@ class ModelFolder:
                 trust_remote_code=False,
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
+                **self._quantised,
             )
         except (MemoryError, RuntimeError):
             raise  # perhaps out of memory, which is answered elsewhere
         except Exception as error:
             raise refused(self.path, f"cannot be loaded: {_first_line(error)}") from error
         self._refuse_others(model, loaded)
-        return model  # type: ignore[no-any-return]  # transformers is imported late
+        for module in model.modules():
+            if hasattr(module, "support_avx512bf16_for_cpu"):
+                # Else bitsandbytes evaluates by another kernel than it trains with, in bf16, which
+                # refuses most shapes.
+                module.support_avx512bf16_for_cpu = False
+        return _without_attention_dropout(model)
 
     def _refuse_others(self, model: nn.Module, loaded: Mapping[str, Any]) -> None:
         """Refuse weights that are not of this model. A head may be fresh."""
@@ -187,7 +199,9 @@ class ModelFolder:
         for key, value in config.to_dict().items():
             if "drop" in key and isinstance(value, int | float) and not isinstance(value, bool):
                 # Inside an attention it would be drawn from torch's own numbers.
-                setattr(config, key, 0.0 if "att" in key else settings.dropout)
+                # So would be which layers are left out.
+                is_own = "att" in key or "layerdrop" in key
+                setattr(config, key, 0.0 if is_own else settings.dropout)
         if config.pad_token_id is None:
             ends = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0)
             config.pad_token_id = next(token for token in ends if token is not None)
@@ -210,7 +224,7 @@ class ModelFolder:
 
     def _notes(self, settings: TrainSettings) -> Sequence[str]:
         dtype = self._stored_dtype()
-        if settings.weights == "fp32" or dtype == torch.float32:
+        if settings.weights != "as-stored" or dtype == torch.float32:
             return ()
         sentence = (
             f"train.weights: as-stored trains weights in {str(dtype).removeprefix('torch.')}, "
@@ -218,6 +232,29 @@ class ModelFolder:
             "weights moved against 95 % of fp32 ones; set train.weights to fp32"
         )
         return (sentence,)
+
+
+def _nf4(settings: TrainSettings, library: ModuleType) -> dict[str, Any]:
+    """Return what loads weights in 4 bits (QLoRA, Dettmers et al., 2023).
+
+    Raises:
+        TaskError: bitsandbytes cannot be used here.
+    """
+    try:
+        importlib.import_module("bitsandbytes")
+    except Exception as error:
+        raise TaskError(
+            f"train.weights is nf4, and bitsandbytes cannot be used here ({_first_line(error)}); "
+            "pip install 'bitsandbytes>=0.50' there, or set train.weights: fp32"
+        ) from error
+    computed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(settings.precision)
+    config = library.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=computed or torch.float32,
+    )
+    # Without a map transformers takes the card by itself, before anything is counted.
+    return {"quantization_config": config, "device_map": {"": "cpu"}}
 
 
 def _use_fast_kernels() -> None:
@@ -238,17 +275,36 @@ def _use_fast_kernels() -> None:
     vars(attention)["use_gqa_in_sdpa"] = use_gqa_in_sdpa
 
 
+def _without_attention_dropout(model: nn.Module) -> nn.Module:
+    """Switch off what a model with one dropout for all, such as T5, draws in its attention."""
+    for module in model.modules():
+        if (
+            "attention" in type(module).__name__.lower()
+            and type(vars(module).get("dropout")) is float
+        ):
+            module.dropout = 0.0  # type: ignore[assignment]  # a number, and no module
+    return model
+
+
 def heads_of(model: nn.Module) -> list[nn.Module]:
     """Return what lies outside the body of a model, and poolers: what may be fresh."""
     body = getattr(model, "base_model", model)
     outside = [child for child in model.children() if child is not body]
+    if body is model:  # such as T5, whose encoder and decoder are in no module of their own
+        outside = [child for child in outside if isinstance(child, nn.Linear)]
     return outside + [module for name, module in model.named_modules() if name.endswith("pooler")]
 
 
 def blocks_of(model: nn.Module) -> Sequence[nn.Module]:
-    """Return the modules of the largest ModuleList."""
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return list(max(lists, key=_weights_of, default=[]))
+    """Return the modules of the largest ModuleList; of an encoder and a decoder, of both."""
+    both = [
+        module for name, module in model.named_modules() if name.endswith(("encoder", "decoder"))
+    ]
+    roots = both if len(both) == 2 else [model]
+    lists = [
+        [module for module in root.modules() if isinstance(module, nn.ModuleList)] for root in roots
+    ]
+    return [block for some in lists for block in max(some, key=_weights_of, default=[])]
 
 
 def _weights_of(module: nn.Module) -> int:

@@ -1,15 +1,17 @@
 """The preset `hf-pairs`: a label for a text, or for two, by the model of a folder.
 
-Classes are told apart by their cross-entropy, numbers by their squared distance. Files are JSON
-lines, CSV or TSV with a line of names; they are read and tokenised once in each process.
+Classes are told apart by their cross-entropy, numbers by their squared distance; a label that is a
+text is written by an encoder-decoder, token by token. Files are JSON lines, CSV or TSV with a line
+of names; they are read and tokenised once in each process.
 """
 
 from __future__ import annotations
 
 import csv
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import isfinite
 from pathlib import Path
@@ -22,21 +24,27 @@ from torch.nn import functional
 from workers.hf.folder import ModelFolder, blocks_of, heads_of
 from workers.hf.folder_files import check_folder
 from workers.hf.token_data import lines_of
-from workers.training.batches import Samples, on_device
+from workers.training.batches import Samples, rows_of
 from workers.training.host_memory import HostArray
-from workers.training.sequences import NO_TOKEN, filled_up, shortened
+from workers.training.sequences import NO_TOKEN, cross_entropy, filled_up, shortened
 from workers.training.settings import TrainSettings
-from workers.training.tasks import TrainTask
+from workers.training.tasks import TrainTask, Validation
 from workers.training.text import TextError, TextFiles, evaluated, held_out, json_line
 
 Row: TypeAlias = tuple[list[str], str]
 """One or two texts, and the label."""
 
 Part: TypeAlias = tuple[Tensor, Tensor]
-"""Tokens and segments (rows, 2, tokens), and labels (rows)."""
+"""Tokens and segments (rows, 2, tokens), and labels (rows), or the tokens of texts."""
 
 #: Columns where `train.columns` names none; the second one may be missing.
 _COLUMNS: Final = ("text", "text_pair", "label")
+
+_TEXTS: Final = ("text", "text_pair")
+"""What a tokenizer calls them."""
+
+#: What transformers takes for a label that is not there.
+_IGNORED: Final = -100
 
 #: Classes beyond this are taken for a wrong column.
 _MOST_CLASSES: Final = 1000
@@ -50,28 +58,40 @@ def pairs_task(settings: TrainSettings) -> TrainTask:
     """
     files = TextFiles(str(settings.data))
     rows = _rows_of(files, settings.columns)
-    classes = _classes_of(settings, [label for _, label in rows])
+    writes = settings.labels == "text"
+    classes = [] if writes else _classes_of(settings, [label for _, label in rows])
     numbers = {name: number for number, name in enumerate(classes)}
-    folder = ModelFolder(
-        settings,
-        "AutoModelForSequenceClassification",
-        num_labels=len(classes) or 1,
-        problem_type="single_label_classification" if classes else "regression",
-        **({"id2label": dict(enumerate(classes)), "label2id": numbers} if classes else {}),
-    )
+    if writes:
+        folder = ModelFolder(settings, "AutoModelForSeq2SeqLM")
+    else:
+        folder = ModelFolder(
+            settings,
+            "AutoModelForSequenceClassification",
+            num_labels=len(classes) or 1,
+            problem_type="single_label_classification" if classes else "regression",
+            **({"id2label": dict(enumerate(classes)), "label2id": numbers} if classes else {}),
+        )
     unseen = None
+    kind = TextPairs if writes else Pairs
     if settings.validation is not None:
         other = TextFiles(settings.validation)
-        unseen = Pairs(_rows_of(other, settings.columns), numbers, folder, other.root)
-    data = Pairs(rows, numbers, folder, files.root, holds_out=unseen is None)
+        unseen = kind(_rows_of(other, settings.columns), numbers, folder, other.root)
+    data = kind(rows, numbers, folder, files.root, holds_out=unseen is None)
+    samples = data.held if unseen is None else unseen.all
     digest = hashlib.blake2b(repr((classes, rows)).encode(), digest_size=8).hexdigest()
-    return TrainTask(
+    task = TrainTask(
         name=f"hf-pairs {folder.config.model_type}",
         model=folder.model,
         dataset=data,
         fingerprint=f"pairs {digest}",
         loss=partial(pair_loss, label_smoothing=settings.label_smoothing),
-        evaluate=partial(evaluate, data.held if unseen is None else unseen.all, len(classes)),
+        evaluate=PairsValidation(
+            samples=samples,
+            loss=pair_loss,
+            count=rows_of,
+            collate=_collated,
+            classes=len(classes),
+        ),
         blocks=blocks_of,
         collate=_collated,
         shorten=lambda part: (shortened(part[0]), part[1]),
@@ -80,6 +100,23 @@ def pairs_task(settings: TrainSettings) -> TrainTask:
         notes=folder.notes,
         uses=frozenset({"data", "seq", "dropout", "label_smoothing"}),
         lr=2e-4 if settings.adapter != "none" else 5e-5,
+    )
+    if not writes:
+        return task
+    return replace(
+        task,
+        loss=partial(text_loss, label_smoothing=settings.label_smoothing),
+        count=_count_targets,
+        items="tokens",
+        evaluate=Validation(
+            samples=samples, loss=text_loss, count=_count_targets, collate=_collated
+        ),
+        shorten=lambda part: (shortened(part[0]), shortened(part[1])),
+        largest=lambda: (
+            torch.zeros((1, 2, folder.seq), dtype=torch.int64),
+            torch.zeros((1, folder.seq), dtype=torch.int64),
+        ),
+        whole=lambda model: dict.fromkeys(heads_of(model), settings.head == "train"),
     )
 
 
@@ -106,15 +143,18 @@ class Pairs(Samples):
         self._root = root
         self._held = held_out(len(rows)) if holds_out else range(len(rows), len(rows))
         self._items = self._held.start
+        self.labels = self._labels_of([label for _, label in rows], numbers)
+
+    def _labels_of(self, texts: Sequence[str], numbers: Mapping[str, int]) -> Tensor:
         try:
-            labels = [numbers[label] if numbers else _finite(label) for _, label in rows]
+            labels = [numbers[text] if numbers else _finite(text) for text in texts]
         except (KeyError, ValueError) as failure:
             known = ", ".join([*numbers][:5]) or "numbers"
             raise TextError(
-                f"train.data: {root} has the label {failure.args[0]!r}, and the training knows "
-                f"{known}; correct it, or set train.columns or train.labels"
+                f"train.data: {self._root} has the label {failure.args[0]!r}, and the training "
+                f"knows {known}; correct it, or set train.columns or train.labels"
             ) from failure
-        self.labels = torch.tensor(labels, dtype=torch.int64 if numbers else torch.float32)
+        return torch.tensor(labels, dtype=torch.int64 if numbers else torch.float32)
 
     def __getitems__(self, indices: Sequence[int]) -> list[Part]:
         """Return several samples."""
@@ -125,41 +165,74 @@ class Pairs(Samples):
         return [int(self._tokens[1][index + 1] - self._tokens[1][index]) for index in indices]
 
     def held(self) -> Iterator[Part]:
-        """Yield the samples that are held out, one by one."""
-        return (_collated([self._sample(place)]) for place in evaluated(self._held))
+        """Yield samples that are held out."""
+        return map(self._sample, evaluated(self._held))
 
     def all(self) -> Iterator[Part]:
-        """Yield all samples, one by one."""
-        return (_collated([self._sample(index)]) for index in range(self._items))
+        """Yield all samples."""
+        return map(self._sample, range(self._items))
 
     def _sample(self, index: int) -> Part:
-        numbers, ends = self._tokens
-        own = numbers[int(ends[index]) : int(ends[index + 1])].long()
+        own = _nth(*self._tokens, index)
         second = own < 0
-        return torch.stack((torch.where(second, ~own, own), second.long())), self.labels[index]
+        return torch.stack((torch.where(second, ~own, own), second.long())), self._label(index)
+
+    def _label(self, index: int) -> Tensor:
+        return self.labels[index]
 
     @cached_property
     def _tokens(self) -> tuple[Tensor, Tensor]:
         """All tokens, those of a second segment inverted (~), and where each sample ends."""
+        rows, self._texts = self._texts, []
+        named = (dict(zip(_TEXTS, row, strict=False)) for row in rows)
+        return self._tokenised("text", named, return_token_type_ids=True)
+
+    def _tokenised(
+        self, what: str, rows: Iterable[Mapping[str, str]], **options: object
+    ) -> tuple[Tensor, Tensor]:
         numbers, ends = HostArray(torch.int32), [0]
-        for texts in self._texts:
+        for row in rows:
             made = self._folder.tokenizer(
-                *texts, truncation=True, max_length=self._folder.seq, return_token_type_ids=True
+                **row, truncation=True, max_length=self._folder.seq, **options
             )
-            tokens, segments = (torch.tensor(made[key]) for key in ("input_ids", "token_type_ids"))
+            tokens = torch.tensor(made["input_ids"])
             if not len(tokens):
                 raise TextError(
-                    f"train.data: the text of row {len(ends)} of {self._root} is empty; take it out"
+                    f"train.data: the {what} of row {len(ends)} of {self._root} is empty; take it "
+                    "out"
                 )
-            numbers.extend(torch.where(segments > 0, ~tokens, tokens).int())
+            second = torch.tensor(made.get("token_type_ids", [0])) > 0
+            numbers.extend(torch.where(second, ~tokens, tokens).int())
             ends.append(ends[-1] + len(tokens))
-        self._texts = []
         return numbers.whole(), torch.tensor(ends)
+
+
+class TextPairs(Pairs):
+    """The same with labels that are the tokens of a text."""
+
+    def _labels_of(self, texts: Sequence[str], _: Mapping[str, int]) -> Tensor:
+        self._written = texts
+        return torch.empty(0)
+
+    def _label(self, index: int) -> Tensor:
+        return _nth(*self._targets, index)
+
+    @cached_property
+    def _targets(self) -> tuple[Tensor, Tensor]:
+        texts, self._written = self._written, []
+        return self._tokenised("label", ({"text_target": text} for text in texts))
+
+
+def _nth(numbers: Tensor, ends: Tensor, index: int) -> Tensor:
+    return numbers[int(ends[index]) : int(ends[index + 1])].long()
 
 
 def pair_loss(model: nn.Module, part: Part, label_smoothing: float = 0.0) -> Tensor:
     """Sum the cross-entropy, or the squared distance, over samples."""
-    logits, labels = _logits(model, part), part[1]
+    return _loss_of(_logits(model, part), part[1], label_smoothing)
+
+
+def _loss_of(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
     if labels.is_floating_point():
         return (logits[:, 0] - labels).square().sum()
     return functional.cross_entropy(
@@ -167,49 +240,66 @@ def pair_loss(model: nn.Module, part: Part, label_smoothing: float = 0.0) -> Ten
     )
 
 
-def evaluate(
-    samples: Callable[[], Iterable[Part]], classes: int, model: nn.Module
-) -> Mapping[str, float]:
-    """Return the mean loss; and of classes the accuracy and the mean of their F1, of numbers the
-    mean distance.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairsValidation(Validation):
+    """Gives also, of classes, the accuracy and the mean of their F1, and of numbers the mean
+    distance.
     """
-    device = next(model.parameters()).device
-    losses, guesses, labels = list[float](), list[float](), list[float]()
-    for sample in samples():
-        part = on_device(sample, device)
-        logits = _logits(model, part)
-        guesses.append(float(logits.argmax() if classes else logits[0, 0]))
-        labels.append(float(part[1]))
-        losses.append(float(pair_loss(model, part)))
-    if not losses:
-        return {}
-    both = list(zip(guesses, labels, strict=True))
-    loss = {"validation_loss": sum(losses) / len(losses)}
-    if not classes:
-        return {**loss, "mean_distance": sum(abs(one - other) for one, other in both) / len(both)}
-    f1 = [
-        2 * both.count((name, name)) / (guesses.count(name) + labels.count(name))
-        for name in sorted({*guesses, *labels})
-    ]
-    right = sum(one == other for one, other in both)
-    return {**loss, "accuracy": right / len(both), "f1": sum(f1) / len(f1)}
+
+    classes: int
+
+    def __call__(self, model: nn.Module, rows: int = 1) -> Mapping[str, float]:
+        """Return the figures; see `Validation`."""
+        losses, guesses, labels = list[float](), list[float](), list[float]()
+        for part in self.parts(model, rows):
+            logits = _logits(model, part)
+            guesses += (logits.argmax(dim=1) if self.classes else logits[:, 0]).tolist()
+            labels += part[1].tolist()
+            losses.append(float(_loss_of(logits, part[1])))
+        if not labels:
+            return {}
+        both = list(zip(guesses, labels, strict=True))
+        loss = {"validation_loss": sum(losses) / len(labels)}
+        if not self.classes:
+            distances = [abs(one - other) for one, other in both]
+            return {**loss, "mean_distance": sum(distances) / len(both)}
+        f1 = [
+            2 * both.count((name, name)) / (guesses.count(name) + labels.count(name))
+            for name in sorted({*guesses, *labels})
+        ]
+        right = sum(one == other for one, other in both)
+        return {**loss, "accuracy": right / len(both), "f1": sum(f1) / len(f1)}
 
 
-def _logits(model: nn.Module, part: Part) -> Tensor:
+def text_loss(model: nn.Module, part: Part, label_smoothing: float = 0.0) -> Tensor:
+    """Sum the cross-entropy of all tokens of the labels."""
+    labels = part[1]
+    # A label is shifted to the right by the model itself, which knows the first token.
+    shift: Any = model.prepare_decoder_input_ids_from_labels
+    given = shift(labels=labels.where(labels != NO_TOKEN, _IGNORED))
+    logits = _logits(model, part, decoder_input_ids=given, use_cache=False)
+    return cross_entropy(logits, labels, label_smoothing)
+
+
+def _count_targets(part: Part) -> int:
+    return int((part[1] != NO_TOKEN).sum())
+
+
+def _logits(model: nn.Module, part: Part, **more: object) -> Tensor:
     tokens, segments = part[0].unbind(dim=1)
     there = tokens != NO_TOKEN
     config: Any = model.config
     inputs = {"input_ids": tokens.where(there, config.pad_token_id), "attention_mask": there.long()}
     if getattr(config, "type_vocab_size", 0) > 1:
         inputs["token_type_ids"] = segments.clamp(min=0)
-    logits: Tensor = model(**inputs).logits
+    logits: Tensor = model(**inputs, **more).logits
     return logits.float()
 
 
 def _collated(samples: Sequence[Part]) -> Part:
-    return filled_up([tokens for tokens, _ in samples]), torch.stack(
-        [label for _, label in samples]
-    )
+    labels = [label for _, label in samples]
+    together = filled_up(labels) if labels[0].dim() else torch.stack(labels)
+    return filled_up([tokens for tokens, _ in samples]), together
 
 
 def _classes_of(settings: TrainSettings, labels: Sequence[str]) -> list[str]:
@@ -221,7 +311,7 @@ def _classes_of(settings: TrainSettings, labels: Sequence[str]) -> list[str]:
         raise TextError(
             f"train.data: the label column of {settings.data} has {len(found)} different values; "
             f"classes are 2 to {_MOST_CLASSES}: name its column last in train.columns, or set "
-            "train.labels to numbers"
+            "train.labels to numbers, or to text for an encoder-decoder"
         )
     known = check_folder(str(settings.model)).get("label2id") or {}
     if found <= known.keys():

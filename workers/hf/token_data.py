@@ -80,6 +80,11 @@ class TokenSamples(Samples):
         """
         return self._tokenised(self._files)
 
+    @cached_property
+    def _other_text(self) -> tuple[Tensor, Tensor] | None:
+        """The same of the file that is never trained on."""
+        return None if self._other is None else self._tokenised(self._other)
+
     @property
     def _items(self) -> int:  # type: ignore[override]  # not known before the text is read
         samples = len(self._text[1])
@@ -95,12 +100,11 @@ class TokenSamples(Samples):
 
     def unseen(self) -> Iterator[Tensor]:
         """Yield samples that are never trained on: of the file for that, or some held out."""
-        if self._other is not None:
-            text = self._tokenised(self._other)
-            places: Iterable[int] = range(len(text[1]))
-        else:
-            text, places = self._text, evaluated(held_out(len(self._text[1])))
-        return (_sample(*text, place)[None] for place in places)
+        if self._other_text is not None:
+            text = self._other_text
+            return (_sample(*text, place) for place in range(len(text[1])))
+        held = held_out(len(self._text[1]))
+        return (_sample(*self._text, place) for place in evaluated(held))
 
     def _tokenised(self, files: TextFiles) -> tuple[Tensor, Tensor]:
         """Return the tokens of files, and the samples in them.

@@ -90,8 +90,6 @@ class MachineFacts(DriverFacts):
     ram_available_bytes: int
     pci_cards: int | None = None
     """NVIDIA cards on the PCI bus, driver or none."""
-    has_nouveau: bool = False
-    """Whether the kernel's own driver for NVIDIA cards is loaded, which cannot compute."""
     torch: TorchFacts = field(default_factory=TorchFacts)
     cuda_visible_devices: str | None = None
     """The value of this variable, if it is set."""
@@ -99,8 +97,6 @@ class MachineFacts(DriverFacts):
     """How the kernel chooses the clocks of the cores; each once."""
     cpu_scaling_driver: str | None = None
     """What carries that out, such as intel_pstate, which also chooses within a governor."""
-    mps_daemon: bool = False
-    """Whether a control daemon of NVIDIA's Multi-Process Service runs."""
 
     @property
     def visible_cards(self) -> tuple[CardFacts, ...]:

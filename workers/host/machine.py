@@ -138,16 +138,11 @@ def look_around(*, with_torch: bool = True) -> MachineFacts:
         cores_physical=psutil.cpu_count(logical=False),
         ram_available_bytes=psutil.virtual_memory().available,
         pci_cards=None if is_wsl else _pci_cards(),
-        has_nouveau=Path("/sys/module/nouveau").exists(),
         torch=ask_torch() if with_torch else TorchFacts(),
         cuda_visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
         cpu_governors=_cpu_governors(),
         cpu_scaling_driver=_read(Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_driver"))
         or None,
-        mps_daemon=any(
-            (process.info["name"] or "").startswith("nvidia-cuda-mps")
-            for process in psutil.process_iter(["name"])
-        ),
         **{field.name: getattr(driver, field.name) for field in fields(driver)},
     )
 

@@ -10,33 +10,18 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 import pynvml
 
+from workers.keeper.processes import below, start_time
 from workers.nvml import queries
 
 #: What `ps` and `doctor` call the engine of a slot; at most 15 bytes.
 ENGINE_NAME: Final = "orch-engine"
-
-#: The 22nd field of /proc/PID/stat (man 5 proc), the 20th behind the name in parentheses.
-_STARTTIME_FIELD = 19
-
-
-def start_time(pid: int) -> str | None:
-    """Return when a process began, in the kernel's ticks; `None` if it is gone.
-
-    Unique together with the pid.
-    """
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    state, *fields = stat.rpartition(")")[2].split()
-    return None if state in {"Z", "X"} else fields[_STARTTIME_FIELD - 1]
 
 
 def is_alive(pid: int, started: str | None) -> bool:
@@ -141,7 +126,7 @@ def _on_card(card: queries.Card, pids: list[int], since_us: int) -> set[int]:
 def _look(pid: int) -> _Look:
     threads = {
         tid: times
-        for process in _with_children(pid)
+        for process in (pid, *below(pid))
         for tid in _numbers(f"/proc/{process}/task")
         if (times := _times(process, tid))
     }
@@ -160,15 +145,6 @@ def _between(before: _Look, now: _Look, *, on_card: bool) -> Activity:
     return Activity(
         interval_s=now.at_s - before.at_s, wanted_s=ran_s + waited_s, cpu_s=ran_s, on_card=on_card
     )
-
-
-def _with_children(pid: int) -> Iterator[int]:
-    yield pid
-    for tid in _numbers(f"/proc/{pid}/task"):
-        with contextlib.suppress(OSError):  # it is gone, or this kernel keeps no such file
-            children = Path(f"/proc/{pid}/task/{tid}/children").read_text(encoding="ascii")
-            for child in children.split():
-                yield from _with_children(int(child))
 
 
 def _times(pid: int, tid: int) -> tuple[float, float] | None:

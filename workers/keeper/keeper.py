@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import json
 import os
 import runpy
 import select
@@ -29,7 +28,7 @@ from typing import Final
 
 from workers.keeper import processes
 from workers.keeper.log import Log
-from workers.keeper.task import CHANNEL, MARK, Task
+from workers.keeper.task import CHANNEL, MARK, Task, receive, tell
 
 #: What `ps` calls a keeper; at most 15 bytes.
 NAME: Final = "job-keeper"
@@ -46,17 +45,12 @@ _LEFT_GRACE_S: Final = 2.0
 _LOCK_S: Final = 30.0
 
 _LONGEST_WAIT_S: Final = 1.0
-_MESSAGE_BYTES: Final = 2**16
 
 #: Added to the log of a program that ends because no order came.
 _UNHEARD: Final = (
     "orchestrator: no word from the head for {:.0f} s, in which the job may have begun on "
     "another PC: ended\n"
 )
-
-
-class PlaceTakenError(Exception):
-    """What was kept in this place before has not ended."""
 
 
 def keep(task: Task, news: socket.socket, channel: int | None) -> None:
@@ -71,29 +65,24 @@ def keep(task: Task, news: socket.socket, channel: int | None) -> None:
         processes.end_all(lambda: processes.marked(MARK, task.place), 0.0)
         log = Log(os.path.join(task.place, "output.log"), task.log_bytes)  # noqa: PTH118
         program = _start(task, log, channel)
-    except OSError as error:
-        where = "" if error.filename is None else f": {error.filename}"
-        _tell(news, refused=f"{error.strerror}{where}"[:500])
-        return
-    except (ValueError, subprocess.SubprocessError, PlaceTakenError) as error:
-        _tell(news, refused=f"{type(error).__name__}: {error}"[:500])
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        text = f"{type(error).__name__}: {error}"
+        if isinstance(error, OSError):
+            text = ": ".join(filter(None, [error.strerror, error.filename]))
+        tell(news, refused=text[:500])
         return
     finally:
         if channel is not None:
             os.close(channel)
     os.close(log.writing)
-    _tell(news, started=program, keeper=os.getpid())
+    tell(news, started=program, keeper=os.getpid())
     status, was_alone = _Watch(task, news, log, program).until_end()
     while log.pump():
         pass
-    left = len(processes.below(os.getpid()))
     # Told first: what a program has left may take seconds to end.
-    _tell(
-        news,
-        ended=status,
-        tail=log.tail.decode("utf-8", "replace"),
-        left=left,
-    )
+    _tell_printed(news, log)
+    tail, left = log.tail.decode("utf-8", "replace"), len(processes.below(os.getpid()))
+    tell(news, ended=status, tail=tail, left=left)
     grace_s = 0.0 if was_alone else min(_LEFT_GRACE_S, task.grace_s)
     processes.end_all(lambda: processes.below(os.getpid()), grace_s)
     lock.close()
@@ -147,13 +136,17 @@ class _Watch:
         wait_s = min(_LONGEST_WAIT_S, max(0.0, self._kill_at_s - time.monotonic()))
         for ready, event in self._poller.poll(wait_s * 1000):
             if ready == self._news.fileno():
-                order = _receive(self._news)
-                if order is None:
+                try:
+                    order = receive(self._news) or {}
+                except EOFError:
                     self._is_alone = True
                     self._poller.unregister(ready)
-                else:
-                    self._heard_s = _with_sleep_s()
-                    grace_s = order.get("end", grace_s)
+                    continue
+                self._heard_s = _with_sleep_s()
+                grace_s = order.get("end", grace_s)
+                if "on" in order:
+                    self._log.pump()
+                    _tell_printed(self._news, self._log)
             elif ready == self._log.reading:
                 if not self._log.pump() and event & select.POLLHUP:
                     self._poller.unregister(ready)
@@ -268,23 +261,14 @@ def _lock(place: str) -> socket.socket:
             if time.monotonic() < deadline_s:
                 time.sleep(0.02)
                 continue
-            text = f"what ran in {place} before has not ended in {_LOCK_S:.0f} s"
-            raise PlaceTakenError(text) from None
+            text = f"what ran there before has not ended in {_LOCK_S:.0f} s"
+            raise OSError(error.errno, text, place) from None
         return lock
 
 
-def _receive(news: socket.socket) -> dict[str, float] | None:
-    """Return an order; `None`: the worker is gone."""
-    try:
-        text = news.recv(_MESSAGE_BYTES)
-    except ConnectionResetError:  # told once, with news unread; what was sent is still there
-        text = news.recv(_MESSAGE_BYTES)
-    return json.loads(text) if text else None
-
-
-def _tell(news: socket.socket, **what: object) -> None:
-    with contextlib.suppress(OSError):  # the worker is gone
-        news.send(json.dumps(what).encode("ascii"))
+def _tell_printed(news: socket.socket, log: Log) -> None:
+    text, dropped_bytes = log.take()
+    tell(news, printed=text, dropped_bytes=dropped_bytes)
 
 
 def _with_sleep_s() -> float:

@@ -5,14 +5,12 @@ Judges nothing and keeps no files. Standard library alone.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
 import select
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import time
@@ -22,14 +20,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from workers.keeper import processes
-from workers.keeper.task import MARK, Task
+from workers.keeper.task import MARK, Task, is_own, receive, tell
+from workers.messages import PrintedOutput
 
 #: A server starts in some hundredths of a second, on a busy PC in some seconds; one that imports
 #: torch takes longer.
 _START_S: Final = 60.0
-
-_MESSAGE_BYTES: Final = 2**18
-_UCRED: Final = struct.Struct("3i")
 
 #: Without the worker's own folders: what the server imports is named. It heeds Python's variables,
 #: as its forks must: what they start inherits its flags, and with -I would find no module.
@@ -40,10 +36,6 @@ sys.path[:] = path
 from workers.keeper.server import serve
 serve(name, modules, tuple(watched))
 """
-
-
-class NoKeeperError(OSError):
-    """No server of keepers could be started on this PC."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,16 +67,18 @@ class Kept:
         `channel` is handed to the program, which finds its number in its environment.
 
         Raises:
-            NoKeeperError: There is no server, and none can be started.
+            OSError: There is no server on this PC, and none can be started.
         """
         self.pid: int | None = None
         self.keeper_pid: int | None = None
         self.refused: str | None = None
         """Why it was not started."""
         self.ended: Ended | None = None
-        self._group: dict[int, str] = {}
+        self._output: PrintedOutput | None = None
+        self._known: dict[int, str | None] = {}
         self._place = task.place
         self._news, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._news.setblocking(False)
         ends = [theirs.fileno(), *([] if channel is None else [channel.fileno()])]
         try:
             _ask(task, ends, server, modules)
@@ -102,101 +96,81 @@ class Kept:
 
     def listen(self, wait_s: float) -> None:
         """Take in what its keeper has told; wait at most so long for it."""
-        if not self.is_over and select.select([self._news], [], [], wait_s)[0]:
-            self._hear()
+        if self.is_over or not select.select([self._news], [], [], wait_s)[0]:
+            return
+        try:
+            while (news := receive(self._news)) is not None:
+                self._hear(news)
+        except EOFError:
+            if not self.is_over:
+                self._keeper_lost()
 
     def on(self) -> None:
-        """Say that the head is heard."""
-        self._order({"on": True})
+        """Say that the head is heard. The answer is what was printed since the last time."""
+        tell(self._news, on=True)
 
     def end(self, grace_s: float) -> None:
         """Have the program end: SIGTERM now, SIGKILL after `grace_s`."""
-        self._order({"end": grace_s})
+        tell(self._news, end=grace_s)
+
+    def take_output(self) -> PrintedOutput | None:
+        """Return what its keeper has told of what it printed, once."""
+        output, self._output = self._output, None
+        return output
 
     def processes(self) -> list[int]:
-        """Return the processes of the program; they are remembered for when its keeper is killed."""
-        if self.keeper_pid is None or self.is_over:
-            return []
-        pids = processes.below(self.keeper_pid)
-        began = {pid: processes.start_time(pid) for pid in pids}
-        if processes.start_time(self.keeper_pid) is not None:  # else they are below another one
-            self._group = {pid: start for pid, start in began.items() if start is not None}
-        return list(self._group)
+        """Return the program's processes, and remember them for when its keeper is killed."""
+        pids = [] if self.keeper_pid is None else processes.below(self.keeper_pid)
+        if pids:
+            self._known = {pid: processes.start_time(pid) for pid in pids}
+        return pids
 
     def close(self) -> None:
         """Let go of it. A program that still runs ends."""
         self._news.close()
 
-    def _order(self, order: Mapping[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # its keeper is gone, which is heard
-            self._news.send(json.dumps(order).encode("ascii"), socket.MSG_DONTWAIT)
-
-    def _hear(self) -> None:
-        text = _receive(self._news)
-        if text is None:
-            return
-        if not text:
-            self._keeper_lost()
-            return
-        news = json.loads(text)
+    def _hear(self, news: Mapping[str, Any]) -> None:
         if "started" in news:
             self.pid, self.keeper_pid = news["started"], news["keeper"]
         elif "refused" in news:
             self.refused = news["refused"]
         elif "ended" in news:
-            self.ended = Ended(
-                status=os.waitstatus_to_exitcode(news["ended"]),
-                tail=news["tail"],
-                left=news["left"],
-            )
+            status = os.waitstatus_to_exitcode(news["ended"])
+            self.ended = Ended(status=status, tail=news["tail"], left=news["left"])
+        elif news["printed"]:
+            more = PrintedOutput(text=news["printed"], dropped_bytes=news["dropped_bytes"])
+            self._output = more if self._output is None else self._output.followed_by(more)
 
     def _keeper_lost(self) -> None:
         """End what it has left, for the server may have been killed as well."""
-        known = self._group
 
         def left() -> list[int]:
-            mine = [pid for pid, began in known.items() if processes.start_time(pid) == began]
-            return [*mine, *processes.marked(MARK, self._place)]
+            known = [
+                pid for pid, began in self._known.items() if processes.start_time(pid) == began
+            ]
+            return [*known, *processes.marked(MARK, self._place)]
 
         count = processes.end_all(left, 0.0)
         self.ended = Ended(status=-signal.SIGKILL, left=count)
 
 
-def _receive(channel: socket.socket) -> bytes | None:
-    """Return a message; `None` if there is none yet, and nothing where the other end is gone."""
-    try:
-        return channel.recv(_MESSAGE_BYTES, socket.MSG_DONTWAIT)
-    except (BlockingIOError, ConnectionResetError):
-        # Reset: told once, as the other has not read all; what it has sent is still there.
-        return None
-
-
 def _ask(task: Task, ends: Sequence[int], server: tuple[int, str], modules: Sequence[str]) -> None:
     """Hand a task to the server of this PC, and start that where there is none."""
-    name = _server_name(server, modules)
-    text = os.memfd_create("task")
-    try:
-        os.write(text, task.to_bytes())
-        os.lseek(text, 0, os.SEEK_SET)
-        deadline_s = time.monotonic() + _START_S
-        while True:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
-                try:
-                    asking.connect(f"\0{name}")
-                    credentials = asking.getsockopt(
-                        socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size
-                    )
-                    if _UCRED.unpack(credentials)[1] != os.getuid():
-                        raise NoKeeperError(f"another user's process listens as {name}")
-                    socket.send_fds(asking, [b"t"], [text, *ends])
-                except (ConnectionRefusedError, ConnectionResetError, BrokenPipeError) as error:
-                    if time.monotonic() >= deadline_s:
-                        raise NoKeeperError(f"no keeper starts: {error}") from error
-                else:
-                    return
-            _start_server(name, server, modules)
-    finally:
-        os.close(text)
+    name, deadline_s = _server_name(server, modules), time.monotonic() + _START_S
+    while True:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
+            try:
+                asking.connect(f"\0{name}")
+                if not is_own(asking):
+                    raise OSError(f"another user's process listens as {name}")
+                socket.send_fds(asking, [b"t"], ends)
+                asking.sendall(task.to_bytes())
+            except (ConnectionRefusedError, ConnectionResetError, BrokenPipeError) as error:
+                if time.monotonic() >= deadline_s:
+                    raise OSError(f"no keeper starts: {error}") from error
+            else:
+                return
+        _start_server(name, server, modules)
 
 
 def _start_server(name: str, server: tuple[int, str], modules: Sequence[str]) -> None:

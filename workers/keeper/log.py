@@ -1,6 +1,6 @@
 """What a kept program prints: a pipe that its keeper empties into a file of bounded size.
 
-Standard library alone. Does not read the file (`workers/command/files.py` does).
+Standard library alone. Tells the newest of it, and never reads the file.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import contextlib
 import os
 from typing import Final
 
-#: So many of the newest bytes are told with the program's end.
+#: So many of the newest bytes are told: 100 lines of 160 characters.
 TAIL_BYTES: Final = 16 * 2**10
 
 _READ_BYTES: Final = 2**16
@@ -22,6 +22,7 @@ class Log:
         """Open both; what the file holds stays. `OSError` where it cannot be opened."""
         self.tail = b""
         """The newest of what was printed."""
+        self._untold_bytes = 0
         self._path, self._most_bytes = path, most_bytes
         self._file: int | None = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         self._size = os.fstat(self._file).st_size
@@ -37,9 +38,20 @@ class Log:
         self.append(text)
         return bool(text)
 
+    def take(self) -> tuple[str, int]:
+        """Return the newest of what was printed since the last call, and how many bytes of it were
+        left out before that.
+        """
+        size, self._untold_bytes = self._untold_bytes, 0
+        text = self.tail[-size:] if size else b""
+        if len(text) < size:  # from the beginning of a line
+            text = text.partition(b"\n")[2] or text
+        return text.decode("utf-8", "replace"), size - len(text)
+
     def append(self, text: bytes) -> None:
         """Add it as if the program had printed it. A full disk is not the program's fault."""
         self.tail = (self.tail + text)[-TAIL_BYTES:]
+        self._untold_bytes += len(text)
         if self._size + len(text) > self._most_bytes and self._file is not None:
             os.close(self._file)
             self._file = None

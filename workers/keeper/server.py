@@ -18,7 +18,6 @@ import os
 import select
 import signal
 import socket
-import struct
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -26,7 +25,7 @@ from typing import Final
 
 from workers.keeper import processes
 from workers.keeper.keeper import IGNORED, NAME, keep
-from workers.keeper.task import Task
+from workers.keeper.task import Task, is_own
 
 #: What `ps` calls a server; at most 15 bytes.
 SERVER_NAME: Final = "keeper-server"
@@ -38,8 +37,6 @@ _LOOK_S: Final = 0.5
 
 #: A client that connects sends its task at once.
 _REQUEST_S: Final = 5.0
-
-_UCRED: Final = struct.Struct("3i")
 
 
 def serve(name: str, modules: Sequence[str], watched: tuple[int, str]) -> None:
@@ -67,17 +64,17 @@ def serve(name: str, modules: Sequence[str], watched: tuple[int, str]) -> None:
         request = _accept(listener) if is_asked else None
         if request is None:
             continue
-        task, news, channel = request
+        task, ends = request
         if task.module is not None and not is_loaded:
             is_loaded = True
-            _load(modules, watched, keepers)
+            _load(modules)
         child = os.fork()
         if child == 0:
             listener.close()
-            _be_keeper(task, news, channel)
+            _be_keeper(task, *ends)
         keepers.add(child)
-        for each in (news, *([] if channel is None else [channel])):
-            os.close(each)
+        for end in ends:
+            os.close(end)
 
 
 def _leave_worker() -> None:
@@ -96,7 +93,7 @@ def _leave_worker() -> None:
         file.write("0")  # programs are to be chosen, not who keeps them
 
 
-def _be_keeper(task: Task, news: int, channel: int | None) -> None:
+def _be_keeper(task: Task, news: int, channel: int | None = None) -> None:
     os.setsid()
     processes.prctl(processes.PR_SET_NAME, NAME.encode(), 0, 0, 0)
     processes.prctl(processes.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -107,18 +104,21 @@ def _be_keeper(task: Task, news: int, channel: int | None) -> None:
         os._exit(0)
 
 
-def _accept(listener: socket.socket) -> tuple[Task, int, int | None] | None:
-    """Return a task with the sockets of its keeper and its program; `None` for a foreign client."""
+def _accept(listener: socket.socket) -> tuple[Task, list[int]] | None:
+    """Return a task with the sockets of its keeper and, if it has one, its program.
+
+    `None` for a foreign client, and for one that was killed before it had sent all.
+    """
+    ends: list[int] = []
     connection, _ = listener.accept()
     with connection, contextlib.suppress(OSError, ValueError, TypeError):
         connection.settimeout(_REQUEST_S)
-        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-        if _UCRED.unpack(credentials)[1] != os.getuid():
-            return None
-        _, (text, news, *channel), _, _ = socket.recv_fds(connection, 1, 3)
-        with open(text, "rb") as file:  # noqa: PTH123 - a descriptor
-            task = Task.of(file.read())
-        return task, news, channel[0] if channel else None
+        if is_own(connection):
+            _, ends, _, _ = socket.recv_fds(connection, 1, 2)
+            with connection.makefile("rb") as file:
+                return Task.of(file.read()), ends
+    for end in ends:
+        os.close(end)
     return None
 
 
@@ -132,19 +132,9 @@ def _adopted(keepers: set[int]) -> list[int]:
     return [*orphans, *(below for pid in orphans for below in processes.below(pid))]
 
 
-def _load(modules: Sequence[str], watched: tuple[int, str], keepers: set[int]) -> None:
-    """Import modules, which may take a minute on a busy PC; end meanwhile as `serve` would."""
-
-    def look(*_: object) -> None:
-        if not keepers and processes.start_time(watched[0]) != watched[1]:
-            os._exit(0)
-
-    signal.signal(signal.SIGALRM, look)
-    signal.setitimer(signal.ITIMER_REAL, _LOOK_S, _LOOK_S)
+def _load(modules: Sequence[str]) -> None:
     for module in modules:
         with contextlib.suppress(Exception):  # the program says what is wrong with it
             importlib.import_module(module)
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
     gc.collect()
     gc.freeze()  # a collection in a fork would copy these pages

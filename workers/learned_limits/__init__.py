@@ -1,29 +1,27 @@
 """What earlier runs of this user learned: the size that fits, by card and workload.
 
 One small JSON file that all processes of the user read and write. Of a card, type and workload it
-has what was learned last. Nothing here raises: of a damaged file only what is whole is read, and
-`LimitStore.problem` says so, or why a file cannot be read or written. A worker then starts without
-a learned size. A policy checks such a size with each step that starts there. Loads no torch.
+has what was learned last. Nothing here raises: `LimitStore.problem` says why a file cannot be read
+or written, or that it is damaged. A worker then starts without a learned size. A policy checks such
+a size with each step that starts there. Loads no torch.
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
-import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, fields
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import platformdirs
 
 from workers.files import locked, read_small, replace_whole
-from workers.settings import Learned, LimitKey, Scalar, StoredLimit
+from workers.settings import LimitKey, Scalar, StoredLimit
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -49,8 +47,8 @@ _FILE_MOST_BYTES: Final = 16 * 2**20
 def workload_fingerprint(workload: str | Callable[..., object], **settings: Scalar) -> str:
     """Return what distinguishes this workload from others and from other versions of itself.
 
-    Its name, then a hash of its module's source file where that can be read:
-    `mine.steps:Mlp@3f9a0c51d2e8`. What it imports is not looked at. Loads nothing.
+    Its name, then a hash of its module's source file where that is loaded and can be read:
+    `mine.steps:Mlp@3f9a0c51d2e8`. What it imports is not looked at.
 
     Args:
         workload: `matmul`, or `package.module:Class`; or the class or function itself.
@@ -75,13 +73,11 @@ def _name_of(workload: Callable[..., object]) -> str:
 
 
 def _source_hash(module: str) -> str | None:
-    """Return a hash of the file of a module, loaded or not; packages around it are not loaded."""
-    loaded = getattr(sys.modules.get(module), "__file__", None)
-    places = [Path(folder, *module.split(".")) for folder in sys.path]
-    files = [file for place in places for file in (place / "__init__.py", place.with_suffix(".py"))]
-    for file in [Path(loaded)] if isinstance(loaded, str) else files:
+    """Return a hash of the file of a module; `None` where it is not loaded or has no file."""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    if isinstance(file, str):
         with suppress(OSError, ValueError):
-            return hashlib.sha256(file.read_bytes()).hexdigest()[:_HASH_DIGITS]
+            return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:_HASH_DIGITS]
     return None
 
 
@@ -90,33 +86,12 @@ def choose(candidates: Iterable[StoredLimit], key: LimitKey) -> StoredLimit | No
     return next((limit for limit in candidates if limit.key.serves(key)), None)
 
 
-def to_plain(limit: StoredLimit) -> dict[str, Scalar]:
-    """Return a limit as one flat object."""
-    plain = asdict(limit)
-    return {**plain.pop("key"), **plain.pop("learned"), **plain}
-
-
-def from_plain(plain: Mapping[str, Any]) -> StoredLimit:
-    """Return the limit that `to_plain` made an object of.
-
-    Raises:
-        ValueError: Something is missing, or no value that a limit can have.
-    """
-    key, learned = (
-        {field.name: plain[field.name] for field in fields(part) if field.name in plain}
-        for part in (LimitKey, Learned)
-    )
-    limit = _adapter().validate_python({**plain, "key": key, "learned": learned})
-    if limit.learned.size < 1 or limit.key.cap_bytes < 1:
-        raise ValueError("a size and a cap are above 0")
-    return limit
-
-
 @cache
-def _adapter() -> TypeAdapter[StoredLimit]:
+def _file() -> TypeAdapter[dict[str, StoredLimit]]:
+    """Return how the file is read and written: what is no limit is refused."""
     from pydantic import TypeAdapter  # noqa: PLC0415 - only who reads the file waits for it
 
-    return TypeAdapter(StoredLimit)
+    return TypeAdapter(dict[str, StoredLimit])
 
 
 def default_path() -> Path:
@@ -164,43 +139,26 @@ class LimitStore:
                 known[f"{limit.key.card} {limit.key.dtype} {limit.key.workload}"] = limit
             self._write(known)
 
-    def clear(self, now_unix_s: float) -> int:
-        """Delete all limits; return how many had not expired."""
-        self.problem, count = None, 0
-        if self.path.exists():
-            with self._told("written"), self._locked():
-                known = self._read(now_unix_s)
-                self._write({})
-                self.problem, count = None, len(known)
-        return count
-
     def _read(self, now_unix_s: float) -> dict[str, StoredLimit]:
-        """Return the limits that have not expired; of a damaged file those that are whole."""
-        stored, limits, is_whole = {}, {}, True
+        """Return the limits that have not expired; none of a damaged file."""
         try:
-            stored = json.loads(read_small(self.path, _FILE_MOST_BYTES))
+            limits = _file().validate_json(read_small(self.path, _FILE_MOST_BYTES))
         except FileNotFoundError:
             return {}
-        except (ValueError, RecursionError):
-            is_whole = False
-        for name, plain in stored.items() if isinstance(stored, dict) else ():
-            try:
-                limit = from_plain(plain)
-            except (ValueError, TypeError):
-                is_whole = False
-                continue
-            if abs(now_unix_s - limit.learned_at_unix_s) < EXPIRY_S:
-                limits[name] = limit
-        if not is_whole or not isinstance(stored, dict):
+        except ValueError:
             self.problem = (
-                f"learned limits: {self.path} is damaged: what is whole in it is used, and the next "
-                "run writes it anew; to begin afresh: python -m orchestrator limits --clear"
+                f"learned limits: {self.path} is damaged, and the next run writes it anew; to begin "
+                "afresh, delete it"
             )
-        return limits
+            return {}
+        return {
+            name: limit
+            for name, limit in limits.items()
+            if abs(now_unix_s - limit.learned_at_unix_s) < EXPIRY_S
+        }
 
-    def _write(self, limits: Mapping[str, StoredLimit]) -> None:
-        plain = {name: to_plain(limit) for name, limit in limits.items()}
-        replace_whole(self.path, json.dumps(plain, indent=1) + "\n")
+    def _write(self, limits: dict[str, StoredLimit]) -> None:
+        replace_whole(self.path, _file().dump_json(limits, indent=1).decode())
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -215,8 +173,9 @@ class LimitStore:
         self.problem = None
         try:
             yield
-        except OSError as failure:
+        except (OSError, ValueError) as failure:
             self.problem = (
-                f"learned limits cannot be {what}: {self.path}: {failure.strerror or failure}; "
+                f"learned limits cannot be {what}: {self.path}: "
+                f"{getattr(failure, 'strerror', None) or failure}; "
                 f"make it accessible, or name another folder in {STATE_DIR_VARIABLE}"
             )

@@ -217,9 +217,8 @@ def judge_log(text: str) -> Literal["card", "host"] | None:
     between = text[last.end() :].partition(_TRACEBACK)[0]
     if later and _CHAINED.search(between) is None and _OF_PARENT.search(later[-1]) is None:
         return None
-    on_card = [match[0] for match in found if _HOST_TEXTS.search(match[0]) is None]
-    neutral = [words for words in on_card if "workers.capped" in words]  # tells of both
-    return "host" if len(on_card) < len(found) and on_card == neutral else "card"
+    is_host = all(_HOST_TEXTS.search(match[0]) is not None for match in found)
+    return "host" if is_host else "card"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

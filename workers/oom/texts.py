@@ -36,12 +36,11 @@ PROBABLE = (
     r"could not create a (?:primitive|memory)\b(?! desc)",
 )
 
-#: What a log says and no exception that is judged: JAX and XLA, TensorFlow, other frameworks, and
-#: `workers.capped`.
+#: What a log says and no exception that is judged: JAX and XLA, TensorFlow and other frameworks.
+#: What `workers.capped` prints is for people: its note tells programs.
 LOGS = (
     r"RESOURCE_EXHAUSTED: (?:Out of memory|Failed to allocate)|OOM when allocating tensor",
     r"ran out of memory trying to allocate|OutOfMemoryError|CL_OUT_OF_(?:RESOURCES|HOST_MEMORY)",
-    r"workers\.capped: process \d+ ran out of memory|a cap of \S+ GiB is too small",
     r"cudaErrorMemoryAllocation|ggml_backend_cuda_buffer_type_alloc_buffer: .* failed",
 )
 

@@ -26,9 +26,9 @@ def make_policy(
     if name == AdaptivePolicy.name:
         return AdaptivePolicy(memory, workload, growth)
     if name == ClassicPolicy.name:
-        if growth.rungs is not None:
+        if growth.stages is not None:
             raise ValueError(
-                f"workload {workload.name!r} needs memory.policy: adaptive; classic knows no rungs"
+                f"workload {workload.name!r} needs memory.policy: adaptive; classic knows no stages"
             )
         return ClassicPolicy(memory, workload)
     raise ValueError(

@@ -1,7 +1,9 @@
 """The default policy: the largest step that fits, before anything fails.
 
 Makes a policy of the sizer: a ladder turns its one number into size and batch, or into the bytes
-that a workload which fills its claim should hold. `workload.size` and `workload.batch` are the
+that a workload which fills its claim should hold. A workload with stages has a ladder and a sizer
+for each level. A level is left for the next one where not even its smallest step fits, and entered
+again when memory for that step is there. `workload.size` and `workload.batch` are the
 largest step it ever runs. Below that it runs what fits, shrinks when other programs take memory,
 and grows again. It starts at the learned limit of an earlier run, else where progressive allocation
 ended. Whenever a step shrinks, memory is given back first: otherwise the allocator would keep what
@@ -11,7 +13,7 @@ the step no longer uses.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Final
@@ -24,11 +26,12 @@ from workers.policy.base import (
     Growth,
     Release,
     Run,
-    Rung,
+    Stages,
     StepOk,
     StepOom,
 )
 from workers.policy.memory_needed import Footprint
+from workers.policy.memory_seen import MINUTE_S
 from workers.policy.sizer import SETTLED_STEPS, Sizer
 from workers.policy.sizes_tried import WORTH_TRYING, Bounds
 from workers.settings import Learned, MemorySettings, Scalar, WorkloadSpec
@@ -49,11 +52,24 @@ _FINEST: Final = 1 / 256
 class AdaptiveState:
     """What the adaptive policy remembers."""
 
-    sizer: Sizer
+    sizers: tuple[Sizer, ...]
+    """Of each level."""
+    level: int = 0
     units: int = 0
     """Of the last step asked for; 0 before the first and after an emergency."""
+    held_bytes: float = 0.0
+    """What is held between two steps at level 0; 0 before it was measured."""
     calibrated: bool = True
     """Whether a step has shown what a workload that fills its claim takes beside it."""
+
+    @property
+    def sizer(self) -> Sizer:
+        """That of the level of now."""
+        return self.sizers[self.level]
+
+    def with_sizer(self, level: int, sizer: Sizer) -> AdaptiveState:
+        """Return the state with another sizer of a level."""
+        return replace(self, sizers=(*self.sizers[:level], sizer, *self.sizers[level + 1 :]))
 
 
 class AdaptivePolicy:
@@ -62,91 +78,147 @@ class AdaptivePolicy:
     name: Final = "adaptive"
 
     def __init__(self, memory: MemorySettings, workload: WorkloadSpec, growth: Growth) -> None:
-        self._ladder = ladder_of(memory, workload, growth)
+        self._ladders = ladders_of(memory, workload, growth)
         self._growth = growth
-        units = self._ladder.units
-        self.floor = floor = self._ladder.run(units[0])
-        held = "" if floor.hold_bytes is None else f", holding {floor.hold_bytes / MIB:.1f} MiB"
-        self._bounds = Bounds(
-            largest=units[-1],
-            smallest=units[0],
-            rungs=units,
-            first=self._ladder.first,
-            # A workload that fills its claim writes all of its memory again when it grows.
-            worth_growing=0.01 if growth.fills_claim else 0.0,
-            failures_per_minute=memory.failures_per_minute,
-            # The engine measures the allowed bytes itself, for the step that comes.
-            exact_samples=True,
-            smallest_step=f"the smallest step (size {floor.size} batch {floor.batch}{held})",
-        )
+        self._keeps = None if growth.stages is None else growth.stages.keeps
+        self._bounds = [_bounds_of(ladder, memory, growth) for ladder in self._ladders]
+        self.floor = self._ladders[-1].run(self._ladders[-1].units[0])
 
     def initial(self, claim_bytes: int, learned: Learned | None) -> AdaptiveState:
         """Return the state of a worker that starts at what was learned, at its claim, or small."""
-        if not self._growth.fills_claim or claim_bytes < self._bounds.smallest:
-            return AdaptiveState(sizer=Sizer.cold(self._bounds, learned))
+        first, *others = self._bounds
+        cold = [Sizer.cold(bounds) for bounds in others]
+        if not self._growth.fills_claim or claim_bytes < first.smallest:
+            return AdaptiveState(sizers=(Sizer.cold(first, learned), *cold))
         # The climb of progressive allocation was a calibration: a byte held takes a byte, and that
         # many were there.
         start = Learned(size=claim_bytes) if learned is None else learned
-        sizer = Sizer.cold(self._bounds, start)._replace(line=_filled(start.size, start.size))
-        return AdaptiveState(sizer=sizer, calibrated=False)
+        sizer = Sizer.cold(first, start)._replace(line=_filled(start.size, start.size))
+        return AdaptiveState(sizers=(sizer,), calibrated=False)
 
     def decide(self, state: AdaptiveState, event: Event) -> tuple[AdaptiveState, Decision]:
         """Return the state after `event` and what to do next."""
-        sizer, units, bounds = state.sizer, state.units, self._bounds
-        calibrated = state.calibrated
-        if isinstance(event, StepOom):
-            sizer = sizer.failed(bounds, event.at_s, units, event.at_least_bytes)
-        elif isinstance(event, StepOk) and not event.partial:
-            sizer = sizer.succeeded(bounds, event.at_s, units, event.peak_bytes)
-            if not calibrated:
-                sizer, calibrated = sizer._replace(line=_filled(units, event.peak_bytes)), True
-        sizer, now = sizer.next_size(bounds, event.at_s, event.allowed_bytes)
-        reason = sizer.reason
-        if now is not None and event.allowed_bytes is not None:
-            # The workload may say what it needs; the sizer would have to learn it by failing.
-            now = self._ladder.within(event.allowed_bytes, now)
-            needed_mib = (self._ladder.needs(self._ladder.units[0]) or 0) / MIB
-            reason = (
-                f"{bounds.smallest_step} needs {needed_mib:.1f} MiB, "
-                f"{event.allowed_bytes / MIB:.1f} MiB are there"
-            )
+        before_units, before_level = state.units, state.level
+        state = self._noted(state, event)
+        allowed_bytes, at_s, reason = event.allowed_bytes, event.at_s, ""
+        for level, (bounds, ladder) in enumerate(zip(self._bounds, self._ladders, strict=True)):
+            if level < before_level and not self._may_return(state, level, event):
+                continue
+            if allowed_bytes is not None and allowed_bytes < self._kept_bytes(state, level):
+                kept_mib, allowed_mib = self._kept_bytes(state, level) / MIB, allowed_bytes / MIB
+                reason = f"{bounds.smallest_step} needs more than is free"
+                reason += f" ({kept_mib:.1f} MiB, allowed {allowed_mib:.1f})"
+                continue
+            sizer, now = state.sizers[level].next_size(bounds, at_s, allowed_bytes)
+            state, reason = state.with_sizer(level, sizer), sizer.reason
+            needs_mib = sizer.needs_bytes(bounds, bounds.smallest) / MIB
+            if now is None and needs_mib and allowed_bytes is not None:
+                reason += f" ({needs_mib:.1f} MiB, allowed {allowed_bytes / MIB:.1f})"
+            if now is not None and allowed_bytes is not None:
+                # The workload may say what it needs; the sizer would have to learn it by failing.
+                now = ladder.within(allowed_bytes, now)
+                needed_mib = (ladder.needs(ladder.units[0]) or 0) / MIB
+                reason = (
+                    f"{bounds.smallest_step} needs {needed_mib:.1f} MiB, "
+                    f"{allowed_bytes / MIB:.1f} MiB are there"
+                )
+            if now is not None:
+                run = replace(ladder.run(now), is_probe=sizer.is_probe(now))
+                is_less = level > before_level or now < before_units * (1.0 - WORTH_TRYING)
+                if isinstance(event, StepOk) and is_less and run.hold_bytes is None:
+                    return replace(state, level=level, units=0), Release()
+                return replace(state, level=level, units=now), run
+        return replace(state, units=0), Emergency(reason=reason)
 
-        decision: Decision
-        if now is None:
-            decision = Emergency(reason=reason)
-        else:
-            run = self._ladder.run(now)
-            shrinks = isinstance(event, StepOk) and now < units * (1.0 - WORTH_TRYING)
-            decision = replace(run, is_probe=sizer.is_probe(now))
-            if shrinks and run.hold_bytes is None:
-                decision, now = Release(), 0
-        return AdaptiveState(sizer=sizer, units=now or 0, calibrated=calibrated), decision
+    def _noted(self, state: AdaptiveState, event: Event) -> AdaptiveState:
+        """Return the state that knows how the last step went."""
+        level, units, bounds = state.level, state.units, self._bounds[state.level]
+        if isinstance(event, StepOom):
+            sizer = state.sizer.failed(bounds, event.at_s, units, event.at_least_bytes)
+            return state.with_sizer(level, sizer)
+        if not isinstance(event, StepOk) or event.partial:
+            return state
+        sizer = state.sizer.succeeded(bounds, event.at_s, units, event.peak_bytes)
+        if not state.calibrated:
+            sizer = sizer._replace(line=_filled(units, event.peak_bytes))
+        held_bytes = 0.0 if self._keeps is None else event.held_bytes / self._keeps[level]
+        return replace(state.with_sizer(level, sizer), held_bytes=held_bytes, calibrated=True)
+
+    def _kept_bytes(self, state: AdaptiveState, level: int) -> float:
+        """Return what stays at a level that was never measured."""
+        if self._keeps is None or state.sizers[level].line is not None:
+            return 0.0
+        return state.held_bytes * self._keeps[level]
+
+    def _may_return(self, state: AdaptiveState, level: int, event: Event) -> bool:
+        """Whether a level that was left may have memory again, and another failure is allowed."""
+        bounds, allowed_bytes = self._bounds[level], event.allowed_bytes
+        lately = [
+            at_s
+            for sizer in state.sizers
+            for at_s, _ in sizer.failures
+            if event.at_s < at_s + MINUTE_S
+        ]
+        return (
+            allowed_bytes is not None
+            and len(lately) < bounds.failures_per_minute
+            and state.sizers[level].may_fit_again(bounds, event.at_s, allowed_bytes)
+        )
 
     def learned(self, state: AdaptiveState) -> Learned | None:
-        """Return the last good rung and the footprint."""
-        return state.sizer.learned
+        """Return the last good step and the footprint; nothing of a level that saves memory."""
+        return None if state.level else state.sizer.learned
 
     def dump(self, state: AdaptiveState) -> dict[str, Scalar]:
         """Return what a new process in the same slot needs, without times: its clock is another."""
-        size, line = state.sizer.bracket.good, state.sizer.line
-        return {
-            "policy": self.name,
-            "units": size,
-            "fixed_bytes": None if line is None else line.fixed_bytes,
-            "unit_bytes": None if line is None else line.unit_bytes,
-        }
+        dumped: dict[str, Scalar] = {"policy": self.name, "level": state.level}
+        for sizer, (units, fixed_bytes, unit_bytes) in zip(state.sizers, self._keys(), strict=True):
+            line = sizer.line
+            dumped[units] = sizer.bracket.good
+            dumped[fixed_bytes] = None if line is None else line.fixed_bytes
+            dumped[unit_bytes] = None if line is None else line.unit_bytes
+        return dumped
 
     def load(self, data: Mapping[str, Scalar]) -> AdaptiveState:
         """Return the state that `dump` wrote, see `Policy.load`."""
-        base.check_keys(data, self.name, ("units", "fixed_bytes", "unit_bytes"))
-        learned = None
-        if data["units"] is not None:
-            learned = Learned(
-                size=base.whole(data, "units", 1, 1 << 63),
-                fixed_bytes=_bytes(data, "fixed_bytes"),
-                unit_bytes=_bytes(data, "unit_bytes"),
-            )
-        return AdaptiveState(sizer=Sizer.cold(self._bounds, learned))
+        base.check_keys(data, self.name, ["level", *(key for keys in self._keys() for key in keys)])
+        sizers = []
+        for bounds, (units, fixed_bytes, unit_bytes) in zip(
+            self._bounds, self._keys(), strict=True
+        ):
+            learned = None
+            if data[units] is not None:
+                learned = Learned(
+                    size=base.whole(data, units, 1, 1 << 63),
+                    fixed_bytes=_bytes(data, fixed_bytes),
+                    unit_bytes=_bytes(data, unit_bytes),
+                )
+            sizers.append(Sizer.cold(bounds, learned))
+        level = base.whole(data, "level", 0, len(sizers) - 1)
+        return AdaptiveState(sizers=tuple(sizers), level=level)
+
+    def _keys(self) -> list[tuple[str, str, str]]:
+        """Return the keys in which a level is written down."""
+        ends = ["", *(f"_{level}" for level in range(1, len(self._bounds)))]
+        return [(f"units{end}", f"fixed_bytes{end}", f"unit_bytes{end}") for end in ends]
+
+
+def _bounds_of(ladder: Ladder, memory: MemorySettings, growth: Growth) -> Bounds:
+    floor = ladder.run(ladder.units[0])
+    held = "" if floor.hold_bytes is None else f", holding {floor.hold_bytes / MIB:.1f} MiB"
+    saves = f", level {floor.level}" if floor.level else ""
+    return Bounds(
+        largest=ladder.units[-1],
+        smallest=ladder.units[0],
+        rungs=ladder.units,
+        first=ladder.first,
+        # A workload that fills its claim writes all of its memory again when it grows.
+        worth_growing=0.01 if growth.fills_claim else 0.0,
+        failures_per_minute=memory.failures_per_minute,
+        # The engine measures the allowed bytes itself, for the step that comes.
+        exact_samples=True,
+        smallest_step=f"the smallest step (size {floor.size} batch {floor.batch}{saves}{held})",
+    )
 
 
 def _filled(hold_bytes: int, peak_bytes: int) -> Footprint:
@@ -211,36 +283,40 @@ class Ladder:
         return self.units[place - 1] if place else None
 
 
-def ladder_of(memory: MemorySettings, workload: WorkloadSpec, growth: Growth) -> Ladder:
-    """Return the ladder of a workload: its own rungs, bytes held where it fills its claim, else
-    sizes and batches.
+def ladders_of(memory: MemorySettings, workload: WorkloadSpec, growth: Growth) -> list[Ladder]:
+    """Return the ladder of a workload, or one for each level of its stages: bytes held where it
+    fills its claim, else sizes and batches.
 
     Raises:
-        ValueError: It fills its claim and does not say what a size needs, or its rungs are none or
-            not in order.
+        ValueError: It fills its claim and does not say what a size needs, or its batches are none
+            or not in order.
     """
-    if growth.rungs is not None:
-        return _offered(workload, growth.rungs, growth)
-    return (
+    if growth.stages is not None:
+        batches = growth.stages.batches
+        if not batches or batches[0] < 1 or any(low >= high for low, high in pairwise(batches)):
+            raise ValueError(
+                f"the batches of workload {workload.name!r} must ascend from 1 or more, not "
+                f"{batches}"
+            )
+        return [
+            _staged(workload, growth, growth.stages, level)
+            for level in range(len(growth.stages.keeps))
+        ]
+    return [
         _filling(memory, workload, growth)
         if growth.fills_claim
         else _stepping(memory, workload, growth)
-    )
+    ]
 
 
-def _offered(workload: WorkloadSpec, rungs: Sequence[Rung], growth: Growth) -> Ladder:
-    """Rungs as the workload offers them."""
-    units = tuple(rung.units for rung in rungs)
-    if not units or units[0] < 1 or any(lower >= upper for lower, upper in pairwise(units)):
-        raise ValueError(
-            f"the rungs of workload {workload.name!r} must have ascending units from 1 up, not "
-            f"{units}"
-        )
-    steps = {
-        rung.units: Run(size=workload.size, batch=rung.batch, level=rung.level, units=rung.units)
-        for rung in rungs
-    }
-    return Ladder(units=units, run=steps.__getitem__, needed_bytes=growth.needed_bytes)
+def _staged(workload: WorkloadSpec, growth: Growth, stages: Stages, level: int) -> Ladder:
+    """Rungs of batches, at one level."""
+
+    def run(batch: int) -> Run:
+        is_largest = not level and batch == stages.batches[-1]
+        return Run(size=workload.size, batch=batch, level=level, is_largest=is_largest)
+
+    return Ladder(units=stages.batches, run=run, needed_bytes=growth.needed_bytes)
 
 
 def _filling(memory: MemorySettings, workload: WorkloadSpec, growth: Growth) -> Ladder:

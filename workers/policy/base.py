@@ -16,7 +16,7 @@ The sequence of one turn of the engine::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias, TypeVar
 
@@ -35,6 +35,8 @@ class StepOk:
     """What the next step may hold in all, see `Pressure.allowed_bytes`; `None` if not measured
     after this step.
     """
+    held_bytes: int = 0
+    """What is held after it; told by workloads with stages."""
     partial: bool = False
     """Whether it had less to do than a step of this size and batch usually has, so that its peak
     says nothing.
@@ -75,15 +77,22 @@ class Pressure:
     """What a step at the policy's `floor` needs at least; `None` if the workload does not say."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rung:
-    """One of the steps that a workload offers instead of a size and a batch."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stages:
+    """What a workload offers that can do more to save memory than to take a smaller batch.
 
-    units: int
-    """What it takes grows in a straight line with this, beside what is fixed; 1 or more."""
-    batch: int
-    level: int = 0
-    """How much the workload does to save memory: whatever it makes of the number."""
+    At each level all batches are tried down to the smallest before the next level is.
+    """
+
+    batches: tuple[int, ...]
+    """The only batches there are, ascending; at each level memory grows in a straight line with
+    them.
+    """
+    keeps: tuple[float, ...] = (1.0,)
+    """One for each level, each of which saves more memory than the one before and is slower: the
+    share that stays of what the workload holds between two parts. A level that was never measured
+    is not tried in less memory than that.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,9 +102,9 @@ class Run:
     size: int
     batch: int
     level: int = 0
-    """See `Rung.level`."""
-    units: int | None = None
-    """Of the rung; `None` of a workload that offers none."""
+    """See `Stages.keeps`; 0 of a workload that offers none."""
+    is_largest: bool = field(default=False, compare=False)
+    """Whether no step of a workload with stages is larger."""
     is_probe: bool = field(default=False, compare=False)
     """Whether it is larger than all that is known to fit, so that its failure is a part of the
     search. The step itself is the same."""
@@ -129,8 +138,8 @@ class Growth:
     """Least bytes for a size and batch; a pure function."""
     most_bytes: int
     """No step can ever hold more: the cap, less what the device keeps free of it."""
-    rungs: Sequence[Rung] | None = None
-    """The only steps there are, in ascending order of their units; `None`: any size and batch."""
+    stages: Stages | None = None
+    """The only steps there are; `None`: any size and batch."""
 
 
 Event: TypeAlias = StepOk | StepOom | Pressure

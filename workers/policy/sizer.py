@@ -175,6 +175,21 @@ class Sizer(NamedTuple):
             size, reason = state._shared(bounds, size, factor), ""
         return state._replace(reason=reason, factor=factor), size
 
+    def may_fit_again(self, bounds: Bounds, at_s: float, free_bytes: int) -> bool:
+        """Say whether the smallest size, for which memory was short, may fit in so much.
+
+        Where its step is known to fit, another program may have taken memory for a moment: then it
+        is tried again after a while.
+        """
+        needed_bytes = self.needs_bytes(bounds, bounds.smallest)
+        is_over = needed_bytes > 0 and (self.wake_s is None or at_s >= self.wake_s)
+        low_bytes = 0.0 if is_over or self.low_bytes is None else self.low_bytes
+        return free_bytes > (1 + NEAR) * max(low_bytes, needed_bytes)
+
+    def needs_bytes(self, bounds: Bounds, size: int) -> float:
+        """Return what a step of this size takes; 0 where that was never measured."""
+        return 0.0 if self.line is None else self.line.bytes_at(float(size) ** bounds.power)
+
     def succeeded(self, bounds: Bounds, at_s: float, size: int, peak_bytes: int | None) -> Sizer:
         """Return the state after a step that ended well; its peak is `None` if it was not
         measured.

@@ -10,8 +10,8 @@ The calling convention is that of accelerate's `find_executable_batch_size`, and
 three arguments.
 
 Covers the decorator, the types of what it returns, and which functions and calls it refuses: every
-refusal names the function and what to write instead. The course of a call is in `retry.py`. Caps no
-memory, loads neither torch nor Ray, and works for every function that raises an out-of-memory of
+refusal names the function and what to write instead. The course of a call is in `attempts.py`. Caps
+no memory, loads neither torch nor Ray, and works for every function that raises an out-of-memory of
 Python or torch.
 """
 
@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Concatenate, ParamSpec, Protocol, TypedDict, TypeVar, Unpack, cast, overload
 
 from workers.learned_limits import workload_fingerprint
-from workers.resilience.retry import Attempts, Retry, RetryRules
+from workers.resilience.attempts import Attempts, Retry, RetryRules
 
 #: A method is recognised by the name of its first parameter; its batch size comes second.
 _OWNERS = ("self", "cls")

@@ -30,9 +30,8 @@ _CLIP_EPS: Final = 1e-6
 class Accumulator:
     """Sums of gradients and of losses of one effective batch after the other."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], *, set_to_none: bool = True) -> None:
-        """Allocate the sums. Without `set_to_none` each effective batch begins with zeros."""
-        self._set_to_none = set_to_none
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Allocate the sums."""
         self.parameters: list[nn.Parameter] = []
         """Those that are trained, in the order of their sums."""
         self.gradients: list[Tensor] = []
@@ -148,10 +147,8 @@ class Accumulator:
         """Add a part. The first gradient of each parameter replaces what was there."""
         self._adding = True
         if self.done == 0:
-            self._given = [not self._set_to_none] * len(self.gradients)
+            self._given = [False] * len(self.gradients)
             self.loss[0].zero_()
-            if not self._set_to_none:
-                torch._foreach_zero_(self.gradients)
         pairs = list(zip(self.gradients, gradients, self._given, strict=True))
         first = [(own, new) for own, new, given in pairs if new is not None and not given]
         more = [(own, new) for own, new, given in pairs if new is not None and given]

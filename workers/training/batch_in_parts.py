@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from workers.resilience.retry import Attempts, OutOfBatchError, RetryRules
+from workers.resilience.attempts import Attempts, OutOfBatchError, RetryRules
 from workers.training.accumulator import Accumulator
 from workers.training.batches import Batch, map_tensors, part_of, rows_of, tensors_in
 from workers.training.errors import TaskError

@@ -218,17 +218,6 @@ class Checkpoints:
         for path in (*self._slots, self._folder / BEST):
             path.unlink(missing_ok=True)
 
-    def keep_best(self, state: Mapping[str, Any], step: int, figures: Mapping[str, float]) -> None:
-        """Write a state that no later generation replaces, with what was measured of it, to
-        `best.pt`; return when it is there.
-
-        Raises:
-            OSError: It cannot be written; the one before it is as it was.
-        """
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        content = {"identity": self._identity.plain(), "step": step, "state": state}
-        write_file(self._folder / BEST, {**content, "figures": dict(figures)}, step)
-
     def lacks_room(self, state: object) -> str | None:
         """Say what is missing on the disk for this state, in one sentence; `None`: nothing."""
         needed = (_GENERATIONS + 1) * sum(tensor.nbytes for tensor in tensors_in(state))
@@ -251,10 +240,14 @@ class Checkpoints:
         """Whether a checkpoint should be taken now; never while one is being written."""
         return self._idle.is_set() and self._clock() >= self._due_at
 
-    def save(self, state: Mapping[str, Any], step: int) -> bool:
+    def save(
+        self, state: Mapping[str, Any], step: int, best: Mapping[str, float] | None = None
+    ) -> bool:
         """Copy a state of tensors, numbers, strings, lists and mappings, and have it written;
         return at once. `load` or `discard` comes before the first one.
 
+        With `best`, figures that were measured of it, it goes to `best.pt`, which no later
+        generation replaces. Its cost puts off the next checkpoint as that of any other.
         `False`: another one is still being written, or there is no memory for the copy (see
         `failure`).
         """
@@ -267,7 +260,7 @@ class Checkpoints:
             self._finish(step, time.perf_counter() - began_s, failure)
             return False
         self._idle.clear()
-        self._jobs.put(lambda: self._write(step))
+        self._jobs.put(lambda: self._write(step, best))
         return True
 
     def newest_copy(self) -> Mapping[str, Any] | None:
@@ -284,23 +277,26 @@ class Checkpoints:
         while True:
             self._jobs.get()()
 
-    def _write(self, step: int) -> None:
+    def _write(self, step: int, best: Mapping[str, float] | None) -> None:
         """Write what was copied; runs in the thread, and raises nothing."""
         cost_s, failure = 0.0, None
         began_cpu_s = time.thread_time()
         # Never over the newest good one, and first where there is nothing good.
         others = [path for path in self._slots if path != self.good]
         target = min(others, key=lambda path: read_number(path) or 0)
+        content = {"identity": self._identity.plain(), "step": step, "state": self._copy.state}
         try:
             cost_s = self._copy.complete()
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            content = {"identity": self._identity.plain(), "step": step, "state": self._copy.state}
-            write_file(target, content, self._number + 1)
+            if best is None:
+                write_file(target, content, self._number + 1)
+            else:
+                write_file(self._folder / BEST, {**content, "figures": dict(best)}, step)
         except Exception as error:  # noqa: BLE001 - whatever it is, training goes on, and `failure` says it
             failure = error
         else:
-            self._number += 1
-            self.good = target
+            if best is None:
+                self._number, self.good, self.saved_step = self._number + 1, target, step
         if not self._copy.from_card:
             cost_s += _CPU_LOSS * (time.thread_time() - began_cpu_s)
         self._finish(step, cost_s, failure)
@@ -310,7 +306,7 @@ class Checkpoints:
         pause = pause_s(self._save_every_s, cost_s, failed=failure is not None)
         self._due_at = self._taken_at + pause
         if failure is None:
-            self.saved_step, self.failure = step, None
+            self.failure = None
             return
         last = (
             "there is no good one yet"

@@ -80,7 +80,7 @@ def _begun(task: TrainTask, settings: TrainSettings, saved: Mapping[str, Any]) -
     model = lora.new_model(task, then)
     if difference := Identity.of("", model.state_dict(), levers).difference(saved["identity"]):
         raise RefusedError(difference)
-    model.load_state_dict(saved["weights"])
+    lora.load_weights(model, saved["weights"])
     if then.adapter == settings.adapter:
         return model
     if lora.merge(model):

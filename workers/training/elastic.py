@@ -20,7 +20,7 @@ from typing import Any, Final
 from torch import nn
 from torch.optim import Optimizer
 
-from workers.resilience.retry import Retry, RetryRules
+from workers.resilience.attempts import Retry, RetryRules
 from workers.training.batch_in_parts import BatchInParts
 from workers.training.batches import Batch
 from workers.training.errors import TaskError

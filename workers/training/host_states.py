@@ -23,6 +23,9 @@ from workers.units import MIB
 #: States that come to the device at once, unless those of a single parameter are more.
 _PART_BYTES: Final = 32 * MIB
 
+#: All trainings of a machine may put so much of its free memory aside for states.
+_HOST_SHARE: Final = 0.5
+
 #: So many parts at least, as far as single parameters allow: of a small model too, most states stay
 #: on the host.
 _LEAST_PARTS: Final = 8
@@ -91,6 +94,28 @@ class HostStates:
     def tensors(self) -> list[Tensor]:
         """All that is in host memory."""
         return [tensor for states in self._hosted.values() for tensor in states.values()]
+
+    def move(self, share_pct: int, free_bytes: int) -> None:
+        """Have so many per cent on the host from now on, unless that is so.
+
+        `free_bytes` is this training's share of what the host has free.
+
+        Raises:
+            MemoryError: That is less than twice of what the states take.
+        """
+        if share_pct == self.share_pct:
+            return
+        wanted_bytes = sum(
+            tensor.nbytes
+            for parameter in hosted_of(self._parameters, share_pct)
+            for tensor in states_of(self._optimizer, parameter).values()
+        )
+        if wanted_bytes > _HOST_SHARE * free_bytes:
+            raise MemoryError(
+                f"{wanted_bytes} bytes of the optimiser's states do not go to the host, which has "
+                f"{free_bytes} free for them"
+            )
+        self.hold(share_pct)
 
     def hold(self, share_pct: int) -> None:
         """Have so many per cent on the host. After running out of memory, call it again."""

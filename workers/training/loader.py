@@ -23,7 +23,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.util import get_temp_dir
 from typing import Any, Final, Literal, TypeAlias, cast
@@ -303,7 +303,6 @@ class Loader:
         self._dataset = dataset
         self._order = order
         self._batch = settings.batch
-        self._settings = settings
         self._numbers = numbers
         self._pin = pin
         self._collate = collate
@@ -352,11 +351,7 @@ class Loader:
             raise
         finally:
             self.waited_s += time.perf_counter() - began_s
-        before, self.samples_used = self.samples_used, self.samples_used + self._batch
-        if not self._settings.persistent:
-            items = len(cast("Sized", self._dataset))
-            if before // items < self.samples_used // items:
-                self.close()
+        self.samples_used += self._batch
         return batch
 
     def wait_share(self) -> float:

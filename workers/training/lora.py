@@ -1,18 +1,26 @@
 """Adapters: the model's own weights stay, and small matrices beside its linear layers are trained.
 
 LoRA (Hu et al., 2021) adds `up x down` of a low rank to each weight. DoRA (Liu et al., 2024) also
-trains the length of each row of the sum. A linear layer is an `nn.Linear`, or the `Conv1D` of
-transformers, whose weight lies the other way round. Does not adapt convolutions or embeddings.
+trains the length of each row of the sum. Models with layers of transformers get those of peft, any
+other one `AdaptedLinear`: a worker without transformers would take 97 MiB more for importing peft.
+Does not adapt convolutions or embeddings.
 """
 
 from __future__ import annotations
 
+import importlib
 import math
+import sys
+import warnings
 from collections import Counter
-from typing import Final, cast
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any, Final, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
 from workers.training.errors import TaskError
@@ -22,17 +30,19 @@ from workers.training.tasks import TrainTask
 #: Where `train.adapter_alpha` is not set: `alpha` is twice the rank, as most recipes have it.
 _SCALE: Final = 2.0
 
+PeftLayer: TypeAlias = Any
+"""A layer of peft, which is imported where it is used."""
+
 
 class AdaptedLinear(nn.Module):
     """A linear layer whose own weight and bias are frozen."""
 
-    def __init__(self, base: nn.Module, rank: int, *, dora: bool, scale: float = _SCALE) -> None:
+    def __init__(self, base: nn.Linear, rank: int, *, dora: bool, scale: float = _SCALE) -> None:
         """Begin as the layer is: `up` is zero, and the rows have the lengths that they have."""
         super().__init__()
         self.base = base
         self.scale = scale
-        self.is_transposed = not isinstance(base, nn.Linear)
-        weight = self.weight.detach()
+        weight = base.weight.detach()
         outputs, inputs = weight.shape
         rank = min(rank, inputs, outputs)
         self.down = nn.Parameter(weight.new_empty(rank, inputs))
@@ -40,115 +50,233 @@ class AdaptedLinear(nn.Module):
         nn.init.kaiming_uniform_(self.down, a=math.sqrt(5))  # as nn.Linear does
         self.lengths = nn.Parameter(torch.linalg.vector_norm(weight, dim=1)) if dora else None
 
-    @property
-    def weight(self) -> Tensor:
-        """The layer's own weight (outputs, inputs)."""
-        weight = cast("Tensor", self.base.weight)
-        return weight.T if self.is_transposed else weight
-
     def forward(self, x: Tensor) -> Tensor:
         """Return what the layer with the adapted weight would."""
         added = self.scale * functional.linear(functional.linear(x, self.down), self.up)
         if self.lengths is None:
             return self.base(x) + added  # type: ignore[no-any-return]  # a module's call is untyped
-        y = functional.linear(x, self.weight) + added
+        y = functional.linear(x, self.base.weight) + added
         y = y * (self.lengths / self._row_lengths()).to(y.dtype)
-        bias = cast("Tensor | None", self.base.bias)
-        return y if bias is None else y + bias.to(y.dtype)
+        return y if self.base.bias is None else y + self.base.bias.to(y.dtype)
 
     @torch.no_grad()
     def _row_lengths(self) -> Tensor:
         """Return the length of each row of the adapted weight, a constant in the backward pass."""
         with torch.autocast(self.up.device.type, enabled=False):
-            own = torch.linalg.vector_norm(self.weight, dim=1).square()
-            crossed = ((self.weight @ self.down.T) * self.up).sum(1)
+            weight = self.base.weight
+            own = torch.linalg.vector_norm(weight, dim=1).square()
+            crossed = ((weight @ self.down.T) * self.up).sum(1)
             added = ((self.up @ (self.down @ self.down.T)) * self.up).sum(1)
             squares: Tensor = own + 2 * self.scale * crossed + self.scale**2 * added
             return squares.clamp(min=torch.finfo(squares.dtype).tiny).sqrt()
 
     @torch.no_grad()
-    def merged(self) -> Tensor:
-        """Return the weight in fp32 that this layer computes with, as the layer's own lies."""
-        added = self.scale * (self.up.double() @ self.down.double())
-        weight = self.weight.double() + added
+    def merged(self) -> nn.Linear:
+        """Return the layer with the weight in fp32 that this one computes with."""
+        weight = self.base.weight.double() + self.scale * (self.up.double() @ self.down.double())
         if self.lengths is not None:
             weight *= (self.lengths.double() / torch.linalg.vector_norm(weight, dim=1))[:, None]
-        return (weight.T if self.is_transposed else weight).float().contiguous()
+        self.base.weight = nn.Parameter(weight.float())
+        return self.base
 
 
-def adapted_layers(model: nn.Module) -> dict[str, AdaptedLinear]:
-    """Return the layers that have an adapter, each by its first name."""
-    modules = model.named_modules()
-    return {name: module for name, module in modules if isinstance(module, AdaptedLinear)}
+def peft_layers(model: nn.Module) -> Iterator[tuple[str, PeftLayer]]:
+    """Yield the layers that have an adapter of peft, each by its first name."""
+    tuners = sys.modules.get("peft.tuners.lora")
+    for name, module in model.named_modules():
+        if tuners is not None and isinstance(module, tuners.LoraLayer):
+            yield name, module
 
 
+@torch.no_grad()
 def merge(model: nn.Module) -> bool:
-    """Replace adapted layers by linear ones in fp32, each with the sum that it computed with.
+    """Replace adapted layers by linear ones in fp32, each with the sum that it computed with. No
+    layer keeps 4 bits.
 
     Return whether one shared its weight with another layer, which keeps what it has.
     """
+    had_4_bits = getattr(model, "is_quantized", False)
+    if had_4_bits:
+        cast("Any", model).dequantize(torch.float32)
     model.float()
     modules = list(model.modules())
     owners = Counter(id(weight) for each in modules for weight in each.parameters(recurse=False))
-    adapted = adapted_layers(model).values()
-    is_shared = any(owners[id(module.base.weight)] > 1 for module in adapted)
-    for module in adapted:
-        module.base.weight = nn.Parameter(module.merged())
+    merged = {
+        layer: (layer.base.weight, layer.merged)
+        for layer in modules
+        if isinstance(layer, AdaptedLinear)
+    }
+    merged |= {
+        layer: (layer.get_base_layer().weight, partial(_merged, layer))
+        for _, layer in peft_layers(model)
+    }
+    is_shared = any(owners[id(weight)] > 1 for weight, _ in merged.values())
+    made = {layer: make() for layer, (_, make) in merged.items()}
     for parent in modules:
         for name, child in list(parent.named_children()):
-            if isinstance(child, AdaptedLinear):
-                setattr(parent, name, child.base)
+            if child in made:
+                setattr(parent, name, made[child])
+    if had_4_bits:
+        _turn_back(model)
     return is_shared
+
+
+def _turn_back(model: nn.Module) -> None:
+    """Replace linear layers that stand for a `Conv1D`, with 4 bits and after them, by that."""
+    with torch.device("meta"):
+        plain = type(model)(model.config)
+    for name, own in plain.named_modules():
+        now = model.get_submodule(name)
+        if type(now) is nn.Linear and type(own) is not nn.Linear:
+            own.weight, own.bias = nn.Parameter(now.weight.T.contiguous()), now.bias
+            model.set_submodule(name, own)
+
+
+def _merged(layer: PeftLayer) -> nn.Module:
+    """Return the layer below one of peft, with the weight in fp32 that both compute with."""
+    base: nn.Module = layer.get_base_layer()
+    weight = cast("Tensor", base.weight)
+    (name,) = layer.active_adapters
+    variant = layer.lora_variant.get(name)
+    if variant is None:
+        base.weight = nn.Parameter(weight + layer.get_delta_weight(name))
+    else:
+        base.weight = nn.Parameter(variant.merge_safe(layer, name, weight))
+    return base
 
 
 def new_model(task: TrainTask, settings: TrainSettings) -> nn.Module:
     """Make the task's model, with adapters if the settings ask for them.
 
     Raises:
-        TaskError: There is no layer to adapt, or none within the task's blocks.
+        TaskError: There is no layer to adapt, none within the task's blocks, or no peft.
     """
     model = task.model()
     if settings.adapter == "none":
         return model
-    model.requires_grad_(requires_grad=False)
     whole = task.whole(model)
-    for module, trained in whole.items():
-        module.requires_grad_(requires_grad=trained)
     left = {module for root in whole for module in root.modules()}
-    scale = _SCALE
-    if settings.adapter_alpha is not None:
-        scale = settings.adapter_alpha / settings.adapter_rank
-    found, adapted = list[str](), dict[nn.Module, AdaptedLinear]()
-    for path, parent in list(model.named_modules()):
-        for name, child in list(parent.named_children()):
-            if child in left or not _is_linear(child):
-                continue
-            found.append(f"{path}.{name}".removeprefix("."))
-            if not found[-1].endswith(tuple(settings.adapter_targets or [""])):
-                continue
-            if child not in adapted:
-                adapted[child] = AdaptedLinear(
-                    child, settings.adapter_rank, dora=settings.adapter == "dora", scale=scale
-                )
-            setattr(parent, name, adapted[child])
+    found = {
+        name: module
+        for name, module in model.named_modules()
+        if module not in left and _is_linear(module)
+    }
+    ends = tuple(settings.adapter_targets or [""])
+    chosen = {name: module for name, module in found.items() if name.endswith(ends)}
     blocks = task.blocks(model)
     inside = {module for block in blocks for module in block.modules()}
-    if adapted and (not blocks or inside & set(adapted.values())):
-        return model
-    if not found:
+    if not chosen or (blocks and not inside & set(chosen.values())):
+        raise _reaches_nothing(task, settings, found)
+    model.requires_grad_(requires_grad=False)
+    if any(type(module).__module__.startswith("transformers.") for module in model.modules()):
+        _adapt_by_peft(model, chosen, settings)
+    else:
+        _adapt(model, chosen, settings)
+    for module, trained in whole.items():
+        module.requires_grad_(requires_grad=trained)
+    return model
+
+
+def _adapt(model: nn.Module, chosen: Mapping[str, nn.Module], settings: TrainSettings) -> None:
+    """Put adapters of this module in the place of layers, under each name that a layer has."""
+    adapted = {
+        layer: AdaptedLinear(
+            cast("nn.Linear", layer),
+            settings.adapter_rank,
+            dora=settings.adapter == "dora",
+            scale=_alpha_of(settings) / settings.adapter_rank,
+        )
+        for layer in chosen.values()
+    }
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if child in adapted and not isinstance(parent, AdaptedLinear):
+                setattr(parent, name, adapted[child])
+
+
+def _adapt_by_peft(
+    model: nn.Module, chosen: Mapping[str, nn.Module], settings: TrainSettings
+) -> None:
+    peft = import_peft()
+    config = peft.LoraConfig(
+        r=settings.adapter_rank,
+        lora_alpha=_alpha_of(settings),
+        target_modules=list(chosen),
+        use_dora=settings.adapter == "dora",
+        fan_in_fan_out=any(not isinstance(layer, nn.Linear) for layer in chosen.values()),
+    )
+    is_planned = isinstance(torch.empty(0), FakeTensor)
+    with warnings.catch_warnings(), _weights_replaced() if is_planned else nullcontext():
+        # It puts `fan_in_fan_out` right for each layer; what it says of tied weights `merge` tells.
+        warnings.simplefilter("ignore")
+        peft.inject_adapter_in_model(config, model)
+
+
+@contextmanager
+def _weights_replaced() -> Iterator[None]:
+    """Have modules take new weights where they change their type: tensors without data cannot be
+    exchanged as torch does it.
+    """
+
+    def to(module: nn.Module, *_: object, dtype: torch.dtype | None = None) -> nn.Module:
+        for each in module.modules():
+            for name, weight in each._parameters.items():
+                if weight is not None and dtype not in {None, weight.dtype}:
+                    each._parameters[name] = nn.Parameter(weight.to(dtype))
+        return module
+
+    usual = nn.Module.to
+    setattr(nn.Module, "to", to)  # noqa: B010 - mypy has methods constant
+    try:
+        yield
+    finally:
+        setattr(nn.Module, "to", usual)  # noqa: B010 - as above
+
+
+def import_peft() -> Any:  # noqa: ANN401 - a module of the library
+    """Return peft.
+
+    Raises:
+        TaskError: It is not installed.
+    """
+    try:
+        return importlib.import_module("peft")
+    except ImportError as error:
         raise TaskError(
+            f"train.adapter on a model of transformers needs peft ({error}); type: pip install "
+            "'oom-orchestrator[hf]'"
+        ) from error
+
+
+def load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Copy weights of the same names and shapes into a model, those of 4 bits too."""
+    with torch.no_grad():
+        for name, weight in model.state_dict().items():
+            weight.copy_(weights[name])
+
+
+def _alpha_of(settings: TrainSettings) -> float:
+    return settings.adapter_alpha or _SCALE * settings.adapter_rank
+
+
+def _reaches_nothing(
+    task: TrainTask, settings: TrainSettings, found: Mapping[str, nn.Module]
+) -> TaskError:
+    if not found:
+        return TaskError(
             f"train.adapter needs nn.Linear modules, and the model of {task.name} has none; leave "
             "it out"
         )
     ends = sorted({name.rpartition(".")[2] for name in found})
-    raise TaskError(
+    return TaskError(
         f"train.adapter: {settings.adapter} reaches no block of {task.name}; its layers that can "
         f"have one are {', '.join(ends)}: name some of them in train.adapter_targets"
     )
 
 
 def _is_linear(module: nn.Module) -> bool:
-    # GPT-2 and its kin have a linear layer of their own; nothing is imported to see it.
+    # GPT-2 and its kin have a linear layer of their own, and one of 4 bits is bitsandbytes'; nothing
+    # is imported to see them.
     kind = type(module)
-    own = (kind.__module__, kind.__qualname__) == ("transformers.pytorch_utils", "Conv1D")
-    return kind is nn.Linear or own
+    others = ("transformers.pytorch_utils", "Conv1D"), ("bitsandbytes.nn.modules", "Linear4bit")
+    return kind is nn.Linear or (kind.__module__, kind.__qualname__) in others

@@ -1,9 +1,8 @@
-"""The presets' models. They avoid what amplifies rounding, so that a training may change its
+"""The GPTs of presets. They avoid what amplifies rounding, so that a training may change its
 micro-batch.
 
 - The projection to queries, keys and values has no bias. The gradient of a key's bias is zero but
   for rounding, and Adam scales it up to a full step.
-- GroupNorm in place of BatchNorm, whose result depends on which samples are computed together.
 - Dropout is keyed, and there is none inside the attention.
 """
 
@@ -19,9 +18,6 @@ from torch.nn import functional
 from workers.training.keyed_random import KeyedDropout
 from workers.training.sequences import own_document
 
-_CELLS = 4
-"""Edge of the grid to which the CNN pools before its head."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GptShape:
@@ -34,16 +30,6 @@ class GptShape:
     vocabulary: int = 256
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CnnShape:
-    """The numbers that make up a CNN that finds points."""
-
-    edge: int
-    """Pixels."""
-    widths: tuple[int, ...]
-    """Channels of each stage; each halves the edge."""
-
-
 GPTS = {
     "gpt-nano": GptShape(layers=4, heads=4, width=64, seq=64),
     "gpt-mini": GptShape(layers=6, heads=6, width=384, seq=256),
@@ -54,8 +40,6 @@ GPTS = {
     # parameters.
     "gpt-1b": GptShape(layers=24, heads=16, width=2048, seq=1024, vocabulary=50_304),
 }
-LANDMARKS = CnnShape(edge=64, widths=(32, 64, 128, 256))
-"""Of the preset `cnn-landmarks`."""
 
 
 class Gpt(nn.Module):
@@ -114,43 +98,3 @@ class Block(nn.Module):
         hidden = functional.gelu(self.widen(self.norm_perceptron(x)), approximate="tanh")
         added: Tensor = self.dropout_perceptron(self.shrink(hidden))
         return x + added
-
-
-class Cnn(nn.Module):
-    """Finds points in a grey picture."""
-
-    def __init__(self, shape: CnnShape, dropout: float, points: int) -> None:
-        super().__init__()
-        inputs = (1, *shape.widths[:-1])
-        self.blocks = nn.ModuleList(
-            Stage(*widths) for widths in zip(inputs, shape.widths, strict=True)
-        )
-        self.dropout = KeyedDropout(dropout)
-        self.head = nn.Linear(shape.widths[-1] * _CELLS**2, 2 * points)
-
-    def forward(self, pictures: Tensor) -> Tensor:
-        """Return (rows, points, 2): x and y from -1 to 1."""
-        x = pictures
-        for block in self.blocks:
-            x = block(x)
-        # Not adaptive pooling: its backward pass on a card is not deterministic.
-        x = functional.avg_pool2d(x, x.shape[-1] // _CELLS)
-        points: Tensor = self.head(self.dropout(x.flatten(1)))
-        return points.view(len(points), -1, 2)
-
-
-class Stage(nn.Module):
-    """Two convolutions; the first halves the picture, the second is added to it."""
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        # Without biases: the norm after them takes most of a bias away again.
-        self.halve = nn.Conv2d(inputs, outputs, 3, stride=2, padding=1, bias=False)
-        self.norm_halved = nn.GroupNorm(8, outputs)
-        self.refine = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
-        self.norm_refined = nn.GroupNorm(8, outputs)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return a picture of half the edge."""
-        x = functional.gelu(self.norm_halved(self.halve(x)))
-        return x + functional.gelu(self.norm_refined(self.refine(x)))

@@ -1,4 +1,5 @@
-"""The user's own pictures with points: a folder with one CSV, and the pictures that it names.
+"""The preset `cnn-landmarks`: a CNN that finds points in the user's own pictures, a folder with one
+CSV and the pictures that it names.
 
 The first column of the CSV is the file, relative to the folder. Then each point has two columns,
 `NAME_x` and `NAME_y`: pixels from the left and the top, of the picture as a viewer shows it. Points
@@ -6,7 +7,8 @@ named `left_NAME` and `right_NAME` are a pair, and take each other's place where
 mirrored; without a pair no picture is. How a picture looks depends on seed, row and epoch alone.
 
 Pictures are read when they are used, made grey, and resized to a square. Nothing is cut out of
-them: a face must fill its picture.
+them: a face must fill its picture. The model has GroupNorm in place of BatchNorm, whose result
+depends on which samples are computed together.
 """
 
 from __future__ import annotations
@@ -16,19 +18,31 @@ import hashlib
 import importlib
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import default_collate
 
 from workers import oom
 from workers.settings import FailureKind
-from workers.training.batches import Samples
+from workers.training.batches import Samples, rows_of
 from workers.training.errors import TaskError
-from workers.training.keyed_random import row_keys, uniform
+from workers.training.keyed_random import KeyedDropout, row_keys, uniform
 from workers.training.order import Sample
+from workers.training.settings import TrainSettings
+from workers.training.tasks import TrainTask, Validation
 from workers.training.text import evaluated, held_out
+
+#: Pixels of a picture's edge, and channels of each stage, which halves the edge.
+_EDGE: Final = 64
+_WIDTHS: Final = (32, 64, 128, 256)
+
+#: Edge of the grid to which the CNN pools before its head.
+_CELLS: Final = 4
 
 EYE_CORNERS: Final = ("left_eye_outer", "right_eye_outer")
 """Points whose distance is the unit of `landmark_error_pct`."""
@@ -40,6 +54,93 @@ _LOOK: Final = 5
 
 #: By how much a picture gets brighter or darker, and its contrast higher or lower, at most.
 _LIGHT: Final = 0.2
+
+
+def pictures_task(settings: TrainSettings, seed: int) -> TrainTask:
+    """Return the task of `train.preset: cnn-landmarks`.
+
+    Raises:
+        TaskError: The folder cannot be used.
+    """
+    pictures = Pictures(str(settings.data), _EDGE, seed)
+    figures = {}
+    if corners := pictures.eye_corners:
+        figures["landmark_error_pct"] = partial(landmark_error_pct, corners=corners)
+    merits = Validation(
+        samples=pictures.held_out,
+        loss=landmark_loss,
+        count=rows_of,
+        collate=default_collate,
+        figures=figures,
+    )
+    return TrainTask(
+        name=f"{settings.preset} of {len(pictures.points)} points",
+        model=partial(Cnn, _WIDTHS, settings.dropout, len(pictures.points)),
+        dataset=pictures,
+        fingerprint=pictures.fingerprint,
+        loss=landmark_loss,
+        evaluate=merits if any(pictures.held_out()) else None,
+        blocks=lambda model: list(model.blocks),  # type: ignore[arg-type]  # of a `Cnn`
+        by_sample=True,
+        uses=frozenset({"data", "dropout"}),
+    )
+
+
+def landmark_loss(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+    """Sum the mean squared distance of coordinates over samples."""
+    pictures, points = batch
+    predicted: Tensor = model(pictures)
+    return (predicted.float() - points).square().mean(dim=(1, 2)).sum()
+
+
+def landmark_error_pct(model: nn.Module, batch: Sequence[Tensor], corners: Sequence[int]) -> Tensor:
+    """Sum over samples the mean distance of points, in per cent of that between the outer corners
+    of the eyes: the normalised mean error of 300-W (Sagonas et al., 2013).
+    """
+    pictures, points = batch
+    predicted: Tensor = model(pictures)
+    left, right = (points[:, corner] for corner in corners)
+    distances = (predicted.float() - points).norm(dim=-1).mean(dim=1)
+    shares: Tensor = distances / (left - right).norm(dim=-1)
+    return 100.0 * shares.sum()
+
+
+class Cnn(nn.Module):
+    """Finds points in a grey picture."""
+
+    def __init__(self, widths: Sequence[int], dropout: float, points: int) -> None:
+        super().__init__()
+        pairs = zip((1, *widths[:-1]), widths, strict=True)
+        self.blocks = nn.ModuleList(Stage(*pair) for pair in pairs)
+        self.dropout = KeyedDropout(dropout)
+        self.head = nn.Linear(widths[-1] * _CELLS**2, 2 * points)
+
+    def forward(self, pictures: Tensor) -> Tensor:
+        """Return (rows, points, 2): x and y from -1 to 1."""
+        x = pictures
+        for block in self.blocks:
+            x = block(x)
+        # Not adaptive pooling: its backward pass on a card is not deterministic.
+        x = functional.avg_pool2d(x, x.shape[-1] // _CELLS)
+        points: Tensor = self.head(self.dropout(x.flatten(1)))
+        return points.view(len(points), -1, 2)
+
+
+class Stage(nn.Module):
+    """Two convolutions; the first halves the picture, the second is added to it."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        # Without biases: the norm after them takes most of a bias away again.
+        self.halve = nn.Conv2d(inputs, outputs, 3, stride=2, padding=1, bias=False)
+        self.norm_halved = nn.GroupNorm(8, outputs)
+        self.refine = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.norm_refined = nn.GroupNorm(8, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return a picture of half the edge."""
+        x = functional.gelu(self.norm_halved(self.halve(x)))
+        return x + functional.gelu(self.norm_refined(self.refine(x)))
 
 
 class Pictures(Samples):
@@ -58,19 +159,14 @@ class Pictures(Samples):
         try:
             content = path.read_bytes()
             rows = csv.reader(content.decode("utf-8-sig").splitlines())
-            self.points = _points_of(path, next(rows, []))
-            """Their names."""
-            self._mirrored = _mirrored(path, self.points)
+            self.points, self._mirrored = _points_of(path, next(rows, []))
             self._paths, self._places, sizes = _rows_of(path, rows, len(self.points))
-        except OSError as failure:
-            raise TaskError(f"train.data: {path} cannot be read: {failure.strerror}") from failure
-        except UnicodeDecodeError as failure:
-            raise TaskError(f"train.data: {path} is no UTF-8; save it as that") from failure
+        except (OSError, UnicodeDecodeError) as failure:
+            raise TaskError(f"train.data: {path} cannot be read as UTF-8: {failure}") from failure
         except csv.Error as failure:
             _refuse(path, rows.line_num, f"is no CSV ({failure})")
         held = held_out(len(self._paths))
-        self._items = held.start
-        self._held_out = evaluated(held)
+        self._items, self._held_out = held.start, evaluated(held)
         digest = hashlib.blake2b(content + repr(sizes).encode(), digest_size=8).hexdigest()
         self.fingerprint = f"pictures {digest} {self._items}"
         """What changes with the CSV, the size of a picture's file, or what is held out."""
@@ -81,9 +177,9 @@ class Pictures(Samples):
         named = set(EYE_CORNERS) <= set(self.points)
         return [self.points.index(name) for name in EYE_CORNERS] if named else []
 
-    def held_out(self) -> Iterator[list[Tensor]]:
-        """Yield batches of one that is never trained on, evenly spread; none: too few for that."""
-        return ([tensor[None] for tensor in self.plain(row)] for row in self._held_out)
+    def held_out(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield some that are never trained on, evenly spread; none: too few for that."""
+        return map(self.plain, self._held_out)
 
     def __getitems__(self, samples: Sequence[Sample]) -> list[tuple[Tensor, Tensor]]:
         """Return pictures (1, edge, edge) from about 0 to 1, and points (points, 2) from -1 to 1.
@@ -155,14 +251,22 @@ def _csv_in(folder: Path) -> Path:
     return found[0]
 
 
-def _points_of(path: Path, header: Sequence[str]) -> list[str]:
+def _points_of(path: Path, header: Sequence[str]) -> tuple[list[str], Tensor | None]:
+    """Return the points, and which one stands where in a mirrored picture; `None`: no pair."""
     names = [name.strip() for name in header[1:]]
     points = [name.removesuffix("_x") for name in names[::2]]
     if not points or names != [f"{point}_{axis}" for point in points for axis in "xy"]:
         _refuse(path, 1, "must be: file, then NAME_x and NAME_y of each point")
     if len(set(points)) < len(points):
         _refuse(path, 1, "names a point twice")
-    return points
+    others = []
+    for point in points:
+        side, line, name = point.partition("_")
+        other = f"{_OTHER_SIDE.get(side, side)}{line}{name}"
+        if other not in points:
+            _refuse(path, 1, f"has {point}, and no {other} to swap it with")
+        others.append(points.index(other))
+    return points, None if others == list(range(len(points))) else torch.tensor(others)
 
 
 def _rows_of(path: Path, rows: Any, count: int) -> tuple[list[Path], Tensor, list[int]]:  # noqa: ANN401
@@ -188,18 +292,6 @@ def _rows_of(path: Path, rows: Any, count: int) -> tuple[list[Path], Tensor, lis
     if not paths:
         _refuse(path, 2, "is missing: there is no row with a picture")
     return paths, torch.stack(places), sizes
-
-
-def _mirrored(path: Path, points: Sequence[str]) -> Tensor | None:
-    """Return which point stands where in a mirrored picture; `None`: there is no pair."""
-    others = []
-    for point in points:
-        side, line, name = point.partition("_")
-        other = f"{_OTHER_SIDE.get(side, side)}{line}{name}"
-        if other not in points:
-            _refuse(path, 1, f"has {point}, and no {other} to swap it with")
-        others.append(points.index(other))
-    return None if others == list(range(len(points))) else torch.tensor(others)
 
 
 def _refuse(path: Path, line: int, what: str) -> NoReturn:

@@ -19,8 +19,8 @@ PRESETS: Final = (
     "gpt-nano", "gpt-mini", "gpt2-small", "gpt2-medium", "gpt-1b", "cnn-landmarks",
 )  # fmt: skip
 
-#: Presets that need a folder of pictures.
-PICTURE_PRESETS: Final = ("cnn-landmarks",)
+#: Presets that need a folder of pictures, and the function that makes each one's task.
+PICTURE_PRESETS: Final = {"cnn-landmarks": "workers.training.pictures:pictures_task"}
 
 #: Presets that train the model of a local folder, and the function that makes each one's task.
 FOLDER_PRESETS: Final = {
@@ -49,8 +49,8 @@ _COMPILING_S: Final[dict[CompileMode, float]] = {
 #: trainings without one.
 _FREE: Final = {
     "slots", "documents", "steps", "epochs", "validate_every", "micro", "recompute",
-    "states_on_host", "compile", "compile_mode", "loader_workers", "prefetch", "persistent",
-    "ram_cache", "pin", "non_blocking", "set_to_none", "activations_on_host", "ema_on",
+    "states_on_host", "compile", "compile_mode", "loader_workers", "prefetch", "ram_cache", "pin",
+    "non_blocking", "activations_on_host", "ema_on",
     "save_every_s", "checkpoints",
 }  # fmt: skip
 
@@ -90,15 +90,19 @@ class TrainSettings(BaseModel):
     """How many slots train, each by its own seed; `None`: the first alone trains a folder, and all
     train what is no folder.
     """
-    weights: Literal["fp32", "as-stored"] = "fp32"
-    """What that folder's weights become: fp32 masters, or the type that they are stored in."""
+    weights: Literal["fp32", "as-stored", "nf4"] = "fp32"
+    """What that folder's weights become: fp32 masters, the type that they are stored in, or 4 bits
+    below adapters.
+    """
     head: Literal["auto", "train", "frozen"] = "auto"
     """With an adapter: whether the folder's head is trained in full. `auto`: that of `hf-pairs` is.
     """
     columns: list[Annotated[str, Field(min_length=1)]] | None = None
     """`hf-pairs`: the columns of one or two texts, and of the label; `None`: the usual names."""
-    labels: Literal["auto", "classes", "numbers"] = "auto"
-    """`hf-pairs`: what a label is; `auto`: numbers if one of them has a fraction."""
+    labels: Literal["auto", "classes", "numbers", "text"] = "auto"
+    """`hf-pairs`: what a label is; `auto`: numbers if one of them has a fraction. A text is written
+    by an encoder-decoder.
+    """
     data: Annotated[str, Field(min_length=1)] | None = None
     """A file or folder of text to train on, or a folder of pictures; `None`: made text."""
     validation: Annotated[str, Field(min_length=1)] | None = None
@@ -140,9 +144,6 @@ class TrainSettings(BaseModel):
     channels_last: Literal["auto"] | bool = "auto"
     activations_on_host: bool = False
     """Keep what the backward pass needs in host memory."""
-    set_to_none: bool = True
-    """Replace sums of gradients by the first part of a batch; `False`: add to zeros."""
-    cudnn_benchmark: bool = False
     precision: Precision = "bf16"
     recompute: Literal["auto", "none", "all"] | Annotated[int, Field(ge=0)] = "auto"
     """How many blocks drop their activations and compute them again in the backward pass."""
@@ -164,8 +165,6 @@ class TrainSettings(BaseModel):
     ema_on: Literal["device", "host"] = "device"
     loader_workers: Literal["auto"] | Annotated[int, Field(ge=0, le=256)] = 0
     prefetch: Literal["auto"] | Annotated[int, Field(ge=1, le=64)] = 2
-    persistent: bool = True
-    """Keep loader processes from epoch to epoch."""
     ram_cache: bool = False
     """Keep the data set in RAM, as it was in its batches, if it fits into half of what is free."""
     pin: Literal["auto"] | bool = "auto"
@@ -192,11 +191,6 @@ class TrainSettings(BaseModel):
             self.exact and self.compile != "off",
             "exact: true promises the same bits at any memory, and where the compiler fails a "
             "training goes on without what it compiled; valid: compile: off, or exact: false",
-        )
-        _refuse_if(
-            self.deterministic and self.cudnn_benchmark,
-            "cudnn_benchmark: true takes the fastest kernel, which may be another one at the next "
-            "run, and deterministic: true promises the same bits; valid: one of them",
         )
         _refuse_if(
             self.deterministic and self.attention == "cudnn",
@@ -232,6 +226,12 @@ class TrainSettings(BaseModel):
             "model of its own; valid: one of them",
         )
         _refuse_if(
+            self.weights == "nf4" and (self.adapter == "none" or self.preset not in FOLDER_PRESETS),
+            "weights: nf4 keeps a folder's linear layers in 4 bits, which only adapters can be "
+            "trained on; valid: also set train.adapter to lora or dora, with preset: hf-causal or "
+            "hf-pairs",
+        )
+        _refuse_if(
             self.columns is not None and len(self.columns) not in {2, 3},
             "columns names one or two columns of text, and the one of the label; valid: such as "
             "[text, label] or [premise, hypothesis, label]",
@@ -252,6 +252,13 @@ class TrainSettings(BaseModel):
     def most_slots(self) -> int | None:
         """How many slots may train; `None`: all."""
         return self.slots or (1 if self.preset in FOLDER_PRESETS else None)
+
+    @property
+    def searches_kernels(self) -> bool:
+        """Whether cuDNN tries its kernels at each new size, of which there are few, and takes the
+        fastest, which may be another one at the next run.
+        """
+        return self.micro != "auto" and not (self.exact or self.deterministic)
 
     @property
     def unequal(self) -> bool:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from typing import Any, Final, Literal, Protocol, cast
 
 from torch import Tensor, nn
@@ -22,9 +23,8 @@ from workers.training.batches import Batch, on_device, rows_of
 from workers.training.errors import NotLoadedError, TaskError, TrainingError
 from workers.training.host_memory import wait_asleep
 from workers.training.made_data import ITEMS, MadeText
-from workers.training.models import GPTS, LANDMARKS, Cnn, Gpt, GptShape
+from workers.training.models import GPTS, Gpt, GptShape
 from workers.training.optimizers import adamw
-from workers.training.pictures import Pictures
 from workers.training.sequences import (
     NO_TOKEN,
     PackedRows,
@@ -155,11 +155,12 @@ def find_task(settings: TrainSettings, seed: int) -> TrainTask:
     """
     if settings.preset in GPTS:
         return _gpt_task(settings, GPTS[settings.preset], seed)
-    if settings.preset in PICTURE_PRESETS:
-        return _pictures_task(settings, seed)
-    module_name, _, name = FOLDER_PRESETS.get(settings.preset, settings.preset).partition(":")
+    makers = FOLDER_PRESETS | PICTURE_PRESETS
+    module_name, _, name = makers.get(settings.preset, settings.preset).partition(":")
     try:
         own = getattr(importlib.import_module(module_name), name)
+        if settings.preset in PICTURE_PRESETS:
+            own = partial(own, seed=seed)
         task = own if isinstance(own, TrainTask) else own(settings)
     except TrainingError:
         raise
@@ -188,7 +189,7 @@ def import_task(preset: object) -> None:
 def _refuse_unused(task: TrainTask, settings: TrainSettings) -> None:
     """Raise a `TaskError` if a key is set that would change nothing."""
     in_uses = ", or name it in `uses` of the TrainTask"
-    remedy = "" if settings.preset in FOLDER_PRESETS else in_uses
+    remedy = "" if settings.preset in FOLDER_PRESETS | PICTURE_PRESETS else in_uses
     unused = dict.fromkeys(set(OWN_KEYS) - task.uses, remedy)
     if task.optimizer is not None or task.named_optimizer is not None:
         unused |= dict.fromkeys(("lr", "weight_decay", "optimizer"), ", or set it in its optimizer")
@@ -219,7 +220,9 @@ def _gpt_task(settings: TrainSettings, shape: GptShape, seed: int) -> TrainTask:
         ),
         count=next_tokens,
         blocks=blocks_of,
-        evaluate=None if unseen is None else validation(unseen, next_token_loss, next_tokens),
+        evaluate=None
+        if unseen is None
+        else Validation(samples=unseen, loss=next_token_loss, count=next_tokens, collate=filled_up),
         lr={"gpt2-small": 6e-4, "gpt2-medium": 3e-4, "gpt-1b": 2e-4}.get(settings.preset, 2e-3),
         items="tokens",
     )
@@ -240,30 +243,6 @@ def _gpt_task(settings: TrainSettings, shape: GptShape, seed: int) -> TrainTask:
     )
 
 
-def _pictures_task(settings: TrainSettings, seed: int) -> TrainTask:
-    for key in ("packing", "label_smoothing", "r_drop", "documents"):
-        if (value := getattr(settings, key)) != TrainSettings.model_fields[key].default:
-            raise TaskError(
-                f"train.{key} is {value}, and {settings.preset} finds points in pictures; leave "
-                f"train.{key} out"
-            )
-    pictures = Pictures(str(settings.data), LANDMARKS.edge, seed)
-    figures = {}
-    if corners := pictures.eye_corners:
-        figures["landmark_error_pct"] = partial(landmark_error_pct, corners=corners)
-    merits = validation(pictures.held_out, landmark_loss, rows_of, **figures)
-    return TrainTask(
-        name=f"{settings.preset} of {len(pictures.points)} points",
-        model=partial(Cnn, LANDMARKS, settings.dropout, len(pictures.points)),
-        dataset=pictures,
-        fingerprint=pictures.fingerprint,
-        loss=landmark_loss,
-        evaluate=merits if any(pictures.held_out()) else None,
-        blocks=blocks_of,
-        by_sample=True,
-    )
-
-
 def _text_of(
     settings: TrainSettings, seq: int, vocabulary: int, seed: int
 ) -> tuple[MadeText | TextData | TextDocuments, Callable[[], Iterable[Tensor]] | None]:
@@ -271,47 +250,49 @@ def _text_of(
     if settings.data is None:
         made = MadeText(seq, vocabulary, seed)
         unseen = [made[ITEMS + place] for place in range(SAMPLES)]
-        return made, partial(_batches_of_one, unseen)
+        return made, lambda: unseen
     if settings.documents == "windows":
         own: TextData | TextDocuments = TextData(settings.data, seq)
     else:
         own = TextDocuments(settings.data, seq, settings.documents)
-    return own, partial(_batches_of_one, own.held_out) if own.held_out else None
+    return own, (lambda: own.held_out) if own.held_out else None
 
 
-def _batches_of_one(samples: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield them one by one: that never takes more memory than the training itself."""
-    return (sample[None] for sample in samples)
-
-
-def validation(
-    samples: Callable[[], Iterable[Batch]],
-    loss: Callable[[nn.Module, Batch], Tensor],
-    count: Callable[[Batch], int],
-    **figures: Callable[[nn.Module, Batch], Tensor],
-) -> Callable[[nn.Module], Mapping[str, float]]:
-    """Return a `TrainTask.evaluate` that gives the mean loss of all items of `samples`, as
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Validation:
+    """A `TrainTask.evaluate` that gives the mean loss of all items of samples, as
     `validation_loss`.
 
     Its loss is without what only a training adds to it (smoothing, dropout), so that trainings
-    whose losses mean different things are compared by it. `figures`: others, by their names; each
-    returns a sum over items, and its mean is given.
+    whose losses mean different things are compared by it.
     """
-    figures = {"validation_loss": loss, **figures}
 
-    def evaluate(model: nn.Module) -> Mapping[str, float]:
-        device = next(model.parameters()).device
+    samples: Callable[[], Iterable[Any]]
+    loss: Callable[[nn.Module, Batch], Tensor]
+    count: Callable[[Batch], int]
+    collate: Callable[[list[Any]], Batch]
+    figures: Mapping[str, Callable[[nn.Module, Batch], Tensor]] = field(default_factory=dict)
+    """Others, by their names; each returns a sum over items, and its mean is given."""
+
+    def __call__(self, model: nn.Module, rows: int = 1) -> Mapping[str, float]:
+        """Return the figures. At most `rows` samples are computed at once: with as many as a part
+        of the training has, that never takes more memory than the training itself.
+        """
+        figures = {"validation_loss": self.loss, **self.figures}
         totals, items = dict.fromkeys(figures, 0.0), 0
-        for batch in samples():
-            part = on_device(batch, device)
+        for part in self.parts(model, rows):
             for name, figure in figures.items():
                 total = figure(model, part)
-                wait_asleep(device)
+                wait_asleep(total.device)
                 totals[name] += float(total)
-            items += count(part)
+            items += self.count(part)
         return {name: total / items for name, total in totals.items()} if items else {}
 
-    return evaluate
+    def parts(self, model: nn.Module, rows: int) -> Iterator[Batch]:
+        """Yield the samples as batches of at most so many, on the device of the model."""
+        device, samples = next(model.parameters()).device, iter(self.samples())
+        while some := list(islice(samples, rows)):
+            yield on_device(self.collate(some), device)
 
 
 def next_token_loss(
@@ -345,28 +326,6 @@ def next_tokens(tokens: Tensor) -> int:
     return int((tokens[:, 1:] != NO_TOKEN).sum())
 
 
-def landmark_loss(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
-    """Sum the mean squared distance of coordinates over samples."""
-    pictures, points = batch
-    predicted: Tensor = model(pictures)
-    return (predicted.float() - points).square().mean(dim=(1, 2)).sum()
-
-
-def landmark_error_pct(model: nn.Module, batch: Sequence[Tensor], corners: Sequence[int]) -> Tensor:
-    """Sum over samples the mean distance of points, in per cent of that between the outer corners
-    of the eyes.
-
-    It is the normalised mean error of 300-W (Sagonas et al., 2013).
-    """
-    pictures, points = batch
-    predicted: Tensor = model(pictures)
-    left, right = (points[:, corner] for corner in corners)
-    shares: Tensor = (predicted.float() - points).norm(dim=-1).mean(dim=1) / (left - right).norm(
-        dim=-1
-    )
-    return 100.0 * shares.sum()
-
-
 def blocks_of(model: nn.Module) -> Sequence[nn.Module]:
     """Return the blocks of a preset's model."""
-    return list(cast("Gpt | Cnn", model).blocks)
+    return list(cast("Gpt", model).blocks)

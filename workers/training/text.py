@@ -22,7 +22,6 @@ import hashlib
 import itertools
 import json
 import os
-import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, Final, Literal
@@ -251,17 +250,16 @@ class TextDocuments(_TextSamples):
         self._files = files = TextFiles(path)
         self._seq = seq
         self._unit = unit
-        self._index, checksum = (
-            index_of_lines(files, seq) if unit == "lines" else (_index_of_files(files, seq), "")
-        )
+        find = _index_of_lines if unit == "lines" else _index_of_files
+        self._index = find(files, seq)
         if not len(self._index):
             raise TextError(
                 f"train.data: no {unit.removesuffix('s')} of {files.root} has two bytes or more; "
                 "name a file or folder with text in it"
             )
         self._hold_out(len(self._index))
-        self.fingerprint = f"{unit} {files.fingerprint()} {checksum} {self._items}"
-        """What changes when documents get other numbers or, where they are lines, other bytes."""
+        self.fingerprint = f"{unit} {files.fingerprint()} {self._items}"
+        """What changes when a file is added, removed or changes its length."""
 
     def lengths(self, indices: Sequence[int]) -> list[int]:
         """Return how many bytes these pieces have."""
@@ -269,58 +267,28 @@ class TextDocuments(_TextSamples):
         return lengths
 
     def _content(self, index: int) -> bytearray:
-        start, length = self._place(index)
-        if self._unit == "files":
-            return self._files.read(start, length)
+        start, length = piece_of(self._index, index)
         path, offset, _ = self._files.place(start)
-        read = self._of_json if path.suffix == ".jsonl" else self._of_line
-        content = read(index, path, offset)
-        if content is None or len(content) != length:
+        if self._unit == "files" or path.suffix != ".jsonl":
+            return self._files.read(start, length)
+        # Pieces of a line have one start.
+        first = int(torch.searchsorted(self._index, start << _LENGTH_BITS))
+        begin = (index - first) * self._seq
+        try:
+            with path.open("rb") as file:
+                file.seek(_begin_of(file) + offset)
+                text = _text_of(file.readline(_LONGEST_LINE_BYTES), "")
+        except OSError as failure:
+            raise _unreadable(path, failure, " any more") from failure
+        except TextError:
+            text = b""
+        content = bytearray(text[begin : begin + length])
+        if len(content) < length:
             raise TextError(
                 f"train.data: {path} was changed while it was trained on: the line at byte "
                 f"{offset} is not the one that was there; put it back, or begin anew"
             )
         return content
-
-    def _place(self, index: int) -> tuple[int, int]:
-        return piece_of(self._index, index)
-
-    def _goes_on(self, index: int) -> bool:
-        """Whether the piece `index` is of the same line as the one before."""
-        if not 0 < index < len(self._index):
-            return False
-        start, length = self._place(index - 1)
-        return length == self._seq + 1 and self._place(index)[0] == start + self._seq
-
-    def _of_line(self, index: int, path: Path, offset: int) -> bytearray | None:
-        """Return a piece of a line; `None`: the line begins or ends elsewhere now."""
-        before = int(offset > 0 and not self._goes_on(index))
-        _, length = self._place(index)
-        content = _read_at(path, offset - before, before + length + 1)
-        after = content[before + length :]
-        ends = after in {b"", b"\n", b"\r"} or self._goes_on(index + 1)
-        if not ends or (before and content[:1] != b"\n"):
-            return None
-        return bytearray(content[before : before + length])
-
-    def _of_json(self, index: int, path: Path, offset: int) -> bytearray | None:
-        """Return a piece of the text in a line; `None`: there is another line now."""
-        before = int(offset > 0)
-        try:
-            with path.open("rb") as file:
-                file.seek(_begin_of(file) + offset - before)
-                gap, line = file.read(before), file.readline(_LONGEST_LINE_BYTES)
-        except OSError as failure:
-            raise _unreadable(path, failure, " any more") from failure
-        try:
-            text = _text_of(line, "")
-        except TextError:
-            return None
-        # Pieces of a line have one start.
-        start, _ = self._place(index)
-        first = int(torch.searchsorted(self._index, start << _LENGTH_BITS))
-        begin = (index - first) * self._seq
-        return bytearray(text[begin : begin + self._seq + 1]) if gap in {b"", b"\n"} else None
 
 
 def _index_of_files(files: TextFiles, seq: int) -> Tensor:
@@ -332,25 +300,22 @@ def _index_of_files(files: TextFiles, seq: int) -> Tensor:
     return index.whole()
 
 
-def index_of_lines(files: TextFiles, seq: int) -> tuple[Tensor, str]:
-    """Return the pieces of all lines, and what changes when any byte of them changes.
+def _index_of_lines(files: TextFiles, seq: int) -> Tensor:
+    """Return the pieces of all lines.
 
     Raises:
         TextError: A file cannot be read, or a line of JSON has no text.
     """
-    index, digest = HostArray(torch.int64), hashlib.blake2b(digest_size=8)
+    index = HostArray(torch.int64)
     for path, first, end in zip(files.paths, [0, *files.ends[:-1]], files.ends, strict=True):
         parse, step = (_json_lines, 0) if path.suffix == ".jsonl" else (_lines, seq)
-        of_file = 0
         try:
-            for starts, lengths, checksum in parse(path, end - first):
+            for starts, lengths in parse(path, end - first):
                 for pieces in pieces_of(first + starts, lengths, seq, step=step):
                     index.extend(pieces)
-                of_file = checksum
         except OSError as failure:
             raise _unreadable(path, failure) from failure
-        digest.update(of_file.to_bytes(4, "little"))
-    return index.whole(), digest.hexdigest()
+    return index.whole()
 
 
 def pieces_of(starts: Tensor, lengths: Tensor, seq: int, *, step: int) -> Iterator[Tensor]:
@@ -375,13 +340,12 @@ def piece_of(pieces: Tensor, index: int) -> tuple[int, int]:
     return entry >> _LENGTH_BITS, entry & _LENGTH
 
 
-def _lines(path: Path, size: int) -> Iterator[tuple[Tensor, Tensor, int]]:
-    """Yield the lines in the first `size` bytes of a text, part by part: starts, lengths, checksum
-    so far.
+def _lines(path: Path, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the lines in the first `size` bytes of a text, part by part: starts and lengths.
 
     The lengths are without the ends of the lines. What another program adds meanwhile is left out.
     """
-    begin = carried = checksum = 0
+    begin = carried = 0
     returned = False  # whether what was read so far ends with a carriage return
     with path.open("rb", buffering=0) as file:
         file.seek(_begin_of(file))
@@ -397,16 +361,15 @@ def _lines(path: Path, size: int) -> Iterator[tuple[Tensor, Tensor, int]]:
             ends[0] = ends[0] or (returned and not lines[0])
             sizes[0] += carried
             carried, returned = sizes.pop(), ends.pop()
-            checksum = zlib.crc32(part, checksum)
             whole = torch.tensor(sizes, dtype=torch.int64)
             starts = begin + (whole + 1).cumsum(0) - (whole + 1)
             begin += sum(sizes) + len(sizes)
-            yield starts, whole - torch.tensor(ends, dtype=torch.int64), checksum
+            yield starts, whole - torch.tensor(ends, dtype=torch.int64)
 
 
-def _json_lines(path: Path, size: int) -> Iterator[tuple[Tensor, Tensor, int]]:
+def _json_lines(path: Path, size: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the same; the lengths are those of the texts in the lines."""
-    begin = checksum = number = 0
+    begin = number = 0
     with path.open("rb") as file:
         file.seek(_begin_of(file))
         while True:
@@ -427,10 +390,9 @@ def _json_lines(path: Path, size: int) -> Iterator[tuple[Tensor, Tensor, int]]:
                 starts.append(begin)
                 lengths.append(len(_text_of(line, where)))
                 begin += len(line)
-                checksum = zlib.crc32(line, checksum)
             if not starts:
                 return
-            yield torch.tensor(starts), torch.tensor(lengths), checksum
+            yield torch.tensor(starts), torch.tensor(lengths)
 
 
 def json_line(line: str | bytes, where: str, advice: str) -> Any:  # noqa: ANN401 - what JSON can hold

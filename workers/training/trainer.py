@@ -55,7 +55,7 @@ from workers.training.optimizers import (
 from workers.training.parts import ROWS, PartsCheck, PartsError, check_parts, one_number, unchanged
 from workers.training.schedule import Course
 from workers.training.settings import PRESETS, Precision, TrainSettings
-from workers.training.tasks import TrainTask, trained_parameters
+from workers.training.tasks import TrainTask, Validation, trained_parameters
 from workers.training.time_shares import Part, TimeShares
 
 _STATE_VERSION: Final = 2
@@ -106,7 +106,7 @@ class Trainer:
         precision.set_up(
             settings.precision,
             deterministic=settings.deterministic,
-            cudnn_benchmark=settings.cudnn_benchmark,
+            cudnn_benchmark=settings.searches_kernels,
         )
         self.task = task
         self.settings = settings
@@ -126,7 +126,7 @@ class Trainer:
         self.compiling = Compiling(settings, self.model, blocks)
         self._recomputation = Recomputation(blocks)
 
-        self._accumulator = Accumulator(self.parameters, set_to_none=settings.set_to_none)
+        self._accumulator = Accumulator(self.parameters)
         optimizer = task.new_optimizer(self.model, settings)
         if settings.layer_decay < 1:
             decay_rates(optimizer, self.model, blocks, settings.layer_decay)
@@ -175,6 +175,11 @@ class Trainer:
     def items_per_sample(self) -> float:
         """Items (samples, tokens) that a sample of this batch counts; 0 before the first."""
         return self._feed.count / self.settings.batch
+
+    @property
+    def most_level(self) -> int:
+        """How many blocks can be recomputed."""
+        return self._recomputation.most
 
     def news(self) -> list[tuple[str, dict[str, Any]]]:
         """Return the events of the compiler and of the loader, and hazards, since the last call."""
@@ -325,16 +330,21 @@ class Trainer:
         return str(watch.ran)  # its base class has no types
 
     def evaluate(self) -> dict[str, float]:
-        """Return the task's own figures, for the averaged weights if there are some."""
-        if self.task.evaluate is None:
+        """Return the task's own figures in the arithmetic of the training, for the averaged weights
+        if there are some.
+        """
+        evaluate = self.task.evaluate
+        if evaluate is None:
             return {}
+        if isinstance(evaluate, Validation):
+            evaluate = partial(evaluate, rows=max(1, self._last.rows))
         self.model.eval()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), precision.autocast(self.settings.precision, self.device):
                 if self._average is None:
-                    return dict(self.task.evaluate(self.model))
+                    return dict(evaluate(self.model))
                 with self._average.in_place_of_weights():
-                    return dict(self.task.evaluate(self.model))
+                    return dict(evaluate(self.model))
         finally:
             self.model.train()
 

@@ -3,9 +3,7 @@
     context = fork_context()
     context.Process(target=run_arm, args=(connection, spec))
 
-The head sends how many seconds a turn lasts. The arm answers `Opened`, and then two speeds for each
-turn, the second without the time in which other programs had the processor; in place of any answer
-it may say `Refused`.
+The head sends how many seconds a turn lasts, and the arm answers with a `Turn`, or once `Refused`.
 
 This module loads neither torch nor Ray: the fork server has imported torch once, so that an arm
 begins in milliseconds. The fork server has not touched a card, because a context of CUDA does not
@@ -15,7 +13,6 @@ survive a fork.
 from __future__ import annotations
 
 import importlib
-import math
 import multiprocessing
 import os
 import signal
@@ -36,6 +33,9 @@ _ARM: Final = "workers.tuning.arm"
 #: an arm begins with.
 _SLOW: Final = "torch._dynamo"
 
+#: Of so many first optimiser steps an arm tells the losses.
+LOSSES_MOST: Final = 100
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArmSpec:
@@ -47,31 +47,20 @@ class ArmSpec:
     """The section `train:` of this arm; empty for matmul."""
     log: Path
     """Where the output of the process goes."""
-    first_steps: int = 3
-    """Optimiser steps whose losses are compared, three at the least."""
-    first_steps_s: float = math.inf
-    """After so many seconds no more of them begin."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Opened:
-    """What the first steps of an arm were."""
+class Turn:
+    """What an arm did in one turn."""
 
-    losses: tuple[float, ...] = ()
-    """Of each optimiser step; empty for matmul."""
-    first_step_s: float = 0.0
-    """What the first step took, compilation included."""
-    step_s: float = 0.0
-    """The median of the other steps."""
-    peak_bytes: int = 0
-    """The highest use of the device by tensors in a step, the first one aside."""
-    host_bytes: int = 0
-    """Resident memory of the process, on the host."""
-    device_name: str = ""
-    card: str = "cpu"
-    """UUID of the card, or `cpu`."""
-    driver: str | None = None
-    torch: str = ""
+    speed: float
+    """Samples a second, or tokens where lengths differ; for matmul 10^9 operations."""
+    losses: tuple[float, ...]
+    """Of the first optimiser steps since its process began; empty for matmul."""
+    peak_bytes: int
+    """The highest use of the device by tensors in a step of it."""
+    subject: Mapping[str, str | None]
+    """What it holds for: `device`, `card` (its UUID), `driver`, `torch`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -18,8 +18,9 @@ from typing import Final
 
 import torch
 
+from workers.elastic.loop import Loop
 from workers.messages import IncompatibleError, Progress, VerdictCause
-from workers.policy.base import Rung
+from workers.policy.base import Run, Stages
 from workers.settings import Scalar
 from workers.verification.check import Check
 
@@ -111,9 +112,6 @@ class Workload(ABC):
     #: nothing.
     notice: str = ""
 
-    #: What the smallest step is planned to take on the device; `None`: that is not known.
-    least_bytes: int | None = None
-
     @classmethod
     def prepare(cls, settings: Mapping[str, Scalar]) -> None:
         """Import what it needs beside its own module, before the device is opened and the cap is
@@ -125,7 +123,22 @@ class Workload(ABC):
         """Keep the context; allocate nothing large here, memory is found in `step`."""
         self.context = context
 
-    @abstractmethod
+    def run(self, loop: Loop[Run]) -> StepResult | None:
+        """Do one step, in one part or more: each is handed to `loop.run`, which calls it with what
+        fits now, and again, smaller, after an out-of-memory. By default a step is one part, `step`.
+
+        What `loop.run` raises before a part begins ends the turn: let it pass, and go on with the
+        next part when this is called again.
+        """
+
+        def part(run: Run) -> StepResult | None:
+            done = self.step(run.size, run.batch)
+            if isinstance(done, StepResult) and done.partial:
+                loop.was_partial()
+            return done
+
+        return loop.run(part)
+
     def step(self, size: int, batch: int) -> StepResult | None:
         """Do one unit of work of about 0.1 to 1 s at this size and batch.
 
@@ -133,6 +146,8 @@ class Workload(ABC):
         start from the beginning: a step counts only when it returns. May raise whatever torch
         raises.
         """
+        del size, batch
+        raise NotImplementedError(f"{type(self).__name__} defines neither step nor run")
 
     @abstractmethod
     def release(self) -> None:
@@ -165,36 +180,13 @@ class Workload(ABC):
         later.
         """
 
-    def rungs(self, batch: int) -> Sequence[Rung] | None:
-        """Offer the only steps there are, in ascending order of memory; `None`: any size, and any
-        batch up to this.
+    def stages(self) -> Stages | None:
+        """Offer the only batches there are, and how often more can be saved than a smaller batch
+        does; `None`: any size, and any batch up to `workload.batch`.
 
-        For workloads whose memory does not follow size and batch alone. `set_level` tells which
-        rung is meant.
-        """
-        del batch  # not used by default
-        return None
-
-    def set_level(self, level: int) -> None:
-        """Take note of the level of the next step, if that is not the one before.
-
-        0 at first. Allocate nothing here.
-        """
-        del level  # there is none by default
-
-    def reordered(self) -> Sequence[Rung] | None:
-        """Offer other rungs than before, in the same units; `None`: they stay.
-
-        Asked about once a second, between two steps.
+        For workloads whose memory does not follow size and batch alone; they define `run`.
         """
         return None
-
-    def measured(self, peak_bytes: int, seconds: float) -> None:
-        """Take note of the most memory that was held in a good step, and how long it took.
-
-        Called after each.
-        """
-        del peak_bytes, seconds  # not used by default
 
     def save(self) -> None:  # noqa: B027 - by default there is nothing to save
         """Write the state down if that is due. Called after each good step; what it takes does not

@@ -1,23 +1,28 @@
 """Any workload with the out-of-memory errors of `run --chaos` in it, by the name
 `workers.workloads.chaos:NAME`.
 
-The errors are torch's own, and come at the beginning of a step, before anything allocates. Recovers
-from nothing: the engine does.
+The errors are torch's own, and come at the beginning of a part of a step, before anything
+allocates. Recovers from nothing: the engine does.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from random import Random
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
+from workers.elastic.loop import Loop
+from workers.policy.base import Run
 from workers.settings import FailureKind
 from workers.testing import injected_error
 from workers.workloads.base import StepResult, Workload, WorkloadContext, find_workload
 
 #: The setting with seed and rate as JSON; the workload itself does not see it.
 _SETTING: Final = "chaos"
+
+R = TypeVar("R")
 
 if TYPE_CHECKING:
     _Base = Workload
@@ -36,12 +41,36 @@ class Chaotic(_Base):
         self._chance = Random("/".join(map(str, identity)))  # noqa: S311 - repeatable is wanted
         super().__init__(replace(context, settings=settings))
 
-    def step(self, size: int, batch: int) -> StepResult | None:
-        """Run out of memory if chance says so, or do the step."""
+    def run(self, loop: Loop[Run]) -> StepResult | None:
+        """Do a step of which any part may run out of memory, if chance says so."""
+        return super().run(_Failing(loop, self._fail))
+
+    def _fail(self) -> None:
         if self._chance.random() < self._oom_rate:
             self.context.tell("chaos", kind="oom", count=1)
             raise injected_error(FailureKind.DEFINITE)
-        return super().step(size, batch)  # type: ignore[safe-super]  # the wrapped workload has it
+
+
+class _Failing(Loop[Run]):
+    """A loop in which a part may fail before it begins."""
+
+    def __init__(self, loop: Loop[Run], fail: Callable[[], None]) -> None:
+        self._loop, self._fail = loop, fail
+
+    def run(self, part: Callable[[Run], R]) -> R:
+        """See `Loop.run`."""
+
+        def failing(run: Run) -> R:
+            self._fail()
+            return part(run)
+
+        result = self._loop.run(failing)
+        self.took_s, self.peak_bytes = self._loop.took_s, self._loop.peak_bytes
+        return result
+
+    def was_partial(self) -> None:
+        """See `Loop.was_partial`."""
+        self._loop.was_partial()
 
 
 def __getattr__(name: str) -> type[Workload]:

@@ -1,28 +1,31 @@
-"""The workload `train`: a step is one part of an effective batch, and what is trained survives
-whatever ends it.
+"""The workload `train`: a step is a step of the optimiser, in as many parts as memory asks for, and
+what is trained survives whatever ends it.
 
 Puts together the training (`workers/training`), its checkpoints, and what the engine asks of a
-workload. Computes nothing itself, and decides neither sizes nor levels.
+workload. Computes nothing itself, and decides neither sizes nor levels: the loop does.
 """
 
 from __future__ import annotations
 
 import gc
 import importlib
+import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from pydantic import ValidationError
 
 from workers import oom
+from workers.elastic.loop import Loop
 from workers.hf.folder import load_code
 from workers.messages import BadInputError, IncompatibleError, Progress, VerdictCause
-from workers.policy.base import Rung
+from workers.policy.base import Run, Stages
 from workers.settings import FailureKind, Scalar
 from workers.training import earlier
 from workers.training.checkpoints import (
@@ -34,16 +37,15 @@ from workers.training.checkpoints import (
 from workers.training.errors import (
     NotFiniteError,
     NotLoadedError,
-    TaskError,
     TrainingError,
     UpdateInterruptedError,
 )
 from workers.training.host_memory import give_back
-from workers.training.ladder import MemoryLadder, Point, planned_ladder, unplanned_ladder
+from workers.training.ladder import Level, Moves, levels_of
 from workers.training.loader import host_share
-from workers.training.memory_plan import MemoryPlanner
-from workers.training.planner_process import PlannerProcess
-from workers.training.settings import FOLDER_PRESETS, PRESETS, TrainSettings
+from workers.training.lora import import_peft
+from workers.training.schedule import offered_micro_batches
+from workers.training.settings import FOLDER_PRESETS, TrainSettings
 from workers.training.tasks import find_task, import_task, refuse_without_data
 from workers.training.trainer import Trainer
 from workers.workloads.base import StepResult, Workload, WorkloadContext
@@ -71,7 +73,6 @@ class Train(Workload):
             raise self._incompatible(error) from error
         self._trainer: Trainer | None = None
         self._checkpoints: Checkpoints | None = None
-        self._level = 0
         self._flop_per_unit = 0.0
         self._sha256: str | None = None
         self._told_failure: str | None = None
@@ -79,14 +80,12 @@ class Train(Workload):
         self._save_soon = False
         self._restored = False
         """Whether it went on from a checkpoint."""
+        self._interrupted: str | None = None
+        """Why the update of the last part was cut off."""
         self._speed: deque[tuple[float, int, float]] = deque()
         """Monotonic seconds, and samples and items computed until then."""
-        self._ladder: MemoryLadder | None = None
-        self._planner: PlannerProcess | None = None
-        self._point: Point | None = None
-        """Of the last step."""
-        self._updated = False
-        """Whether the last step ended an optimiser step."""
+        self._levels = levels_of(self._settings)
+        self._moves = Moves()
         self._computed = 0
         self._computed_items = 0.0
 
@@ -98,6 +97,9 @@ class Train(Workload):
             load_code(str(settings.get("model")))
         else:
             import_task(settings.get("preset"))
+        if settings.get("adapter", "none") != "none" and "transformers" in sys.modules:
+            with suppress(TrainingError):  # told when the model is made
+                import_peft()
 
     @property
     def finished(self) -> bool:  # type: ignore[override]
@@ -125,44 +127,15 @@ class Train(Workload):
             return None
         return self._checkpoints.good
 
-    def rungs(self, batch: int) -> Sequence[Rung]:
-        """Offer micro-batches, recomputed blocks and states on the host.
-
-        `workload.batch` has no say.
+    def stages(self) -> Stages:
+        """Offer micro-batches, and at each level what saves more memory. `workload.batch` has no
+        say.
         """
-        del batch
-        settings, on_card = self._settings, self.context.device.type == "cuda"
-        try:
-            planner: MemoryPlanner | PlannerProcess
-            if settings.preset in PRESETS:
-                planner = MemoryPlanner(self._task, settings, on_card=on_card)
-            else:
-                planner = PlannerProcess(settings, self.context.seed, on_card=on_card)
-                self._planner = planner
-            ram_bytes = host_share(on_card=on_card).ram_bytes
-            self._ladder = planned_ladder(planner, settings, ram_bytes)
-            self.least_bytes = self._ladder.least_bytes()
-        except TaskError as error:
-            self.context.tell("not_planned", reason=str(error))
-            self._ladder = unplanned_ladder(settings)
-        except Exception as error:  # noqa: BLE001 - a user's model fails in any way
-            self._tell_error("not_planned", error)
-            self._ladder = unplanned_ladder(settings)
-        return self._ladder.rungs
+        batches = tuple(offered_micro_batches(self._settings))
+        return Stages(batches=batches, keeps=tuple(level.keeps for level in self._levels))
 
-    def reordered(self) -> Sequence[Rung] | None:
-        """Offer other rungs where measured speeds say so."""
-        return None if self._ladder is None else self._ladder.reordered()
-
-    def set_level(self, level: int) -> None:
-        """Take the number of blocks that the next step recomputes, and the states that are on the
-        host.
-        """
-        self._level = level
-
-    def step(self, size: int, batch: int) -> StepResult:
-        """Compute a part of at most `batch` samples, and update the weights after the last one of
-        an effective batch.
+    def run(self, loop: Loop[Run]) -> StepResult:
+        """Compute an effective batch in as many parts as memory asks for, and update the weights.
 
         Raises:
             IncompatibleError: The loss is not finite, or the task cannot be trained: no other step
@@ -170,45 +143,51 @@ class Train(Workload):
             UpdateInterruptedError: The update was cut off; the training went back to its last
                 checkpoint.
         """
-        del size
-        try:
-            trainer = self._opened()
-            if trainer.finished:
-                return StepResult()  # what follows the last step has failed, and comes again
-            point = self._point = Point.of(batch, self._level)
-            hosted = trainer.host_states
-            if self._settings.states_on_host == "auto" and point.share_pct != hosted.share_pct:
-                hosted.hold(point.share_pct)
-            part = trainer.micro_batch(batch, point.level)
-        except NotFiniteError as error:
-            why = f"{self.context.slot}: {error}; {self._last_good()}"
-            raise IncompatibleError(why, cause=VerdictCause.NAN_LOSS) from error
-        except UpdateInterruptedError as error:
-            interrupted = str(error)
-        except TrainingError as error:
-            raise self._incompatible(error) from error
-        else:
-            for name, figures in trainer.news():
-                if name != "hazard" or not self._restored:  # told by the process before
-                    self.context.tell(name, **figures)
-            self._computed += part.rows
-            self._computed_items += part.rows * trainer.items_per_sample
-            self._updated = part.updated
-            return StepResult(
-                flop=self._flop_per_unit * self._units_per_sample(trainer) * part.rows,
-                partial=part.rows < min(batch, self._settings.batch),
-            )
-        # Outside the handler, so that what the failed update held is free.
-        raise UpdateInterruptedError(f"{interrupted}: {self._rolled_back(trainer)}")
-
-    def measured(self, peak_bytes: int, seconds: float) -> None:
-        """Tell once what the plan of memory says and what steps really take, and each move."""
-        if self._ladder is not None and self._point is not None:
-            events = self._ladder.note(self._point, seconds, peak_bytes, updated=self._updated)
-            for name, figures in events:
+        is_done, was_finished = False, self._trainer is not None and self._trainer.finished
+        while not is_done:
+            try:
+                is_done = loop.run(partial(self._part, loop))
+            except NotFiniteError as error:
+                why = f"{self.context.slot}: {error}; {self._last_good()}"
+                raise IncompatibleError(why, cause=VerdictCause.NAN_LOSS) from error
+            except TrainingError as error:
+                raise self._incompatible(error) from error
+            trainer = self._trained
+            if self._interrupted is not None:
+                # Outside the handler, so that what the failed update held is free.
+                interrupted, self._interrupted = self._interrupted, None
+                raise UpdateInterruptedError(f"{interrupted}: {self._rolled_back(trainer)}")
+            for name, figures in self._moves.note(loop.took_s, loop.peak_bytes, is_whole=is_done):
                 self.context.tell(name, **figures)
-                if name == "memory_predicted" and self._planner is not None:
-                    self._planner.close()  # nothing else is asked of it
+        for name, figures in trainer.news():
+            if name != "hazard" or not self._restored:  # told by the process before
+                self.context.tell(name, **figures)
+        if was_finished:
+            return StepResult()
+        flop_per_sample = self._flop_per_unit * self._units_per_sample(trainer)
+        return StepResult(flop=flop_per_sample * self._settings.batch)
+
+    def _part(self, loop: Loop[Run], run: Run) -> bool:
+        """Compute a part of at most so many samples; say whether it was the last of the batch."""
+        level = self._levels[run.level]
+        trainer = self._opened(level)
+        if trainer.finished:
+            loop.was_partial()
+            return True  # what follows the last step has failed, and comes again
+        if self._settings.states_on_host == "auto":
+            room_bytes = host_share(on_card=self.context.device.type == "cuda").ram_bytes
+            trainer.host_states.move(level.states_on_host_pct, room_bytes)
+        try:
+            part = trainer.micro_batch(run.batch, trainer.most_level if level.recomputes else 0)
+        except UpdateInterruptedError as error:
+            self._interrupted = str(error)
+            return True
+        self._moves.at(run.batch, part.level, trainer.host_states.share_pct)
+        self._computed += part.rows
+        self._computed_items += part.rows * trainer.items_per_sample
+        if part.rows < run.batch:
+            loop.was_partial()
+        return part.updated
 
     def save(self) -> None:
         """Copy the state between two optimiser steps if a checkpoint is due.
@@ -252,11 +231,8 @@ class Train(Workload):
             return
         trainer.course.best_loss = loss
         if self._checkpoints is not None:
-            try:
-                self._checkpoints.keep_best(trainer.state(), step, figures)
-            except OSError as failure:
-                reason = f"the best checkpoint cannot be written: {failure.strerror or failure}"
-                self.context.tell("checkpoint_failed", reason=reason)
+            self._checkpoints.wait()
+            self._checkpoints.save(trainer.state(), step, best=figures)
 
     def save_soon(self) -> None:
         """Have the next `save` between two optimiser steps not wait until a checkpoint is due."""
@@ -303,10 +279,13 @@ class Train(Workload):
         cause = VerdictCause.NO_CODE if is_code else VerdictCause.OTHER
         return BadInputError(f"{self.context.slot}: {error}", cause=cause)
 
-    def _tell_error(self, event: str, error: Exception) -> None:
-        self.context.tell(event, reason=f"{type(error).__name__}: {error}")
+    @property
+    def _trained(self) -> Trainer:
+        """The training, which a part has opened."""
+        assert self._trainer is not None  # noqa: S101 - as above
+        return self._trainer
 
-    def _opened(self) -> Trainer:
+    def _opened(self, level: Level) -> Trainer:
         """Return the training.
 
         The first time, and after a release, go on from the last good checkpoint.
@@ -315,8 +294,7 @@ class Train(Workload):
             return self._trainer
         settings = self._settings
         if settings.states_on_host == "auto":
-            share_pct = Point.of(1, self._level).share_pct
-            settings = settings.model_copy(update={"states_on_host": share_pct})
+            settings = settings.model_copy(update={"states_on_host": level.states_on_host_pct})
         trainer = Trainer(self._task, settings, self.context.device, self.context.seed)
         if self.context.state_dir is not None:
             self._go_on(trainer, self.context.state_dir)

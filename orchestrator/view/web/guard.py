@@ -16,7 +16,9 @@ from typing import Final
 from aiohttp import web
 
 LOOPBACK: Final = "127.0.0.1"
-_HOST: Final = re.compile(r"(?:localhost|127\.0\.0\.1|\[::1\])(?::(?P<port>[0-9]{1,5}))?")
+COOKIE: Final = "orchestrator"
+"""The name of the cookie with the page's token."""
+_HOST: Final = re.compile(r"(?:localhost|127\.0\.0\.1|\[::1\])(?::[0-9]{1,5})?")
 """Any port: behind `ssh -L` the browser's port is another one than the server's."""
 
 
@@ -33,8 +35,7 @@ class Access:
 
 
 def check(request: web.Request, access: Access) -> None:
-    """Let a request pass. The page's own files tell nothing of the run, so they need no token, and
-    neither does `/healthz`.
+    """Let a request pass. The page's own files tell nothing of the run, so they need no token.
 
     Raises:
         web.HTTPException: It is refused; the reason is a sentence for the person who asks.
@@ -42,10 +43,9 @@ def check(request: web.Request, access: Access) -> None:
     path, is_page = request.path, _address(request) == LOOPBACK
     if is_page:
         _check_sender(request)
-    if path == "/healthz":
-        return
     if path == "/metrics" or not is_page:
-        if not is_same(_bearer(request) or "", access.metrics_token):
+        given = request.headers.get("Authorization", "")
+        if not is_same(given, f"Bearer {access.metrics_token}"):
             raise web.HTTPUnauthorized(
                 reason="the request lacks Authorization: Bearer with the token of the file that "
                 "`web` prints"
@@ -53,15 +53,16 @@ def check(request: web.Request, access: Access) -> None:
         if path != "/metrics":
             raise web.HTTPNotFound
     elif path.startswith("/api/"):
-        _check_token(request, access)
-
-
-def cookie_name(request: web.Request) -> str:
-    """Return the name of the page's cookie under the host of a request: a browser shares cookies
-    among all ports of a host, and may show the pages of two PCs through two tunnels.
-    """
-    match = _HOST.fullmatch(request.headers.get("Host", "").lower())
-    return f"orchestrator-{(match and match['port']) or 80}"
+        if not is_same(request.cookies.get(COOKIE, ""), access.token):
+            raise web.HTTPUnauthorized(
+                reason="open the address that `python -m orchestrator web` prints"
+            )
+        if request.method == "POST" and "Origin" not in request.headers:
+            raise web.HTTPForbidden(reason="the request lacks its Origin")
+        if request.method == "POST" and not access.with_control:
+            raise web.HTTPForbidden(
+                reason="the page takes commands only if `web --control` serves it"
+            )
 
 
 def is_same(text: str, secret: str) -> bool:
@@ -85,30 +86,3 @@ def _check_sender(request: web.Request) -> None:
         )
     if origin is not None and origin.lower() != f"http://{host}":
         raise web.HTTPForbidden(reason="the request comes from a page elsewhere")
-
-
-def _check_token(request: web.Request, access: Access) -> None:
-    """Refuse who lacks the page's token, a POST that no page of ours has sent, and any where
-    commands are not taken.
-    """
-    bearer = _bearer(request)
-    token = request.cookies.get(cookie_name(request), "") if bearer is None else bearer
-    if not is_same(token, access.token):
-        raise web.HTTPUnauthorized(
-            reason="open the address that `python -m orchestrator web` prints"
-        )
-    if request.method == "POST" and bearer is None and "Origin" not in request.headers:
-        raise web.HTTPForbidden(reason="the request lacks its Origin")
-    if request.method == "POST" and not access.with_control:
-        raise web.HTTPForbidden(reason="the page takes commands only if `web --control` serves it")
-
-
-def _bearer(request: web.Request) -> str | None:
-    """Return the token that a program sends, empty where it sends something else; `None` for a
-    browser.
-    """
-    given = request.headers.get("Authorization")
-    if given is None:
-        return None
-    kind, _, token = given.partition(" ")
-    return token if kind.lower() == "bearer" else ""

@@ -1,36 +1,64 @@
-"""Answers the requests of the page: its files, the document once a second, courses, commands, and
-`/metrics`.
+"""Serves the page: its files, the document once a second, courses, commands, and `/metrics`.
 
-Every request passes `guard.py` first. The run folder is read in threads; the head knows nothing of
-it. Does not say what a run shows (`document.py`, `charts.py`, `metrics.py`), nor which addresses
-are served (`serving.py`).
+The page is served on loopback alone. Another address of this PC gives `/metrics` alone, to those
+who have its token. Every request passes `guard.py` first. The run folder is read in threads; the
+head knows nothing of it. Does not say what a run shows (`document.py`, `charts.py`, `metrics.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import logging
+import secrets
+import socket
 import sys
+import time
 import traceback
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from http import HTTPStatus
 from pathlib import Path
-from typing import Annotated, Final, TypeAlias
+from typing import Annotated, Any, Final, TypeAlias
 
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from orchestrator.config.byte_size import parse_bytes
+from orchestrator.control import queue, slots
 from orchestrator.core.user_commands import Do
 from orchestrator.errors import ArchiveError, UsageError, one_line
-from orchestrator.jobs.model import Word
+from orchestrator.jobs.model import JobOrder
+from orchestrator.record.archive import Frame
+from orchestrator.record.folders import find_run
+from orchestrator.record.jobs import QUEUE_NAME
 from orchestrator.view import charts
-from orchestrator.view.orders import give
+from orchestrator.view.document import document
+from orchestrator.view.look import Look, Watch
 from orchestrator.view.web import guard, metrics
-from orchestrator.view.web.guard import Access
-from orchestrator.view.web.looks import LOOK_EVERY_S, Looks
+from orchestrator.view.web.guard import LOOPBACK, Access
+from workers.files import read_small, replace_whole
+from workers.learned_limits import default_path
 
+LOOK_EVERY_S: Final = 1.0
+# aiohttp would print a traceback for each malformed request; the server tells its own faults.
+_SILENT: Final = logging.Logger("orchestrator.web")
+_SILENT.addHandler(logging.NullHandler())
+
+#: How aiohttp serves. A connection may take `keepalive_timeout` for the headers of a request, and
+#: be idle for as long between two.
+SERVED: Final[dict[str, Any]] = {
+    "access_log": None,
+    "logger": _SILENT,
+    "handler_cancellation": True,
+    "shutdown_timeout": 0.5,
+    "keepalive_timeout": 10.0,
+    "lingering_time": 1.0,
+}
+_BACKLOG: Final = 1_024
+_TOKEN_MOST_BYTES: Final = 200
+_TOKEN_LEAST_CHARS: Final = 20
 PAGE: Final = Path(__file__).parent / "page"
 
 _BODY_MOST_BYTES: Final = 64 * 2**10
@@ -46,20 +74,17 @@ _HEADERS: Final = {
 }
 
 _Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
-_Name: TypeAlias = Annotated[str, Field(min_length=1, max_length=64)]
-_Names: TypeAlias = Annotated[list[str], Field(min_length=1)] | None
 
 
 class _Command(BaseModel):
-    """What a POST says: what to do with which slots or jobs, each named."""
+    """What a POST says: what to do with which slots (a `Do`) or jobs (a `JobOrder`), each named."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    id: _Name
+    id: Annotated[str, Field(min_length=1, max_length=64)]
     """Of a command that comes again with the same id, the head obeys the first one only."""
-    do: _Name
-    slots: _Names = None
-    jobs: _Names = None
+    do: Do | JobOrder
+    names: Annotated[list[str], Field(min_length=1)]
     amount: str | None = None
     """Such as "2.5 GiB"."""
 
@@ -68,9 +93,15 @@ class Site:
     """The page of the runs of one folder."""
 
     def __init__(self, runs_dir: Path, access: Access, run_id: str = "latest") -> None:
-        """Touch nothing yet. `run_id` is shown where none is named."""
+        """Touch nothing yet. `run_id` names the run; `latest` is the newest at any time."""
         self.access = access
-        self.looks = Looks(runs_dir, run_id, with_control=access.with_control)
+        self.looks = 0
+        """How often a run was looked at."""
+        self._runs_dir, self._run_id = runs_dir, run_id
+        self._lock = asyncio.Lock()
+        self._watch: tuple[Path, Watch] | None = None
+        self._last: tuple[float, Look, str] | None = None
+        """When the run was looked at, by the monotonic clock, how it was, and its document."""
 
     def application(self) -> web.Application:
         """Return what answers at each address; `guard.py` says at which what."""
@@ -78,7 +109,6 @@ class Site:
         app.on_response_prepare.append(_harden)
         app.add_routes(
             [
-                web.get("/healthz", self._get_health),
                 web.get("/metrics", self._get_metrics),
                 web.get("/api/v1/document", self._get_document),
                 web.get("/api/v1/stream", self._get_stream),
@@ -102,11 +132,36 @@ class Site:
             status, text = _explained(error)
             return web.json_response({"error": text}, status=status)
 
-    async def _get_health(self, _request: web.Request) -> web.StreamResponse:
-        return web.json_response({"ok": True})
+    def folder(self) -> Path:
+        """Return the folder of the run; `UsageError` where there is none."""
+        return find_run(self._runs_dir, self._run_id)
+
+    async def look(self) -> tuple[Look, str]:
+        """Return the run as it is now, and its document as JSON: one look serves all who ask within
+        half a second.
+
+        Raises:
+            UsageError: There is no run.
+            ArchiveError: Its folder cannot be read.
+        """
+        async with self._lock:
+            return await asyncio.to_thread(self._looked)
+
+    def _looked(self) -> tuple[Look, str]:
+        folder, now_s = self.folder(), time.monotonic()
+        if self._watch is None or self._watch[0] != folder:
+            self._watch, self._last = (folder, Watch(folder)), None
+        if self._last is None or now_s - self._last[0] > LOOK_EVERY_S / 2:
+            self.looks += 1
+            look = self._watch[1].look()
+            can_control = self.access.with_control and look.frame.run.outcome == "running"
+            shown = {**document(look.frame, look.alerts), "control": can_control}
+            text = json.dumps(shown, separators=(",", ":"), allow_nan=False)
+            self._last = now_s, look, text
+        return self._last[1:]
 
     async def _get_metrics(self, _request: web.Request) -> web.StreamResponse:
-        look = await self.looks.look("")
+        look, _ = await self.look()
         content = await asyncio.to_thread(metrics.exposition, look.frame, look.alerts)
         return web.Response(body=content, headers={"Content-Type": metrics.CONTENT_TYPE})
 
@@ -121,8 +176,7 @@ class Site:
                 "last"
             )
         response = web.Response(status=HTTPStatus.SEE_OTHER, headers={"Location": "/"})
-        name = guard.cookie_name(request)
-        response.set_cookie(name, token, path="/", httponly=True, samesite="Strict")
+        response.set_cookie(guard.COOKIE, token, path="/", httponly=True, samesite="Strict")
         return response
 
     async def _get_file(self, request: web.Request) -> web.StreamResponse:
@@ -131,9 +185,8 @@ class Site:
             raise web.HTTPNotFound
         return web.FileResponse(path)
 
-    async def _get_document(self, request: web.Request) -> web.StreamResponse:
-        look = await self.looks.look(_run_id(request))
-        return web.json_response(text=look.text)
+    async def _get_document(self, _request: web.Request) -> web.StreamResponse:
+        return web.json_response(text=(await self.look())[1])
 
     async def _get_stream(self, request: web.Request) -> web.StreamResponse:
         """Send the document whenever it has changed, until the page is gone."""
@@ -142,28 +195,26 @@ class Site:
         await response.prepare(request)
         sent = ""
         while True:
-            event = await self._event(_run_id(request))
+            event = await self._event()
             if event != sent:
                 await response.write(event.encode())
                 sent = event
             await asyncio.sleep(LOOK_EVERY_S)
 
-    async def _event(self, run_id: str) -> str:
+    async def _event(self) -> str:
         """Return the document as an event, or why there is none: the next look may succeed."""
         try:
-            return f"event: document\ndata: {(await self.looks.look(run_id)).text}\n\n"
+            return f"event: document\ndata: {(await self.look())[1]}\n\n"
         except Exception as error:  # noqa: BLE001 - else the page would say "live" and stand still
             _, text = _explained(error)
             return f"event: problem\ndata: {json.dumps({'error': text})}\n\n"
 
     async def _get_history(self, request: web.Request) -> web.StreamResponse:
-        """Answer with the course of a `slot` or job, of all `jobs`, or of all slots together."""
-        folder = await asyncio.to_thread(self.looks.folder, _run_id(request))
+        """Answer with the course of a `slot` or job, or of all slots together."""
+        folder = await asyncio.to_thread(self.folder)
         last_s = float(request.query.get("last_s", "inf"))
         if slot := request.query.get("slot"):
             course = await asyncio.to_thread(charts.course_of, folder, slot, last_s)
-        elif "jobs" in request.query:
-            course = await asyncio.to_thread(charts.course_of_jobs, folder)
         else:
             course = await asyncio.to_thread(charts.course_of_all, folder, last_s)
         return web.json_response(course)
@@ -172,22 +223,29 @@ class Site:
         """Tell the head what to do with slots, or its queue what to do with jobs."""
         async with asyncio.timeout(_BODY_MOST_S):
             command = _Command.model_validate_json(await request.read())
-        if (command.slots is None) == (command.jobs is None):
-            raise ValueError("a command names either slots or jobs, one by one")
-        names, orders = command.slots or command.jobs or [], Do if command.jobs is None else Word
-        if command.do not in {*orders}:
-            raise ValueError(f"do is one of {', '.join(orders)}")
-        frame = (await self.looks.look(_run_id(request))).frame
-        known = {one.job.name for one in frame.queue.standings} if frame.queue else set()
-        if unknown := set(command.jobs or ()) - known:
-            raise ValueError(f"the queue has no job {min(unknown)[:80]!r}")
-        amount_bytes = None if command.amount is None else parse_bytes(command.amount)
-        order = (frame.run.folder, orders(command.do), names, amount_bytes)
-        try:
-            effect = await asyncio.to_thread(give, *order, by="web", identity=command.id)
-        except UsageError as refused:
-            raise web.HTTPConflict(reason=one_line(str(refused))) from refused
+        frame = (await self.look())[0].frame
+        effect = await asyncio.to_thread(_given, command, frame)
         return web.json_response({"id": command.id, "ok": True, "effect": effect})
+
+
+def _given(command: _Command, frame: Frame) -> str:
+    """Give a command to the head, which answers for slots; orders to jobs wait for it. Return what
+    becomes of it.
+    """
+    do, names, folder = command.do, command.names, frame.run.folder
+    if isinstance(do, Do):
+        amount_bytes = None if command.amount is None else parse_bytes(command.amount)
+        answer = slots.send(
+            folder, do, names, by="web", amount_bytes=amount_bytes, identity=command.id
+        )
+        if not answer.ok:
+            raise web.HTTPConflict(reason=one_line(answer.error or "the head has refused it"))
+        return answer.effect
+    known = {one.job.name for one in frame.queue.standings} if frame.queue else set()
+    if unknown := set(names) - known:
+        raise ValueError(f"the queue has no job {min(unknown)[:80]!r}")
+    queue.say(folder / QUEUE_NAME, do, names, by="web", identity=command.id)
+    return f"{do}: {', '.join(names)}"
 
 
 async def _harden(_request: web.Request, response: web.StreamResponse) -> None:
@@ -205,9 +263,10 @@ def _explained(error: Exception) -> tuple[int, str]:
         case UsageError():
             return HTTPStatus.NOT_FOUND, one_line(str(error))
         case ValidationError():
-            first = error.errors(include_url=False)[0]
-            where = ".".join(map(str, first["loc"])) or "the body"
-            return HTTPStatus.BAD_REQUEST, one_line(f"{where}: {first['msg']}")
+            problems = error.errors(include_url=False)
+            where = ".".join(map(str, problems[0]["loc"])) or "the body"
+            said = " ".join(problem["msg"] for problem in problems)
+            return HTTPStatus.BAD_REQUEST, one_line(f"{where}: {said}")
         case ValueError() | web.RequestPayloadError() | TimeoutError():
             return HTTPStatus.BAD_REQUEST, one_line(str(error) or "the request is not complete")
     with suppress(OSError, ValueError):  # a closed terminal ends no page
@@ -215,6 +274,74 @@ def _explained(error: Exception) -> tuple[int, str]:
     return HTTPStatus.INTERNAL_SERVER_ERROR, one_line(f"a fault of the page: {error!r}")
 
 
-def _run_id(request: web.Request) -> str:
-    """Return the run that is asked for; empty for the one that the page shows by itself."""
-    return request.query.get("run", "")
+def serve(
+    runs_dir: Path,
+    run_id: str,
+    say: Callable[[str], None],
+    *,
+    port: int,
+    bind: str | None,
+    control: bool,
+) -> None:
+    """Serve the page of a run until Ctrl-C or SIGTERM; `latest` is the newest run at any time.
+
+    `say` gets the lines for the terminal. `port` is that of all addresses; 0 takes any free one. At
+    `bind`, an address of this PC, others may ask for `/metrics`.
+
+    Raises:
+        UsageError: There is no such run, or an address cannot be served.
+    """
+    find_run(runs_dir, run_id)
+    token_file = default_path().parent / "web" / "metrics.token"
+    page_token, metrics_token = secrets.token_urlsafe(32), _metrics_token(token_file)
+    access = Access(token=page_token, metrics_token=metrics_token, with_control=control)
+    with ExitStack() as opened:
+        listening = [opened.enter_context(_listening(LOOPBACK, port))]
+        port = listening[0].getsockname()[1]
+        if bind is not None:
+            listening.append(opened.enter_context(_listening(bind, port)))
+        say(f"http://{LOOPBACK}:{port}/?token={page_token}")
+        say(
+            f"From another PC: `ssh -L {port}:{LOOPBACK}:{port}` to this one, then the same "
+            "address. Ctrl-C ends the page only."
+        )
+        where = f"http://{bind or LOOPBACK}:{port}/metrics"
+        say(f"Prometheus: {where} with the token in {token_file}")
+        app = Site(runs_dir, access, run_id).application()
+        web.run_app(app, sock=listening, backlog=_BACKLOG, print=None, **SERVED)
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    """Return a socket that takes connections; `UsageError` where the address cannot be served."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except OSError as failure:
+        reason, *_ = str(failure.strerror).split(" (")
+        why = f"{host[:80]}, port {port}, cannot be served: {reason}"
+        if failure.errno == errno.EADDRINUSE:
+            why += ", perhaps by another page; `--port 0` takes any free one"
+        raise UsageError(one_line(why)) from failure
+
+
+def _metrics_token(path: Path) -> str:
+    """Return the user's token for `/metrics`, which is made where there is none, and stays when the
+    page ends.
+
+    `UsageError` if others can read it.
+    """
+    try:
+        if not path.exists():
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            replace_whole(path, secrets.token_urlsafe(32) + "\n")
+        text = read_small(path, _TOKEN_MOST_BYTES).strip()
+        is_open = path.stat().st_mode & 0o077
+    except (OSError, UnicodeDecodeError) as failure:
+        raise UsageError(
+            one_line(f"the token {path} cannot be read or made: {failure}")
+        ) from failure
+    if is_open or len(text) < _TOKEN_LEAST_CHARS:
+        raise UsageError(
+            f"others can read the token {path}, or it is too short: delete it; `web` makes another"
+        )
+    return text

@@ -117,8 +117,8 @@ def gone_on_after_its_head_was_killed(head: Head, start: Starter, by_hand: ByHan
     assert {raylet_of(node).pid for node in ("pc1", "pc2")} == raylets
     rows = again.rows()
     for slot in stored.slots:
-        assert rows[slot.slot]["steps_ok"] >= slot.counters["steps_ok"]
-        assert rows[slot.slot]["restarts"] >= slot.counters["restarts"]
+        assert rows[slot.slot]["steps_ok"] >= slot.row.counts.steps_ok
+        assert rows[slot.slot]["restarts"] >= slot.row.restarts
     return again
 
 
@@ -150,11 +150,14 @@ def test_nodes_by_hand_are_named_awaited_asked_and_used(
             assert token_of(by_hand) not in path.read_text(errors="replace")
 
     found = doctor(by_hand)
+    verdicts = {key: row["verdict"] for key, row in found.items()}
+    expected = {(node, check): "ok" for node in ("pc1", "pc2") for check in ("torch", "network")}
+    expected |= {(node, "plan"): "fail" for node in ("pc1", "pc2")}
+    expected |= {(None, check): "ok" for check in ("versions", "token")}
+    # Where a node gave no answer, its findings say why.
+    assert expected.items() <= verdicts.items(), json.dumps([*found.values()], indent=1)
     for node in ("pc1", "pc2"):
-        assert {found[node, check]["verdict"] for check in ("torch", "network")} == {"ok"}
-        assert found[node, "plan"]["verdict"] == "fail"
         assert "no NVIDIA card answers there" in found[node, "plan"]["found"]
-    assert {found[None, check]["verdict"] for check in ("versions", "token")} == {"ok"}
 
     written, port = tmp_path / "cluster.yaml", by_hand.port
     by_hand.arguments = ()  # `init` takes no configuration: it makes one

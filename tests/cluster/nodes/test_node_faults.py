@@ -32,7 +32,7 @@ def states(events: list[dict[str, Any]], slot: str, state: str) -> list[dict[str
 
 def test_slots_of_an_ended_node_are_lost_and_go_on_when_back(start: Starter) -> None:
     workers = ("--set", "nodes.pc1.workers=1", "--set", "nodes.pc2.workers=2")
-    fault = ("--chaos", "node:pc2@3s+3s", "--chaos-seed", "1")
+    fault = ("--chaos", "node:pc2@3s", "--chaos-seed", "1")
     head = start("--rehearse", "--duration", "10", "--json", *TOO_BIG, *workers, *fault)
     head.wait(lambda: states(head.events(), "pc2/0", "LOST"), "LOST of pc2")
     steps_ok = head.rows()["pc1/0"]["steps_ok"]
@@ -67,4 +67,4 @@ def test_slots_of_an_ended_node_are_lost_and_go_on_when_back(start: Starter) -> 
 
     (told,) = summary["faults"]
     assert (told["kind"], told["target"], told["fate"]) == ("node", "pc2", "recovered")
-    assert told["recovered_s"] >= 3.0
+    assert told["recovered_s"] >= 15.0

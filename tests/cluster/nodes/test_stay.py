@@ -36,6 +36,11 @@ def session_of(node: str) -> str | None:
     return next((word for word in words if word.startswith("--session-name=")), None)
 
 
+def members(by_hand: ByHand) -> int:
+    """How many nodes the head counts in."""
+    return by_hand.type(by_hand.status_command()).count(" node_")
+
+
 class Kept:
     """A running `up NODE --exec --stay`."""
 
@@ -61,22 +66,16 @@ class Kept:
         ended(self.process, progress=self.said)
         return self.process.returncode
 
-    def wait_until_up(self, times: int) -> None:
-        """Wait until the node has come up so many times."""
+    def wait_until_up(self, before: int | None = None) -> int:
+        """Wait until the node has a raylet, other than that of a process before; return its process."""
 
-        def is_up() -> bool:
+        def raylet() -> int | None:
             assert self.process.poll() is None, self.said()
-            ups = [
-                line
-                for line in self.said().splitlines()
-                if f"{self.node}: up," in line and "up, but" not in line
-            ]
-            return len(ups) >= times
+            found = ray_process(self.node, "raylet")
+            return None if found is None or found.pid == before else found.pid
 
-        try:
-            wait_for(is_up, f"node that is up for the {times}. time", self.said)
-        except AssertionError as error:
-            raise AssertionError(f"{error}: {self.said()}") from None
+        pid: int = wait_for(raylet, f"raylet of {self.node}", self.said)
+        return pid
 
 
 @pytest.fixture
@@ -95,14 +94,13 @@ def keep(by_hand: ByHand, short_tmp: Path) -> Iterator[Callable[[str], Kept]]:
 
 
 def killed(kept: Kept, name: str) -> None:
-    """Kill the kept node's process of this name, and wait until another does its work."""
-    before = ray_process(kept.node, name)
+    """Kill the kept node's process of this name, and wait until the node has another raylet."""
+    before, raylet = ray_process(kept.node, name), ray_process(kept.node, "raylet")
     assert before is not None
+    assert raylet is not None
     before.kill()
-    kept.wait_until_up(2)
-    after = ray_process(kept.node, name)
-    assert after is not None
-    assert after.pid != before.pid
+    kept.wait_until_up(raylet.pid)
+    wait_for(lambda: ray_process(kept.node, name), f"{name} of {kept.node}", kept.said)
     assert "Ray has ended on this PC" in kept.said()
 
 
@@ -111,12 +109,12 @@ def test_a_kept_node_joins_whatever_cluster_its_head_has(
 ) -> None:
     """Both are kept: with slow agents, after a raylet was killed, and after the head was; then they end."""
     head = keep("pc1")
-    head.wait_until_up(1)
+    head.wait_until_up()
     node = keep("pc2")
     agent = wait_for(lambda: agent_of("pc2"), "agent of pc2")
     agent.suspend()  # on a loaded machine it needs longer than Ray's raylet would wait for it
     try:
-        node.wait_until_up(1)
+        wait_for(lambda: members(by_hand) == 2, "second member", node.said)
         assert "has ended" not in node.said()
     finally:
         agent.resume()
@@ -128,7 +126,7 @@ def test_a_kept_node_joins_whatever_cluster_its_head_has(
     # old one.
     (Path(by_hand.environment["RAY_TMPDIR"]) / "ray" / "ray_current_cluster").unlink()
     killed(head, "gcs_server")
-    node.wait_until_up(3)
+    wait_for(lambda: members(by_hand) == 2, "second member of the new cluster", node.said)
     assert session_of("pc2") == session_of("pc1") != before
 
     node.process.send_signal(signal.SIGINT)

@@ -23,42 +23,47 @@ if TYPE_CHECKING:
 #: `cpu:6` or `cuda:0.5`: what is capped, and at how many GiB. Set by `workers.capped`.
 VARIABLE = "WORKERS_CAPPED"
 
+#: A file that gets a line for each process that ends for want of memory: its id, and what is
+#: capped. A program that must know it sets this, and searches no output.
+NOTE_VARIABLE = "WORKERS_CAPPED_NOTE"
+
 #: The words of errors that are not out of memory by their type.
 TEXTS = os.path.dirname(__file__) + "/../../oom/texts.py"  # noqa: PTH120 - no pathlib yet
 
 
-def means_out_of_memory(text: str) -> bool:
-    """Say whether the text of an error has one of the words that `workers.oom` looks for."""
-    import re  # noqa: PLC0415 - only when a program has failed, as runpy
+def is_out_of_memory(error: Exception) -> bool:
+    """Say whether an exception, or one that is chained to it, means that memory was refused: its
+    type, or one of the words that `workers.oom` looks for.
+    """
+    if isinstance(error, MemoryError):
+        return True  # and there may be no memory for what follows
+    import re  # noqa: PLC0415 - only when a program has failed, as the others
     import runpy  # noqa: PLC0415
+    import traceback  # noqa: PLC0415
 
     told = runpy.run_path(TEXTS)
     kinds = (told[kind] for kind in ("CARD", "HOST", "PROBABLE", "LOGS", "HOST_LOGS"))
+    # Of all in the chain the types and the texts, without a line of the program.
+    text = "".join(traceback.format_exception(type(error), error, None, limit=0))
     return any(re.search(pattern, text) for patterns in kinds for pattern in patterns)
 
 
-def is_out_of_memory(error: BaseException | None) -> bool:
-    """Say whether an exception, or one that is chained to it, means that memory was refused."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        if (
-            isinstance(error, MemoryError)
-            or type(error).__name__ == "OutOfMemoryError"
-            or getattr(error, "errno", None) == 12  # ENOMEM
-            or means_out_of_memory(str(error))
-            or any(map(is_out_of_memory, getattr(error, "exceptions", ())))
-        ):
-            return True
-        context = None if error.__suppress_context__ else error.__context__
-        error = error.__cause__ or context
-    return False
+def note(device: str) -> None:
+    """Add a line to the file that is asked for, if one is."""
+    path = os.environ.get(NOTE_VARIABLE)
+    if path is not None:
+        try:
+            with open(path, "a") as file:  # noqa: PTH123 - no pathlib yet
+                file.write(f"{os.getpid()} {device}\n")
+        except OSError:  # it must not change how the program ends
+            pass
 
 
 def tell(error: BaseException | None, device: str, gib: str) -> None:
-    """Write the line, if this is what ended the process."""
+    """Write the line and the note, if this is what ended the process."""
     try:
         if isinstance(error, Exception) and is_out_of_memory(error):
+            note(device)
             memory = "private memory" if device == "cpu" else "memory on each card"
             sys.stderr.write(
                 f"workers.capped: process {os.getpid()} ran out of memory; "
@@ -98,11 +103,9 @@ class AfterTorch:
         others = [finder for finder in sys.meta_path if finder is not self]
         found = (finder.find_spec(name, path, target) for finder in others)
         spec = next((spec for spec in found if spec is not None), None)
-        if spec is not None and spec.loader is not None:
-            self._cap_after(spec.loader)
-        return spec
-
-    def _cap_after(self, loader: Any) -> None:  # noqa: ANN401 - finders have loaders of their own
+        if spec is None or spec.loader is None:
+            return spec
+        loader: Any = spec.loader  # finders have loaders of their own
         load = loader.exec_module
 
         def exec_module(torch: Any) -> None:  # noqa: ANN401 - mypy does not see torch through it
@@ -114,6 +117,7 @@ class AfterTorch:
                 torch.cuda._lazy_call(lambda: self._lower(torch))
 
         loader.exec_module = exec_module
+        return spec
 
     def _lower(self, torch: Any) -> None:  # noqa: ANN401
         """Lower what torch allows itself on a card, if it is over the cap by more than rounding."""

@@ -1,6 +1,6 @@
 "use strict";
 // Shows the document of a run. What is looked at stands in the fragment of the address, so that a
-// reload and a bookmark keep it. Without a run in it, the page shows the newest.
+// reload and a bookmark keep it.
 (() => {
   const byId = (id) => document.getElementById(id);
   const show = (id, isShown) => { byId(id).hidden = !isShown; };
@@ -12,13 +12,13 @@
     node.replaceChildren(...drawn());
   };
   const COURSE_EVERY_MS = 5000, EVENTS_MOST = 300;
-  const TABLES = ["slots", "cards", "jobs", "runs"];
+  const TABLES = ["slots", "cards", "jobs"];
   const source = openSource(), draw = tables.drawer(byId("table"));
 
   // ---- What is looked at.
 
-  const USUAL = { run: "", view: "slots", sort: "", filter: "", slot: "", last_s: "" };
-  let state = { ...USUAL }, told = null, stop = () => {}, followed = null, looked = "";
+  const USUAL = { view: "slots", sort: "", filter: "", slot: "", last_s: "" };
+  let state = { ...USUAL }, told = null, looked = "";
   let chosen = new Set(), rows = [];
   const address = (changes) => {
     const next = Object.entries({ ...state, ...changes });
@@ -33,7 +33,7 @@
     const before = state, asked = new URLSearchParams(looked.slice(1));
     state = { ...USUAL };
     for (const key of Object.keys(USUAL)) if (asked.has(key)) state[key] = asked.get(key);
-    if (["run", "view", "filter"].some((key) => before[key] !== state[key])) chosen = new Set();
+    if (["view", "filter"].some((key) => before[key] !== state[key])) chosen = new Set();
     show("view-table", TABLES.includes(state.view));
     for (const view of ["slot", "events"]) show(`view-${view}`, state.view === view);
     for (const link of document.querySelectorAll("nav a")) {
@@ -47,23 +47,18 @@
       button.setAttribute("aria-pressed", button.dataset.last === state.last_s);
     }
     for (const id of ["problem", "said"]) show(id, false);
-    if (followed !== state.run) {
-      followed = state.run;
-      stop();
-      told = null;
-      stop = source.follow(state.run, on);
-    }
     drawAll();
     drawCourse(true);
   };
 
   const on = {
     document: (next) => {
+      const isFirst = !told;
       told = next;
       show("offline", false);
       show("problem", false);
       drawAll();
-      drawCourse(false);
+      drawCourse(isFirst);
     },
     problem: (text) => {
       put(byId("problem"), text);
@@ -89,12 +84,10 @@
     document.title = `${head.mark[0]} · ${head.run}`;
     put(byId("mark"), ...head.mark);
     for (const id of ["run", "mode"]) put(byId(id), head[id]);
-    show("newest", state.run !== "");
     show("jobs-link", Boolean(told.tables.jobs));
-    show("runs-link", Boolean(told.tables.runs));
-    redraw(byId("headline"), [head.headline, state.run], () => head.headline.map(
-      ([text, tone, word]) => put(word
-        ? make("a", { href: address({ ...USUAL, run: state.run, filter: `state:${word}` }) })
+    redraw(byId("headline"), head.headline, () => head.headline.map(
+      ([text, tone]) => put(/^\d+ [A-Z]+$/.test(text)
+        ? make("a", { href: address({ ...USUAL, filter: text.split(" ")[1] }) })
         : make("span"), text, tone)));
     const words = (textContent) => make("span", { textContent });
     redraw(byId("sums"), head.sums, () => head.sums.map(words));
@@ -110,16 +103,11 @@
   const hrefs = {
     slots: (slot) => address({ view: "slot", slot }),
     jobs: (slot) => address({ view: "slot", slot }),
-    runs: (run) => address({ ...USUAL, run }),
   };
   const drawTable = () => {
     const table = told.tables[state.view];
     if (!table) return put(byId("count"), "nothing to show");
-    try {
-      rows = tables.sorted(table, tables.filtered(table, state.filter), state.sort);
-    } catch (error) {
-      on.problem(error.message);
-    }
+    rows = tables.sorted(table, tables.filtered(table, state.filter), state.sort);
     chosen = new Set([...chosen].filter((key) => rows.some((row) => row.key === key)));
     draw(table, rows, state.sort, {
       href: (key) => hrefs[state.view]?.(key),
@@ -150,14 +138,13 @@
   const drawCourse = async (isNow) => {
     if (!told || (!isNow && performance.now() - drawnAt < every)) return;
     drawnAt = performance.now();
-    const mine = ++drawing, { run, view, slot, last_s: last } = state;
+    const mine = ++drawing, { view, slot, last_s: last } = state;
     const queries = {
-      slots: { last_s: last || 600 }, jobs: { jobs: 1 },
-      slot: { slot, ...(last ? { last_s: last } : {}) },
+      slots: { last_s: last || 600 }, slot: { slot, ...(last ? { last_s: last } : {}) },
     };
-    show("overview", view in queries && view !== "slot");
+    show("overview", view === "slots");
     if (!(view in queries)) return;
-    const course = await source.history({ run, ...queries[view] }).catch((error) => {
+    const course = await source.history(queries[view]).catch((error) => {
       // Without a status the server is gone, which the stream tells.
       if (error.status) on.problem(error.message);
     });
@@ -165,7 +152,7 @@
     every = Math.max(COURSE_EVERY_MS, 20 * (performance.now() - drawnAt));
     if (!course || mine !== drawing) return;
     if (view === "slot") drawSlot(slot, course);
-    else charts.draw(byId("overview"), course, told.head, view === "slots" ? { most: 2 } : {});
+    else charts.draw(byId("overview"), course, { most: 2 });
   };
   const drawSlot = (slot, course) => {
     const table = ["slots", "jobs"].map((name) => told.tables[name])
@@ -178,17 +165,12 @@
     redraw(byId("facts"), facts, () => facts.map(([{ title, unit }, [text, tone]]) =>
       make("div", {}, make("dt", { textContent: `${title} ${unit}`.trim() }),
         put(make("dd"), text, tone))));
-    const spans = course.spans.slice(-20).reverse();
-    redraw(byId("spans"), spans, () => spans.map(({ time, state: [word, tone], lasted, cause }) =>
-      make("tr", {}, make("td", { textContent: time, className: "quiet" }),
-        put(make("td"), word, tone), make("td", { textContent: lasted }),
-        make("td", { textContent: cause, className: "text" }))));
     drawEvents(byId("slot-events"), course.events);
     for (const name of ["printed", "traceback"]) {
       show(`${name}-box`, Boolean(course[name]));
       put(byId(name), course[name]);
     }
-    charts.draw(byId("charts"), course, told.head, { isFirstLarge: true });
+    charts.draw(byId("charts"), course, { isFirstLarge: true });
   };
 
   // ---- Commands: each names what it is for, and asks before it is sent.
@@ -205,7 +187,7 @@
     put(byId("chosen"), targets().join(" "));
   };
   byId("commands").addEventListener("click", ({ target }) => {
-    const action = target.dataset.do, names = targets(), kind = ofJobs() ? "jobs" : "slots";
+    const action = target.dataset.do, names = targets();
     if (!action || !names.length) return;
     put(byId("ask-title"), target.textContent);
     byId("ask-names").replaceChildren(...names.map((name) => make("li", { textContent: name })));
@@ -213,7 +195,7 @@
     byId("ask-yes").onclick = async () => {
       byId("ask").close();
       const amount = action === "cap" ? { amount: byId("amount").value } : {};
-      const sent = source.command(state.run, { do: action, [kind]: names, ...amount });
+      const sent = source.command({ do: action, names, ...amount });
       const answer = await sent.catch((error) => ({ effect: error.message }));
       put(byId("said"), answer.effect);
       show("said", true);
@@ -254,7 +236,6 @@
     r: () => turn({ sort: state.sort.startsWith("-") ? state.sort.slice(1) : `-${state.sort}` }),
     0: () => turn({ sort: "" }),
     s: () => goTo("slots"), d: () => goTo("cards"), e: () => goTo("events"), J: () => goTo("jobs"),
-    R: () => goTo("runs"),
     Escape: () => (state.view === "slots" ? turn({ filter: "" }) : goTo("slots")),
   };
   document.addEventListener("keydown", (event) => {
@@ -270,4 +251,5 @@
   window.addEventListener("hashchange", () => { if (location.hash !== looked) look(); });
   window.addEventListener("resize", () => { drawAll(); drawCourse(true); });
   look();
+  source.follow(on);
 })();

@@ -1,7 +1,7 @@
 "use strict";
 // Where the data come from: a server that tells the document once a second, or, in a report, what
-// is frozen in the file. Both give the same object: `follow` calls back with each document until
-// the function that it returns is called, and `history` gives the course of a slot or of all.
+// is frozen in the file. Both give the same object: `follow` calls back with each document, and
+// `history` gives the course of a slot or of all.
 const openSource = () => {
   const RETRY_MS = 1000;
 
@@ -14,8 +14,8 @@ const openSource = () => {
   };
 
   const live = () => ({
-    follow: (run, on) => {
-      let stream = null, timer = 0, isOver = false;
+    follow: (on) => {
+      let stream = null, timer = 0;
       const close = () => {
         clearTimeout(timer);
         stream?.close();
@@ -23,8 +23,8 @@ const openSource = () => {
       };
       const open = () => {
         close();
-        if (isOver || document.hidden) return;
-        stream = new EventSource(`api/v1/stream?${new URLSearchParams({ run })}`);
+        if (document.hidden) return;
+        stream = new EventSource("api/v1/stream");
         const heard = (name, tell) =>
           stream.addEventListener(name, (event) => tell(JSON.parse(event.data)));
         heard("document", on.document);
@@ -32,8 +32,7 @@ const openSource = () => {
         stream.onerror = async () => {
           close();
           // A stream does not say why it failed; another request does.
-          const failure = await ask("document", { run }).then(() => null, (error) => error);
-          if (isOver) return;
+          const failure = await ask("document", {}).then(() => null, (error) => error);
           if (failure?.status) on.problem(failure.message);
           else if (failure) on.offline();
           timer = setTimeout(open, RETRY_MS);
@@ -41,28 +40,20 @@ const openSource = () => {
       };
       document.addEventListener("visibilitychange", open);
       open();
-      return () => {
-        isOver = true;
-        close();
-        document.removeEventListener("visibilitychange", open);
-      };
     },
     history: (query) => ask("history", query),
-    command: (run, told) => {
+    command: (told) => {
       const id = crypto.getRandomValues(new Uint32Array(4)).join("-");
-      return ask("commands", { run }, { id, ...told });
+      return ask("commands", {}, { id, ...told });
     },
   });
 
   // A report has the courses of the whole run: `last_s` only chooses what is shown of them.
   const frozen = (data) => ({
-    follow: (_run, on) => {
-      on.document(data.document);
-      return () => {};
-    },
-    history: async ({ slot, jobs, last_s: last }) => {
-      const course = slot ? data.slots[slot] : jobs ? data.jobs : data.all;
-      if (!course) throw new Error(`this file has no course of ${slot || "jobs"}`);
+    follow: (on) => on.document(data.document),
+    history: async ({ slot, last_s: last }) => {
+      const course = slot ? data.slots[slot] : data.all;
+      if (!course) throw new Error(`this file has no course of ${slot}`);
       const from = last ? Math.max(course.from, course.to - last) : course.from;
       return { ...course, from };
     },

@@ -1,6 +1,6 @@
 "use strict";
-// Sorts, filters and draws one table of the document. A cell is [text, tone, value]: the text is
-// shown, the value sorted and compared. Text is only ever set as text.
+// Sorts, filters and draws one table of the document. A cell is [text, tone]. Text is only ever set
+// as text.
 const make = (name, props = {}, ...inside) => {
   const made = Object.assign(document.createElement(name), props);
   made.append(...inside);
@@ -13,69 +13,32 @@ const put = (node, text, tone = "") => {
 };
 
 const tables = (() => {
-  const TERM = /(?:"[^"]*"|[^\s"])+/g;
-  const NAMED = /^([A-Za-z_]\w*)(:|<=|>=|!=|=|<|>)(.+)$/s;
-  const NUMBER = /^([+-]?\d*\.?\d+)\s*(%?|b|[kmgt](?:ib)?)$/;
-  const COMPARE = {
-    "<": (one, other) => one < other, "<=": (one, other) => one <= other,
-    ">": (one, other) => one > other, ">=": (one, other) => one >= other,
-    "=": (one, other) => one === other, "!=": (one, other) => one !== other,
-  };
   const MISSING = "–";
   const inOrder = new Intl.Collator("en", { numeric: true });
 
-  // The place of the column with this key or word in its title, or the only one that begins so.
-  const placeOf = (columns, name) => {
-    const words = columns.map(({ key, title }) => [key, ...title.split(" ")])
-      .map((all) => all.map((word) => word.toLowerCase()));
-    const exact = words.findIndex(([key]) => key === name);
-    if (exact >= 0) return exact;
-    const begun = [...words.keys()].filter((at) => words[at].some((one) => one.startsWith(name)));
-    if (begun.length === 1) return begun[0];
-    const known = columns.map(({ key }) => key).join(", ");
-    throw new Error(`the filter names no column ${name}; there are ${known}`);
-  };
-  // Bytes are compared with the value, which is in bytes, other numbers with what is shown.
-  const numberTest = (at, sign, wanted) => {
-    const [, digits, unit] = NUMBER.exec(wanted) || [];
-    if (digits === undefined) throw new Error(`the filter compares with ${wanted}, no number`);
-    const power = "bkmgt".indexOf(unit[0] || " ");
-    const number = Number(digits) * 1024 ** Math.max(0, power);
-    return ({ cells: { [at]: [text, , value] } }) => {
-      const known = power >= 0 || text.includes(":") ? value : Number.parseFloat(text);
-      return Number.isFinite(known) && COMPARE[sign](known, number);
-    };
-  };
-  const testOf = (columns, term) => {
-    const bare = term.replace(/^!/, "").replaceAll('"', "").toLowerCase();
-    const [, name, sign, wanted] = NAMED.exec(bare) || [];
-    const texts = (row) => [row.key, row.reason, ...row.cells.map(([text]) => text)];
-    let test = (row) => texts(row).some((text) => text.toLowerCase().includes(bare));
-    if (name === "reason") test = (row) => row.reason.toLowerCase().includes(wanted);
-    else if (name) {
-      const at = placeOf(columns, name);
-      if (sign === ":") test = (row) => row.cells[at][0].toLowerCase().includes(wanted);
-      else test = numberTest(at, sign, wanted);
-    }
-    return term.startsWith("!") ? (row) => !test(row) : test;
+  // The rows in which each word of a filter stands, and none with a "!" before it.
+  const filtered = ({ rows }, filter) => {
+    const words = filter.toLowerCase().split(/\s+/).filter((word) => word.replace("!", ""));
+    return rows.filter(({ key, reason, cells }) => {
+      const text = [key, reason, ...cells.map(([shown]) => shown)].join("\n").toLowerCase();
+      return words.every((word) => (word.startsWith("!")
+        ? !text.includes(word.slice(1)) : text.includes(word)));
+    });
   };
 
-  // The rows that match all terms of a filter; a filter that makes no sense is an Error.
-  const filtered = ({ columns, rows }, filter) => {
-    const tests = (filter.match(TERM) || []).map((term) => testOf(columns, term));
-    return rows.filter((row) => tests.every((test) => test(row)));
-  };
-
+  // A clock counts in seconds; of "3/4" the first number counts.
+  const number = (text) => (text.includes(":")
+    ? text.split(":").reduce((all, part) => 60 * all + Number.parseFloat(part), 0)
+    : Number.parseFloat(text.replace("<", "")));
   // Numbers from the largest, words from A, turned round by "-"; unknown ones stay last.
   const sorted = ({ columns }, rows, sort) => {
     const at = columns.findIndex(({ key }) => key === sort.replace(/^-/, ""));
     if (at < 0) return rows;
     const turn = sort.startsWith("-") ? -1 : 1;
-    const value = (row) => row.cells[at][2];
     return [...rows].sort((one, other) => {
-      const [first, second] = [value(one), value(other)];
-      if (first === null || second === null) return (first === null) - (second === null);
-      if (typeof first === "number") return turn * (second - first);
+      const [first, second] = [one.cells[at][0], other.cells[at][0]];
+      if ([first, second].includes(MISSING)) return (first === MISSING) - (second === MISSING);
+      if (columns[at].numeric) return turn * (number(second) - number(first));
       return turn * inOrder.compare(first, second);
     });
   };

@@ -1,0 +1,322 @@
+"""The levers that `tune` measures, as data; and what a measurement of one is called. Pure.
+
+A lever is a key of `train:` with the values that are tried. Off is what the user's own file says,
+and on another value. To add a lever, add a line to `_LEVERS`. Whether this machine can run it is
+told by the kind of device, or by the process that tries it.
+
+Each round gives one ratio of speeds: a turn of the lever against the turn of the baseline beside
+it. Who begins changes with each round (A B B A ...), so that a machine that becomes slower favours
+neither. Does not measure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from statistics import NormalDist, median
+from typing import Any, Final
+
+from orchestrator.errors import UsageError
+from workers.training.settings import TrainSettings
+from workers.tuning.messages import Turn
+
+#: A share of the speed: differences of at most this count as none.
+RESOLVE: Final = 0.02
+
+#: The probability with which the interval of a lever holds its true value, as standard deviations.
+_SIGMAS: Final = NormalDist().inv_cdf(1 - 0.05 / 2)
+
+#: Fewer rounds have no interval of that probability.
+LEAST_ROUNDS: Final = 6
+
+#: Of the losses, relative: for levers that add in another order and change nothing else.
+EXACT_GAP: Final = 1e-6
+#: For levers that compute in another arithmetic. Measured in a small training over 100 steps: bf16
+#: against fp32 differs by 2.5e-4, 8-bit AdamW by 5.9e-4, and another seed by 1.8e-2.
+NUMERIC_GAP: Final = 5e-3
+
+#: Peaks of equal arms differ by up to 5 % on a CPU (measured), and by nothing on a card.
+_SAME_BYTES: Final = 0.05
+
+
+class LeverVerdict(StrEnum):
+    """What a measurement says of a lever."""
+
+    FASTER = "FASTER"
+    """The whole interval is above 1.0 by more than `RESOLVE`."""
+    LESS_MEMORY = "LESS MEMORY"
+    """Its peak is at least 5 % lower. It may be slower: the interval says by how much."""
+    NO_DIFFERENCE = "NO DIFFERENCE"
+    """The whole interval is within `RESOLVE` of 1.0."""
+    SLOWER = "SLOWER"
+    TOO_FEW_ROUNDS = "TOO FEW ROUNDS"
+    """There is no interval yet, or it is too wide to tell."""
+    BROKEN = "BROKEN"
+    """It changes the losses of the training more than its parity class allows."""
+    UNAVAILABLE = "UNAVAILABLE"
+    """This machine or this version cannot run it."""
+
+
+class ParityClass(StrEnum):
+    """How much of the training's losses a lever may change."""
+
+    EXACT = "exact"
+    NUMERIC = "numeric"
+    OBJECTIVE = "objective"
+    """It changes what is trained, so losses are not compared, and it is never chosen."""
+
+
+#: What tuned.yaml may get.
+CHOSEN: Final = frozenset({ParityClass.EXACT, ParityClass.NUMERIC})
+
+_REASONS: Final = {
+    LeverVerdict.TOO_FEW_ROUNDS: "the interval is too wide to tell; give it a longer --budget",
+    LeverVerdict.BROKEN: "the losses of its first steps are others than the baseline's",
+}
+
+#: Of `tune --json`, in this order; `None` means not known.
+KEYS: Final = (
+    "lever", "setting", "verdict", "reason", "speed_ratio", "speed_low", "speed_high", "rounds",
+    "peak_bytes", "baseline_peak_bytes", "parity_class", "loss_gap",
+)  # fmt: skip
+
+
+@dataclass(slots=True, kw_only=True)
+class Trial:
+    """Some keys at other values than the baseline has, and what that brings."""
+
+    lever: str
+    """The key of `train:`; `workers` of matmul."""
+    setting: str
+    changes: Mapping[str, Any]
+    parity_class: ParityClass | None = None
+    """`None`: nothing is trained."""
+    copies: int = 1
+    """Workers at once."""
+    verdict: LeverVerdict = LeverVerdict.TOO_FEW_ROUNDS
+    """UNAVAILABLE from the beginning where this kind of device cannot run it."""
+    reason: str = "not begun before the tuning ended; give it a longer --budget"
+    speeds: list[tuple[float, float]] = field(default_factory=list)
+    """Of each round, the lever's and the baseline's: samples a second, or tokens where lengths
+    differ; for matmul 10^9 operations.
+    """
+    speed_ratio: float | None = None
+    """The lever's speed divided by the baseline's of the same round: the median over all pairs of
+    rounds.
+    """
+    speed_low: float | None = None
+    speed_high: float | None = None
+    """With `speed_low` the interval of `speed_ratio`; `None` with too few rounds for any."""
+    loss_gap: float | None = None
+    """The largest relative difference of the losses of the first steps to the baseline's."""
+    peak_bytes: int = 0
+    """The highest use of the device by tensors in a step."""
+    baseline_peak_bytes: int = 0
+
+    @property
+    def name(self) -> str:
+        """What people and files call it."""
+        return f"{self.lever}={self.setting}"
+
+    @property
+    def rounds(self) -> int:
+        """Pairs of a turn of the lever and one of the baseline."""
+        return len(self.speeds)
+
+    def take(self, own: Turn, baseline: Turn) -> None:
+        """Take in a round."""
+        self.speeds.append((own.speed, baseline.speed))
+        self.peak_bytes = max(self.peak_bytes, own.peak_bytes)
+        self.baseline_peak_bytes = max(self.baseline_peak_bytes, baseline.peak_bytes)
+        if self.parity_class in CHOSEN:
+            self.loss_gap = parity_gap(own.losses, baseline.losses)
+
+    def judge(self, lost: str | None, *, in_fp32: bool) -> None:
+        """Set the figures of its speed, the verdict, and the reason.
+
+        Args:
+            lost: Why its process, or the baseline's, could not go on.
+            in_fp32: Whether the baseline computes in fp32. With another number type, also sums in
+                another order differ by as much as number types do.
+        """
+        self._set_speed()
+        most_gap = EXACT_GAP if self.parity_class is ParityClass.EXACT and in_fp32 else NUMERIC_GAP
+        is_other = self.loss_gap is None or self.loss_gap > most_gap
+        self.verdict = self._of_speed()
+        if lost is not None:
+            self.verdict = LeverVerdict.UNAVAILABLE
+        elif self.rounds and self.parity_class in CHOSEN and is_other:
+            self.verdict = LeverVerdict.BROKEN
+        self.reason = lost or _REASONS.get(self.verdict, "")
+
+    def _set_speed(self) -> None:
+        """Set the estimate of Hodges and Lehmann, and Tukey's interval, between two of the Walsh
+        averages: the values that Wilcoxon's signed-rank test does not reject (Hollander, Wolfe,
+        Chicken: Nonparametric Statistical Methods, 3rd edition, 3.2 and 3.3).
+
+        It asks for no distribution but a symmetric one, which the logarithm of a ratio of two equal
+        arms has. With 20 rounds it finds twice as many levers of 5 % as the interval of the plain
+        median (simulated).
+        """
+        logs = [math.log(own / other) for own, other in self.speeds]
+        walsh = sorted(
+            (one + other) / 2 for place, one in enumerate(logs) for other in logs[place:]
+        )
+        self.speed_ratio = math.exp(median(walsh)) if walsh else None
+        if self.rounds >= LEAST_ROUNDS:
+            # The normal approximation of the statistic, which is exact to one rank from 6 on.
+            deviation = math.sqrt(len(walsh) * (2 * self.rounds + 1) / 12)
+            left_out = math.floor(len(walsh) / 2 - _SIGMAS * deviation - 0.5)
+            self.speed_low = math.exp(walsh[left_out])
+            self.speed_high = math.exp(walsh[-1 - left_out])
+
+    def _of_speed(self) -> LeverVerdict:
+        low, high = self.speed_low, self.speed_high
+        if low is None or high is None:
+            return LeverVerdict.TOO_FEW_ROUNDS
+        takes_less = self.peak_bytes < (1 - _SAME_BYTES) * self.baseline_peak_bytes
+        found = {
+            LeverVerdict.FASTER: low > 1 + RESOLVE,
+            LeverVerdict.LESS_MEMORY: takes_less and self.parity_class is not None,
+            LeverVerdict.SLOWER: high < 1 - RESOLVE,
+            LeverVerdict.NO_DIFFERENCE: low >= 1 - RESOLVE and high <= 1 + RESOLVE,
+        }
+        return next((each for each, is_so in found.items() if is_so), LeverVerdict.TOO_FEW_ROUNDS)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as `tune --json` prints it."""
+        return {key: getattr(self, key) for key in KEYS}
+
+
+def parity_gap(losses: Sequence[float], baseline: Sequence[float]) -> float | None:
+    """Return the largest relative difference of losses; `None` if there is none, or no number."""
+    pairs = zip(losses, baseline, strict=False)
+    gaps = [abs(one - other) / max(abs(other), 1e-12) for one, other in pairs]
+    return max(gaps) if gaps and all(map(math.isfinite, gaps)) else None
+
+
+def chosen_of(trials: Sequence[Trial]) -> list[Trial]:
+    """Return what tuned.yaml gets, the fastest first, one for each key: what is faster, or takes
+    less memory and is surely no slower, and trains the same.
+    """
+    taken: list[Trial] = []
+    for trial in sorted(trials, key=lambda trial: -(trial.speed_ratio or 0.0)):
+        is_less = trial.verdict is LeverVerdict.LESS_MEMORY
+        helps = trial.verdict is LeverVerdict.FASTER or (
+            is_less and (trial.speed_low or 0.0) >= 1 - RESOLVE
+        )
+        is_free = not any(trial.changes.keys() & other.changes.keys() for other in taken)
+        if helps and is_free and trial.parity_class in CHOSEN:
+            taken.append(trial)
+    return taken
+
+
+@dataclass(frozen=True, slots=True)
+class _Lever:
+    key: str
+    usual: Any
+    """What a training has without the lever, and what `auto` stands for."""
+    values: Sequence[Any]
+    parity: ParityClass
+    on_cards: Sequence[Any] = ()
+    """The values that say nothing without a card."""
+    beside: Mapping[str, Any] | None = None
+    """Other keys without which it does nothing."""
+
+
+_EXACT, _NUMERIC, _OBJECTIVE = ParityClass.EXACT, ParityClass.NUMERIC, ParityClass.OBJECTIVE
+
+#: In the order in which they are measured: first those of which most is expected.
+_LEVERS: Final = (
+    _Lever("precision", "fp32", ("bf16", "tf32", "fp16"), _NUMERIC, ("tf32",)),
+    _Lever("optimizer", "adamw-foreach", ("adamw-fused", "adamw-loop", "adamw-8bit"), _NUMERIC),
+    _Lever("recompute", "none", ("all",), _EXACT),
+    _Lever("activations_on_host", False, (True,), _EXACT),
+    _Lever("states_on_host", 0, (50, 100), _EXACT),
+    _Lever("attention", "auto", ("math", "efficient", "flash", "cudnn"), _NUMERIC, ("cudnn",)),
+    _Lever("channels_last", False, (True,), _NUMERIC),
+    _Lever("loader_workers", 0, (1, 2), _EXACT),
+    _Lever("prefetch", 2, (4,), _EXACT, beside={"loader_workers": 1}),
+    _Lever("pin", True, (False,), _EXACT, (True, False)),
+    _Lever("ram_cache", False, (True,), _EXACT),
+    _Lever("bucketing", False, (True,), _OBJECTIVE),
+    _Lever("packing", False, (True,), _OBJECTIVE),
+    _Lever("adapter", "none", ("lora", "dora"), _OBJECTIVE),
+    _Lever("ema_decay", None, (0.99,), _OBJECTIVE),
+    _Lever("ema_on", "device", ("host",), _OBJECTIVE, beside={"ema_decay": 0.99}),
+    _Lever("dropout", 0.0, (0.1,), _OBJECTIVE),
+    _Lever("label_smoothing", 0.0, (0.1,), _OBJECTIVE),
+    _Lever("r_drop", 0.0, (0.5,), _OBJECTIVE, beside={"dropout": 0.1}),
+    _Lever("layer_decay", 1.0, (0.9,), _OBJECTIVE),
+    _Lever("deterministic", False, (True,), _NUMERIC),
+    _Lever("compile", "off", ("block", "model"), _NUMERIC),
+)
+
+#: Values of a key with which it is off, so that a lever that needs it brings it along.
+_OFF: Final = (None, False, 0, "off", "none")
+
+
+def train_trials(train: TrainSettings, *, on_card: bool) -> list[Trial]:
+    """Return one trial for each lever and value that is not the user's own."""
+    batch = train.batch
+    micro = _Lever("micro", batch, [size for size in (batch // 2, batch // 4) if size], _EXACT)
+    more = _Lever("batch", batch, (batch + batch // 2, 2 * batch), _OBJECTIVE)
+    return [
+        trial
+        for lever in (micro, *_LEVERS, more)
+        for trial in _trials_of(lever, train.model_dump(), on_card=on_card)
+    ]
+
+
+def for_rehearsal(trials: Sequence[Trial]) -> list[Trial]:
+    """Return one value of each key that tuned.yaml may get and that is quick to begin: what fits
+    into minutes on two cores.
+    """
+    first: dict[str, Trial] = {}
+    for trial in trials:
+        is_possible = trial.verdict is not LeverVerdict.UNAVAILABLE
+        if trial.parity_class in CHOSEN and is_possible and trial.lever != "compile":
+            first.setdefault(trial.lever, trial)
+    return list(first.values())
+
+
+def named(trials: Sequence[Trial], names: Sequence[str]) -> list[Trial]:
+    """Return the trials that are named, by key or by `key=value`; all if none is named.
+
+    Raises:
+        UsageError: A name fits no lever.
+    """
+    valid = {name for each in trials for name in (each.lever, each.name)}
+    if unknown := [name for name in names if name not in valid]:
+        keys = ", ".join(dict.fromkeys(each.lever for each in trials))
+        raise UsageError(
+            f"--levers names {unknown[0]!r}, which is none; valid: {keys}, or one as KEY=VALUE"
+        )
+    return [each for each in trials if not names or {each.lever, each.name} & {*names}]
+
+
+def _trials_of(lever: _Lever, own: Mapping[str, Any], *, on_card: bool) -> Iterator[Trial]:
+    now = own.get(lever.key)
+    for value in (lever.usual, *lever.values):
+        is_usual = value == lever.usual
+        if now == value or (now == "auto" and is_usual):
+            continue
+        needed = {} if is_usual else lever.beside or {}
+        beside = {key: other for key, other in needed.items() if own.get(key) in _OFF}
+        words = [_text_of(value), *(f"{key} {_text_of(other)}" for key, other in beside.items())]
+        trial = Trial(
+            lever=lever.key,
+            setting=" with ".join(words),
+            changes={**beside, lever.key: value},
+            parity_class=lever.parity,
+        )
+        if value in lever.on_cards and not on_card:
+            trial.verdict = LeverVerdict.UNAVAILABLE
+            trial.reason = "it says nothing without a card, and this device is the CPU"
+        yield trial
+
+
+def _text_of(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) or value is None else str(value)

@@ -1,0 +1,308 @@
+"""The verb `tune`: each lever against the user's own settings, in turns of processes that stay.
+
+    STATE/tunings/ID/tune.json     header and rows, as `tune --json` prints them
+    STATE/tunings/ID/tuned.yaml    the configuration with the settings that help
+    STATE/tunings/ID/arms.log      what the processes printed
+
+The baseline's process stays for the whole tuning, and that of a lever for its rounds. A process
+that refuses, dies or hangs costs its lever, and never the tuning. A result holds for one card,
+driver, torch and model. Decides no verdict (`levers`).
+"""
+
+from __future__ import annotations
+
+import secrets
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any, Final
+
+from orchestrator.config.load import dump_config
+from orchestrator.config.schema import Config
+from orchestrator.core.placement import plan_slots
+from orchestrator.errors import UsageError, one_line
+from orchestrator.lab import levers
+from orchestrator.lab.levers import LEAST_ROUNDS, LeverVerdict, Trial, chosen_of
+from orchestrator.record.summary import summary_text
+from orchestrator.run.environment import in_rehearsal, on_this_machine
+from workers.files import replace_whole
+from workers.learned_limits import default_path
+from workers.settings import ASSUMED_CONTEXT_BYTES
+from workers.tuning.messages import ArmSpec, Refused, Turn, fork_context, run_arm
+from workers.units import MIB
+
+#: How long a tuning takes that is given no budget, and a rehearsal of one.
+_USUAL_S: Final = 900.0
+_REHEARSAL_S: Final = 270.0
+
+#: A process that is told to end has so long for it.
+_END_S: Final = 5.0
+
+#: For an answer of an arm; the longest compilation that was measured took 170 s.
+_PATIENCE_S: Final = 300.0
+
+#: Beside other programs, ratios of turns of 2.5 s scattered twice as far as those of 0.5 s
+#: (measured).
+_TURN_S: Final = 0.3
+
+#: An interval of so many rounds of 5 % of noise is 1 % wide on either side.
+_MOST_ROUNDS: Final = 120
+
+
+class ArmError(Exception):
+    """An arm refused, died, or did not answer."""
+
+
+class _Arm:
+    """One process, or several that work at the same time."""
+
+    def __init__(self, spec: ArmSpec, copies: int = 1) -> None:
+        context = fork_context()
+        self._members = []
+        for _ in range(copies):
+            ours, theirs = context.Pipe()
+            # Not a daemon: those may have no children, and a loader has some. It ends when the
+            # connection does.
+            process = context.Process(target=run_arm, args=(theirs, spec), name=spec.spec.slot)
+            process.start()
+            theirs.close()
+            self._members.append((ours, process))
+
+    def turn(self) -> Turn:
+        """Have all of its processes work together; speeds and memory are added.
+
+        Raises:
+            ArmError: One cannot, or has ended.
+        """
+        turns: list[Turn] = []
+        for connection, _ in self._members:
+            with suppress(BrokenPipeError, ConnectionResetError):  # its last words can be received
+                connection.send(_TURN_S)
+        for connection, process in self._members:
+            try:
+                if not connection.poll(_PATIENCE_S):
+                    raise ArmError(f"it gave no answer for {_PATIENCE_S:.0f} s")
+                answer = connection.recv()
+            except (EOFError, ConnectionResetError) as error:
+                process.join(_END_S)
+                code = process.exitcode or 0
+                how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+                raise ArmError(f"its process was ended by {how}") from error
+            if isinstance(answer, Refused):
+                raise ArmError(answer.reason)
+            turns.append(answer)
+        speed, peak_bytes = (
+            sum(each.speed for each in turns),
+            sum(each.peak_bytes for each in turns),
+        )
+        return replace(turns[0], speed=speed, peak_bytes=peak_bytes)
+
+    def close(self) -> None:
+        """Close the connections, which ends the processes once their turn is over, or kill them."""
+        for connection, _ in self._members:
+            connection.close()
+        for _, process in self._members:
+            process.join(_END_S)
+            if process.is_alive():
+                process.kill()
+                process.join(_END_S)
+
+
+class Tuning:
+    """One tuning: what is tuned, then what was found."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        rehearse: bool,
+        budget_s: float | None,
+        names: Sequence[str],
+        workload: str = "train",
+    ) -> None:
+        """Take what a command line asks for, and make the folder. Nothing is measured yet.
+
+        Args:
+            config: The user's, with overrides.
+            rehearse: Whether it has the memory of a rehearsal's worker, and few levers.
+            budget_s: How long it may take; `None`: as long as is usual.
+            names: Of levers; without any, all.
+            workload: `train` or `matmul`.
+
+        Raises:
+            UsageError: A lever is named that there is none of, or this machine leaves a worker no
+                memory.
+        """
+        if workload not in {"train", "matmul"}:
+            raise UsageError(f"--workload {workload} has no levers; valid: train, matmul")
+        self._config = config
+        environment = in_rehearsal(config) if rehearse else on_this_machine(config)
+        spec = plan_slots(environment.config, environment.target)[0].spec
+        on_card = spec.device == "cuda"
+        if on_card:  # the arm that waits keeps its context on the card
+            room_bytes = spec.card_budget_bytes - ASSUMED_CONTEXT_BYTES
+            spec = replace(spec, budget_bytes=max(1, min(spec.budget_bytes, room_bytes)))
+        self.trains, train = workload == "train", environment.config.train
+        if rehearse and not on_card:
+            # Without units for bf16 a step in it takes six times as long (measured).
+            train = train.model_copy(update={"precision": "fp32"})
+        self._own = train.model_dump()
+        work = replace(spec.workload, name=workload)
+        work = work if self.trains else replace(work, dtype="fp32")
+        self._spec = replace(spec, duty=None, workload=work)
+        several = [Trial(lever="workers", setting=str(n), changes={}, copies=n) for n in (2, 3)]
+        known = levers.train_trials(train, on_card=on_card) if self.trains else several
+        self.trials = levers.named(known, names)
+        if rehearse and self.trains and not names:
+            self.trials = levers.for_rehearsal(self.trials)
+        self._began_s = time.monotonic()
+        budget_s = budget_s or (_REHEARSAL_S if rehearse else _USUAL_S)
+        # The levers share the first part; what is left is for those that lack rounds then.
+        self._shared_s, self._last_s = (self._began_s + part * budget_s for part in (0.85, 1.0))
+        tune_id = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+        self.folder = default_path().parent / "tunings" / tune_id
+        self.folder.mkdir(mode=0o700, parents=True)
+        self._arm: _Arm | None = None
+        """Of the baseline."""
+        self.result: dict[str, Any] = {}
+        """As `tune --json` prints it, once it has run."""
+
+    def run(self, say: Callable[[str], None]) -> bool:
+        """Measure, write the files, and return whether all of it was measured.
+
+        Ctrl-C ends the measuring; what is known until then is the result. `say` is told each row.
+
+        Raises:
+            UsageError: The user's own settings cannot be measured here.
+        """
+        possible = [each for each in self.trials if each.verdict is not LeverVerdict.UNAVAILABLE]
+        is_whole = False
+        try:
+            subject = self._baseline().subject
+            for place, trial in enumerate(possible):
+                self._measure(trial, 1 / (len(possible) - place))
+                left_s = max(0.0, self._last_s - time.monotonic())
+                say(f"{trial.name}: {trial.verdict}, {left_s:.0f} s left")
+            is_whole = True
+        except ArmError as error:
+            raise UsageError(
+                f"your settings cannot be measured here: {one_line(str(error))}; see "
+                f"{self.folder / 'arms.log'}"
+            ) from error
+        except KeyboardInterrupt:
+            if not any(trial.rounds for trial in possible):
+                raise
+        finally:
+            self._close()
+        self._write(subject, chosen_of(possible), is_whole=is_whole)
+        return is_whole
+
+    def _spec_of(self, trial: Trial | None) -> ArmSpec:
+        """Return the arm of a lever, or of the baseline."""
+        name, changes = ("baseline", {}) if trial is None else (trial.name, trial.changes)
+        return ArmSpec(
+            spec=replace(self._spec, slot=f"tune/{name}"),
+            log=self.folder / "arms.log",
+            settings={**self._own, **changes} if self.trains else {},
+        )
+
+    def _baseline(self) -> Turn:
+        """Return a turn of the baseline, whose process is started if there is none."""
+        try:
+            self._arm = self._arm or _Arm(self._spec_of(None))
+            return self._arm.turn()
+        except ArmError as error:
+            self._close()
+            raise ArmError(f"the baseline: {error}") from error
+
+    def _close(self) -> None:
+        if self._arm is not None:
+            self._arm.close()
+        self._arm = None
+
+    def _measure(self, trial: Trial, share: float) -> None:
+        """Measure a lever for a share of the time that is left, and judge it.
+
+        Nothing but the clock ends the rounds: an interval that is looked at again and again until
+        it pleases holds less than it promises.
+        """
+        lost, now_s = None, time.monotonic()
+        until_s = now_s + share * (self._shared_s - now_s)
+        if now_s >= self._last_s:
+            return
+        arm = _Arm(self._spec_of(trial), trial.copies)
+        try:
+            while trial.rounds < _MOST_ROUNDS and time.monotonic() < (
+                until_s if trial.rounds >= LEAST_ROUNDS else self._last_s
+            ):
+                # Who begins changes with each round.
+                if trial.rounds % 2:
+                    own, other = arm.turn(), self._baseline()
+                else:
+                    other, own = self._baseline(), arm.turn()
+                trial.take(own, other)
+        except ArmError as error:
+            lost = str(error)
+        finally:  # what was measured before Ctrl-C counts
+            arm.close()
+            if lost or trial.rounds:
+                trial.judge(lost, in_fp32=self._own["precision"] == "fp32")
+
+    def _write(
+        self, subject: Mapping[str, str | None], chosen: Sequence[Trial], *, is_whole: bool
+    ) -> None:
+        changes = {key: value for each in chosen for key, value in each.changes.items()}
+        self.result = {
+            "schema": 4,
+            "tune_id": self.folder.name,
+            # What it holds for.
+            **subject,
+            "model": self._own["preset"] if self.trains else "matmul",
+            "duration_s": round(time.monotonic() - self._began_s, 1),
+            "whole": is_whole,
+            "rows": [trial.to_json() for trial in self.trials],
+            "chosen": changes,
+        }
+        replace_whole(self.folder / "tune.json", summary_text(self.result))
+        if self.trains:
+            train = self._config.train.model_copy(update=changes)
+            tuned = dump_config(self._config.model_copy(update={"train": train}))
+            notes = "".join(f"# {trial.name}: {_figures(trial)}\n" for trial in chosen)
+            replace_whole(self.folder / "tuned.yaml", notes + tuned)
+
+    def text(self) -> str:
+        """Return what people read: the rows, what helps first, then what was chosen."""
+        head = "Tuning {tune_id}: {model} on {device}, {duration_s:.0f} s".format_map(self.result)
+        order = list(LeverVerdict)
+        rows = sorted(
+            self.trials, key=lambda row: (order.index(row.verdict), -(row.speed_ratio or 0))
+        )
+        lines = [head, "", *(f"{row.verdict:14}  {row.name}: {_figures(row)}" for row in rows)]
+        if self.trains:
+            chosen = ", ".join(f"{key} {value}" for key, value in self.result["chosen"].items())
+            lines += ["", f"Chosen: {chosen or 'your own settings stay'}"]
+            lines += [f"Your configuration with these settings: {self.folder / 'tuned.yaml'}"]
+        return "\n".join(lines)
+
+
+def names_in(text: str) -> list[str]:
+    """Return the names in a text such as `precision, optimizer=adamw-fused`."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _figures(trial: Trial) -> str:
+    """Return what was measured of a lever, and the reason of its verdict if that has one."""
+    words = [trial.reason]
+    if trial.speed_low is not None:
+        speed = (
+            f"{trial.speed_ratio:.3f} x the speed ({trial.speed_low:.3f} to {trial.speed_high:.3f})"
+        )
+        delta_bytes = trial.peak_bytes - trial.baseline_peak_bytes
+        words = [
+            f"{speed}, peak {trial.peak_bytes / MIB:.1f} MiB ({delta_bytes / MIB:+.1f})",
+            *words,
+        ]
+    return "; ".join(filter(None, words))

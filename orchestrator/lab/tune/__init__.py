@@ -1,1 +1,0 @@
-"""`tune`: what each setting of a training brings on this machine."""

@@ -1,0 +1,217 @@
+"""`top`: a run on the whole terminal, read once a second until the person leaves.
+
+It only looks: verbs and the page give orders. Tables of slots, cards and jobs are made elsewhere,
+those of events and alerts here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import ClassVar, Final, Literal
+
+from rich.text import Text
+from textual.app import App, ComposeResult
+from textual.binding import Binding, BindingType
+from textual.widgets import DataTable, Static
+
+from orchestrator.errors import ArchiveError
+from orchestrator.record.events import StoredEvent
+from orchestrator.view.alerts import Alert
+from orchestrator.view.cells import SEPARATOR, clean, clock, shorten
+from orchestrator.view.document import event_line, mark
+from orchestrator.view.health import header_lines
+from orchestrator.view.jobs import current, jobs_table
+from orchestrator.view.look import Look, Watch
+from orchestrator.view.slots import cards_table, slots_table
+from orchestrator.view.tables import Column, Table, TableRow, row_of
+from orchestrator.view.terminal import STYLES, cell_text, fitting
+
+_LOOK_EVERY_S: Final = 1.0
+_HEADER_SHARE: Final = 4
+"""Of the lines of the terminal, one in so many may be of the header."""
+#: Their keys are those of an event in the document.
+_EVENTS: Final = (
+    Column(key="time", title="time"),
+    Column(key="slot", title="slot"),
+    Column(key="words", title="event"),
+    Column(key="text", title="details"),
+)
+_ALERTS: Final = (
+    Column(key="severity", title="severity"),
+    Column(key="for", title="for", numeric=True),
+    Column(key="text", title="what is wrong; below, what to do"),
+)
+_NO_QUEUE: Final = Table(
+    name="jobs", columns=(Column(key="job", title="this run has no queue of jobs"),), rows=()
+)
+
+
+class Rows(DataTable[Text]):
+    """A table with a cursor, which stays with its row while the rows move."""
+
+    def __init__(self) -> None:
+        super().__init__(cursor_type="row")
+        self._shown: tuple[Table, int] | None = None
+        """What was drawn last, and in which width."""
+
+    @property
+    def row(self) -> TableRow | None:
+        """The row under the cursor."""
+        rows = () if self._shown is None else self._shown[0].rows
+        return rows[self.cursor_row] if 0 <= self.cursor_row < len(rows) else None
+
+    def show(self, table: Table, width: int) -> None:
+        """Draw a table within a width, if it is another one than before."""
+        if (table, width) == self._shown:
+            return
+        row, line, first = self.row, self.cursor_row, self.scroll_offset.y
+        widths = fitting(table, width - 2 * self.cell_padding)
+        columns = {at: table.columns[at] for at in widths}
+        has_units = any(column.unit for column in columns.values())
+        self.clear(columns=True)
+        self.header_height = 2 if has_units else 1
+        for at, column in columns.items():
+            title = f"{column.title}\n{column.unit}" if has_units else column.title
+            side: Literal["left", "right"] = "right" if column.numeric else "left"
+            self.add_column(Text(title, justify=side), width=widths[at])
+        self.add_rows(
+            [cell_text(table, at, row.cells[at], cells) for at, cells in widths.items()]
+            for row in table.rows
+        )
+        self._shown = table, width
+        self.scroll_to(y=first, animate=False)
+        keys = [each.key for each in table.rows]
+        line = keys.index(row.key) if row is not None and row.key in keys else line
+        self.move_cursor(row=max(0, min(line, len(keys) - 1)), animate=False)
+
+
+class Top(App[None]):
+    """Follows one run folder."""
+
+    CSS = """
+    Screen, Static, DataTable { background: ansi_default; color: ansi_default; }
+    #above, #below { height: auto; }
+    DataTable { height: 1fr; scrollbar-size: 0 0; }
+    DataTable > .datatable--header { background: ansi_default; text-style: dim; }
+    DataTable > .datatable--cursor, DataTable:focus > .datatable--cursor {
+        background: ansi_default; color: ansi_default; text-style: reverse;
+    }
+    """
+    ENABLE_COMMAND_PALETTE = False
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("q,ctrl+c", "quit", priority=True),
+        Binding("escape", "page('slots')"),
+        Binding("a", "page('alerts')"),
+        Binding("d", "page('cards')"),
+        Binding("e", "page('events')"),
+        Binding("J", "page('jobs')"),
+    ]
+    KEYS = "a alerts, d cards, e events, J jobs, esc back, q leave"
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(ansi_color=True)
+        self._watch = Watch(folder)
+        self._look: Look | None = None
+        self._page = "slots"
+        self._failure = ""
+        """Why the last look found nothing."""
+        self._rows = Rows()
+        self._above, self._below = Static(id="above"), Static(id="below")
+
+    def compose(self) -> ComposeResult:
+        """Lay the screen out, see Textual."""
+        yield from (self._above, self._rows, self._below)
+
+    def on_mount(self) -> None:
+        """Begin to follow."""
+        self._rows.focus()
+        self.set_interval(_LOOK_EVERY_S, self.look)
+        self.call_after_refresh(self.look)
+
+    def on_resize(self) -> None:
+        """Lay out anew."""
+        self.call_after_refresh(self.draw)
+
+    def look(self) -> None:
+        """Read the run folder, and draw what is new."""
+        try:
+            self._look, self._failure = self._watch.look(), ""
+        except ArchiveError as failure:
+            self._failure = str(failure)
+        self.draw()
+
+    def draw(self) -> None:
+        """Draw the header, the table, why the row under the cursor is so, and the keys."""
+        look, width = self._look, max(20, self.size.width)
+        if not self._rows.is_attached:
+            return  # the app is about to end
+        if look is None:
+            self._below.update(Text(clean(self._failure)))
+            return
+        above = _header(look, width)[: max(1, self.size.height // _HEADER_SHARE)]
+        self._above.update(Text("\n").join(above))
+        self._rows.show(self._table(look), width)
+        reason, row = Text(), self._rows.row
+        if row is not None and row.reason:
+            reason = Text(clean(f"{row.key}: {row.reason}"), STYLES[row.tone])
+        said = SEPARATOR.join((mark(look.frame)[0], clean(self._failure) or self.KEYS))
+        below = [reason, Text(said, "dim")]
+        for line in below:
+            line.truncate(width, overflow="ellipsis")
+        self._below.update(Text("\n").join(below))
+
+    def action_page(self, name: str) -> None:
+        """Open a page."""
+        self._page = name
+        self.draw()
+
+    def on_data_table_row_highlighted(self) -> None:
+        """Say why the row that is now under the cursor is as it is."""
+        self.call_after_refresh(self.draw)
+
+    def _table(self, look: Look) -> Table:
+        """Return what the page shows."""
+        frame = look.frame
+        match self._page:
+            case "cards":
+                return cards_table(frame.snapshot)
+            case "alerts":
+                return _alerts_table(look.alerts, time.time())
+            case "events":
+                return _events_table(frame.events)
+            case "jobs":
+                return (
+                    _NO_QUEUE
+                    if frame.queue is None
+                    else jobs_table(frame.queue, current(frame.queue))
+                )
+        return slots_table(frame.snapshot)
+
+
+def _header(look: Look, width: int) -> list[Text]:
+    """Return the worst alert, and what stands above every table of a run."""
+    lines = header_lines(look.frame.snapshot, width)
+    if not look.alerts:
+        return lines
+    worst, *others = look.alerts
+    more = f" (and {len(others)} more)" if others else ""
+    return [Text(shorten(f"! {worst.text}", width - len(more)) + more, STYLES[worst.tone]), *lines]
+
+
+def _events_table(events: Sequence[StoredEvent]) -> Table:
+    """Return events, the newest first."""
+    rows = (row_of(_EVENTS, str(event.number), event_line(event)) for event in reversed(events))
+    return Table(name="events", columns=_EVENTS, rows=tuple(rows))
+
+
+def _alerts_table(alerts: Sequence[Alert], now_unix_s: float) -> Table:
+    """Return what is wrong; the reason of a row is what to do."""
+    rows = []
+    for alert in alerts:
+        held_s = max(0.0, now_unix_s - alert.since_unix_s)
+        texts = {"severity": alert.severity, "for": clock(held_s), "text": alert.text}
+        tones = {"severity": alert.tone}
+        rows.append(row_of(_ALERTS, alert.subject, {}, texts, tones, alert.what_to_do))
+    return Table(name="alerts", columns=_ALERTS, rows=tuple(rows))

@@ -1,1 +1,0 @@
-"""`top`: a run on the whole terminal, followed from any terminal, or shown as it ended."""

@@ -1,0 +1,110 @@
+"""Adapters of peft compute the same however a batch is cut, also on weights of 4 bits, and are exported so."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from peft import PeftModel
+
+from tests.export.scene import CPU, gap, labelled, loaded, logits_of, trained
+from tests.hf.folders import make_folder
+from workers.hf.export import export
+from workers.training.memory_plan import MemoryPlanner
+from workers.training.settings import TrainSettings
+from workers.training.tasks import find_task
+from workers.training.trainer import Trainer
+
+#: Between peft and transformers, where a user loads an adapter.
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def causal(folder: Path, **keys: Any) -> TrainSettings:
+    """Return settings that train a folder with adapters."""
+    usual = {"batch": 6, "seq": 24, "lr": 0.01, "precision": "fp32", "steps": 6, "adapter": "lora"}
+    own = {"model": str(folder), "data": str(labelled(folder.parent)), "documents": "lines"}
+    return TrainSettings.model_validate({"preset": "hf-causal", **own, **usual, **keys})
+
+
+def course(settings: TrainSettings, *, cut: bool) -> Trainer:
+    """Train to the end, in parts and recomputed blocks that change if the batch is to be `cut`."""
+    draw = random.Random(5)  # noqa: S311 - sizes of parts
+    run = Trainer(find_task(settings, 3), settings, CPU, 3)
+    while not run.finished:
+        run.micro_batch(draw.randint(1, 6) if cut else 6, draw.randint(0, 2) if cut else 0)
+    return run
+
+
+@pytest.mark.parametrize("weights", ["fp32", "nf4"])
+@pytest.mark.parametrize(("family", "adapter"), [("gpt2", "lora"), ("llama", "dora")])
+def test_an_adapter_is_the_same_however_batches_are_cut(
+    family: str, adapter: str, weights: str, tmp_path: Path
+) -> None:
+    keys = {"adapter": adapter, "weights": weights, "dropout": 0.1}
+    settings = causal(make_folder(tmp_path / "base", family), **keys)
+    whole, cut = (course(settings, cut=each) for each in (False, True))
+    assert cut.course.losses == pytest.approx(whole.course.losses, rel=1e-6)
+    assert not [*whole.hazards, *cut.hazards]
+    assert {name.partition(".lora_")[1] for name, each in whole.model.named_parameters()
+            if each.requires_grad} == {".lora_"}  # fmt: skip
+
+
+def test_adapters_on_4_bits_are_resumed_to_the_same_bits(tmp_path: Path) -> None:
+    settings = causal(make_folder(tmp_path / "base", "llama"), weights="nf4")
+    whole = course(settings, cut=False)
+    first, second = (Trainer(find_task(settings, 3), settings, CPU, 3) for _ in range(2))
+    for _ in range(3):
+        first.micro_batch(6)
+    second.load(first.state())
+    while not second.finished:
+        second.micro_batch(6)
+    assert second.weights_sha256() == whole.weights_sha256()
+
+
+@pytest.mark.parametrize(("family", "adapter"), [("llama", "lora"), ("gpt2", "dora")])
+def test_weights_of_4_bits_are_merged_as_they_computed(
+    family: str, adapter: str, tmp_path: Path
+) -> None:
+    folder = make_folder(tmp_path / "base", family)
+    keys = {"weights": "nf4", "adapter": adapter}
+    run, request = trained(folder, tmp_path / "state", **keys)
+    export(request(tmp_path / "merged"))
+    expected = logits_of(run.model)
+    assert gap(expected, logits_of(loaded(tmp_path / "merged"))) <= 1e-6
+    export(request(tmp_path / "adapter", "adapter"))
+    bits = transformers.BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+    )
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=bits)
+    found = PeftModel.from_pretrained(base, tmp_path / "adapter")
+    for layer in found.modules():
+        layer.support_avx512bf16_for_cpu = False
+    assert gap(expected, logits_of(found)) <= 1e-6
+
+
+@pytest.mark.parametrize("adapter", ["lora", "dora"])
+def test_adapters_of_peft_are_planned_without_data(adapter: str, tmp_path: Path) -> None:
+    settings = causal(make_folder(tmp_path / "base", "gpt2"), adapter=adapter)
+    planned = MemoryPlanner(find_task(settings, 3), settings, on_card=False).plan(6, 0)
+    run = Trainer(find_task(settings, 3), settings, CPU, 3)
+    assert planned.weights_bytes == sum(
+        each.nbytes for each in (*run.model.parameters(), *run.model.buffers())
+    )
+
+
+def test_4_bits_without_an_adapter_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"also set train\.adapter to lora or dora"):
+        TrainSettings(preset="hf-causal", model="a", data="b", weights="nf4")

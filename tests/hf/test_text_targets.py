@@ -1,0 +1,136 @@
+"""An encoder-decoder writes a label that is a text: the same loss as transformers' own, however a batch is cut."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.export.scene import CPU, gap, loaded
+from tests.hf.folders import make_folder
+from tests.scene import ROOT
+from workers.hf.export import Request, export
+from workers.training.checkpoints import Checkpoints
+from workers.training.errors import TaskError
+from workers.training.memory_plan import MemoryPlanner
+from workers.training.settings import TrainSettings
+from workers.training.tasks import TrainTask, find_task
+from workers.training.trainer import Trainer
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def written(folder: Path) -> Path:
+    """Write lines of words, and of each the last ones as its label."""
+    words = (ROOT / "docs" / "training.md").read_text(encoding="utf-8").split()
+    lines = [
+        {"text": " ".join(words[at : at + 9]), "label": " ".join(words[at + 6 : at + 8 + at % 3])}
+        for at in range(0, 600, 3)
+    ]
+    path = folder / "data.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return path
+
+
+def chosen(tmp_path: Path, family: str, **keys: Any) -> TrainSettings:
+    folder = make_folder(tmp_path / "base", family, head="Seq2SeqLM")
+    usual = {"batch": 6, "seq": 24, "lr": 0.01, "precision": "fp32", "steps": 6, "labels": "text"}
+    own = {"preset": "hf-pairs", "model": str(folder), "data": str(written(tmp_path))}
+    return TrainSettings.model_validate({**own, **usual, **keys})
+
+
+def batch_of(task: TrainTask, rows: int) -> tuple[Tensor, Tensor]:
+    assert task.collate is not None
+    batch: tuple[Tensor, Tensor] = task.collate([task.dataset[row] for row in range(rows)])
+    return batch
+
+
+@pytest.mark.parametrize("family", ["t5", "bart"])
+def test_the_loss_of_a_text_is_that_of_transformers(family: str, tmp_path: Path) -> None:
+    task = find_task(chosen(tmp_path, family), 0)
+    batch, model = batch_of(task, 5), task.model().eval()
+    there, labels = batch[0][:, 0] >= 0, batch[1]
+    with torch.no_grad():
+        own = task.loss(model, batch) / task.count(batch)
+        expected = model(
+            input_ids=batch[0][:, 0].clamp(min=0),
+            attention_mask=there.long(),
+            labels=labels.where(labels >= 0, -100),
+        ).loss
+    torch.testing.assert_close(own, expected)
+    assert task.count(batch) == int((labels >= 0).sum()) > 5
+
+
+@pytest.mark.parametrize(
+    ("family", "keys"),
+    [("t5", {"dropout": 0.1}), ("bart", {}), ("t5", {"adapter": "lora"})],
+    ids=str,
+)
+def test_text_targets_are_the_same_however_batches_are_cut(
+    family: str, keys: dict[str, Any], tmp_path: Path
+) -> None:
+    settings = chosen(tmp_path, family, **keys)
+    draw, runs = random.Random(5), list[Trainer]()  # noqa: S311 - sizes of parts
+    for cut in (False, True):
+        runs.append(run := Trainer(find_task(settings, 3), settings, CPU, 3))
+        while not run.finished:
+            run.micro_batch(draw.randint(1, 6) if cut else 6, draw.randint(0, 4) if cut else 0)
+    whole, cut_run = runs
+    assert cut_run.course.losses == pytest.approx(whole.course.losses, rel=1e-6)
+    told = [*whole.hazards, *cut_run.hazards]
+    assert all("k_proj.bias" in each for each in told), "of BART the keys have a bias"
+    assert len(whole.task.blocks(whole.model)) == 4, "of the encoder and the decoder"
+    assert MemoryPlanner(find_task(settings, 3), settings, on_card=False).plan(6, 4)
+
+
+def test_a_trained_encoder_decoder_is_exported(tmp_path: Path) -> None:
+    settings = chosen(tmp_path, "t5", adapter="lora", steps=2)
+    run = Trainer(find_task(settings, 3), settings, CPU, 3)
+    checkpoints = Checkpoints(tmp_path / "state", run.identity)
+    checkpoints.load()
+    while not run.finished:
+        run.micro_batch(6)
+    assert checkpoints.save(run.state(), run.step)
+    assert checkpoints.wait(60)
+    files = [str(path) for path in (tmp_path / "state").glob("generation-?.pt")]
+    export(
+        Request(
+            checkpoints=files,
+            settings=settings.model_dump(),
+            seed=3,
+            run_id="r",
+            slot="pc1/0",
+            to=str(tmp_path / "out"),
+            form=None,
+            average=False,
+        )
+    )
+    batch = batch_of(run.task, 4)
+    with torch.no_grad():
+        inputs = {
+            "input_ids": batch[0][:, 0].clamp(min=0),
+            "decoder_input_ids": batch[1].clamp(min=0),
+        }
+        one, other = (
+            model.eval()(**inputs).logits for model in (run.model, loaded(tmp_path / "out"))
+        )
+    assert gap(one, other) <= 1e-6
+
+
+def test_a_model_that_cannot_write_is_refused(tmp_path: Path) -> None:
+    settings = chosen(tmp_path, "t5")
+    bert = make_folder(tmp_path / "bert", "bert", head="")
+    with pytest.raises(TaskError, match="transformers has no ModelForSeq2SeqLM for"):
+        find_task(settings.model_copy(update={"model": str(bert)}), 0)
