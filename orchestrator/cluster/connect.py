@@ -82,11 +82,13 @@ def driver(address: str, *, has_token: bool, raylets: Raylets | None = None) -> 
     os.environ.setdefault("RAY_timeout_ms_task_wait_for_death_info", "0")
     if raylets is None:
         # gRPC makes it TCP_USER_TIMEOUT: a connection whose bytes are not acknowledged for 4 s is
-        # closed, so a poll over a cable that was cut fails, and the next one is answered soon after
-        # its return. More frequent pings would do the same and are forbidden: Ray's processes
-        # accept one in 5 minutes while a call is under way, and at the third they close the
-        # connection ("too_many_pings", seen with Ray 2.60 where a task took longer than 6 s). In
-        # this process alone: everywhere it would let a raylet be taken for dead, which stays so.
+        # closed, so a poll that is sent into a cable that was cut fails. One that was sent before
+        # waits for the cable's return, or for Ray to declare the node dead. (A cut of 15 s was over
+        # 1.4 s after the return, one of 35 s 42 s after it: docs/results/faults.md.) Pings would
+        # find that out and are forbidden: Ray's processes accept one in 5 minutes while a call is
+        # under way, and at the third they close the connection ("too_many_pings", seen with Ray
+        # 2.60 where a task took longer than 6 s). In this process alone: where Ray's own processes
+        # pinged as well, a node was declared dead 15 s after the cut, and one that is stays so.
         os.environ.setdefault("RAY_grpc_client_keepalive_timeout_ms", "4000")
     import ray  # noqa: PLC0415 - reads the authentication settings when it is imported
 

@@ -24,6 +24,7 @@ from workers.engine.channel import ClosedError, receive_all, send
 from workers.engine.pieces import ReceivedFile, SavedPieces
 from workers.engine.spec_file import write_spec
 from workers.host.processes import ActivityMeter, worker_and_raylet
+from workers.keeper import processes
 from workers.keeper.kept import Ended, Kept
 from workers.keeper.task import Task
 from workers.learned_limits import default_path
@@ -63,9 +64,8 @@ _ACTIVE_SHARE: Final = 0.2
 #: What faulthandler prints of a thread (Lib/test/test_faulthandler.py), its innermost call first.
 _LINE: Final = re.compile(r'Stack \(most recent call first\):\s+File "(.+)", line (\d+) in (\S+)')
 
-#: A process prints where it stands within some milliseconds, and its keeper passes it on; on a PC
-#: with a load of 15 both took more than 0.5 s once in 40 times.
-_LOCATE_S: Final = 2.0
+#: A process prints where it stands within some milliseconds, and its keeper passes it on.
+_LOCATE_S: Final = 0.5
 
 #: What an engine prints is in the run folder as well. Its own file stays for so long after it was
 #: written last.
@@ -271,7 +271,7 @@ class KeptEngine(KeptProgram):
     def _stands_at(self, kept: Kept, pid: int) -> str | None:
         """Have a process print where it stands, and return that; `None` if it does not."""
         with contextlib.suppress(OSError):
-            os.kill(pid, signal.SIGUSR1)
+            processes.send_to_main_thread(pid, signal.SIGUSR1)
             os.kill(pid, signal.SIGCONT)  # one that is stopped would not print
         until_s = time.monotonic() + _LOCATE_S
         while time.monotonic() < until_s:

@@ -35,6 +35,7 @@ from workers.messages import Begin, Quiet, Status
 from workers.units import MIB
 from workers.workloads.base import StepResult, Workload
 
+_START_S = 120.0
 _LIMIT_S, _CAP_BYTES, _ERRORS_OF_A_STEP = 5.0, 96 * MIB, 50
 _HANGS = {
     "do:sleeps": "in sleeps", "do:deadlocked_with_the_gil": "in deadlocked_with_the_gil",
@@ -151,8 +152,12 @@ def _why(status: Status) -> str | None:
     """Return why the head would end the slot's process, or `None`."""
     if status.quiet is None:
         return None
-    longest_s = status.longest_step_s or None
-    return why_hung(status.quiet, is_up=status.is_up, patience_s=_LIMIT_S, longest_step_s=longest_s)
+    return why_hung(
+        status.quiet,
+        is_up=status.is_up,
+        patience_s=_LIMIT_S if status.is_up else _START_S,
+        longest_step_s=status.longest_step_s or None,
+    )
 
 
 def _pairs(count: int, seed: int = 1) -> dict[str, Any]:

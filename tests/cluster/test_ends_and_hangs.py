@@ -276,6 +276,7 @@ def test_a_hang_is_seen_with_what_the_process_does_and_where_it_stands(
     acting: Callable[[str], Slot], act: str, line: str, computes: bool
 ) -> None:
     slot = acting(act)
+    slot.wait(lambda told: told.counts.steps_ok > 0)
     status = slot.wait(lambda told: told.quiet is not None and told.quiet.seconds > 2.0)
     assert status.counts.steps_ok <= BEFORE
     assert status.quiet is not None

@@ -18,7 +18,8 @@ PR_SET_PDEATHSIG: Final = 1
 PR_SET_NAME: Final = 15
 PR_SET_CHILD_SUBREAPER: Final = 36
 
-prctl: Final = ctypes.CDLL(None, use_errno=True).prctl
+_libc: Final = ctypes.CDLL(None, use_errno=True)
+prctl: Final = _libc.prctl
 
 #: The 22nd field of /proc/PID/stat (man 5 proc), counted from the state on.
 _STARTTIME_FIELD: Final = 19
@@ -28,9 +29,10 @@ _LOOK_S: Final = 0.01
 
 #: Python's processes that remove what others leave when they have ended, and how long they may
 #: take. Killed with them, one would leave semaphores and shared memory in /dev/shm, and the other
-#: the folder of its sockets (`workers/training/loader_server.py`).
+#: the folder of its sockets (`workers/training/loader_server.py`). With a load of 12 on two cores
+#: 1 s was too short.
 _TIDIERS: Final = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver")
-_TIDYING_S: Final = 1.0
+_TIDYING_S: Final = 4.0
 
 
 def stat_fields(pid: int) -> list[str] | None:
@@ -86,6 +88,18 @@ def send(pids: Iterable[int], number: int) -> None:
                 os.kill(pid, signal.SIGCONT)
 
 
+def send_to_main_thread(pid: int, number: int) -> None:
+    """Send a signal to the thread of a process that runs Python. `OSError` if it is gone.
+
+    What is sent to all of a process that is stopped is taken by the first of its threads that wakes
+    up, and one of a library has nothing to tell.
+    """
+    if (tgkill := getattr(_libc, "tgkill", None)) is None:  # glibc before 2.30
+        os.kill(pid, number)
+    elif tgkill(pid, pid, number) != 0:
+        raise ProcessLookupError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
 def tidies(pid: int) -> bool:
     """Say whether a process only removes what others leave, and ends by itself after them."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:  # noqa: PTH123
@@ -97,7 +111,7 @@ def tidies(pid: int) -> bool:
 def end_all(find: Callable[[], Iterable[int]], grace_s: float) -> int:
     """End what `find` returns until it returns nothing, by SIGTERM and after `grace_s` by SIGKILL.
 
-    What tidies up has a second more. Return how many there were at first. Reaps this process's own
+    What tidies up has some seconds more. Return how many there were at first. Reaps this process's own
     children.
     """
     left, deadline_s = list(find()), time.monotonic() + grace_s

@@ -14,11 +14,15 @@ import os
 import shutil
 import signal
 import socket
+import time
 from pathlib import Path
 
 from workers.keeper import processes
 
 _TRAINING = os.getppid()
+
+#: Loader processes end some milliseconds after the training.
+_REMOVE_S = 1.0
 
 
 def _folder() -> Path | None:
@@ -35,8 +39,9 @@ _FOLDER = _folder()
 
 
 def _remove() -> None:
-    """Remove what a training that was killed has left."""
-    if _FOLDER is not None:
+    """Remove what a training that was killed has left; its loader processes may still add to it."""
+    until_s = time.monotonic() + _REMOVE_S
+    while _FOLDER is not None and _FOLDER.exists() and time.monotonic() < until_s:
         shutil.rmtree(_FOLDER, ignore_errors=True)
 
 
