@@ -246,6 +246,10 @@ class StepCounts:
     """Of `steps_oom`, those at a size that the policy was still searching for: `Run.is_probe`."""
     steps_error: int = 0
     """Steps that failed by the workload's own fault."""
+    parts_further: int = 0
+    """Parts that ended well beyond the first of each good step: a training's step has many, and
+    each may run out of memory.
+    """
     oom_count: int = 0
     """Every out-of-memory error, those of progressive allocation included."""
     emergency_count: int = 0
@@ -287,18 +291,18 @@ class StepCounts:
 
     @property
     def steps_judged(self) -> int:
-        """The steps that count for the success rate."""
-        return self.steps - self.steps_oom_probe
+        """The steps, or parts of them, that count for the success rate."""
+        return self.steps + self.parts_further - self.steps_oom_probe
 
     @property
     def success_rate(self) -> float | None:
-        """Share of the steps that ended well, 0..1; `None` before the first.
+        """Share of the steps, or parts of them, that ended well, 0..1; `None` before the first.
 
         An out-of-memory counts against it, but not one of the search for the size: there are as
         many of those in a short run as in a long one.
         """
         judged = self.steps_judged
-        return self.steps_ok / judged if judged else None
+        return (self.steps_ok + self.parts_further) / judged if judged else None
 
 
 _counters_of = operator.attrgetter(*StepCounts.__slots__)

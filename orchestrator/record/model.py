@@ -131,6 +131,7 @@ _DECLARED = (
     Field("steps_oom", int),
     Field("steps_oom_probe", int),
     Field("steps_error", int),
+    Field("parts_further", int),
     Field("success_rate", float, "ratio", sampled=False),
     Field("oom_count", int, "", "ooms", "Out-of-memory errors.", counter=True),
     Field("alloc_retries", int, sampled=False),
@@ -330,8 +331,8 @@ def trouble(row: Row) -> int:
     counts = row.counts
     if counts.verify_errors:
         return 2
-    failed = counts.steps_oom - counts.steps_oom_probe
-    is_low = failed > 0 and counts.steps_ok < LOW_SUCCESS_RATE * counts.steps_judged
+    rate = counts.success_rate
+    is_low = rate is not None and rate < LOW_SUCCESS_RATE
     return int(bool(counts.steps_error or is_low))
 
 

@@ -14,7 +14,7 @@ from tests.engine.trainings import trained
 from tests.engine.trainings import training_spec as spec
 from tests.in_child import InChild
 from tests.scene import MIB
-from workers.messages import Status, Verdict, VerdictCause, WorkerState
+from workers.messages import Status, StepCounts, Verdict, VerdictCause, WorkerState
 
 WHOLE = {"duration_s": 600.0}
 
@@ -42,7 +42,7 @@ def test_a_training_ends_by_done_with_all_that_the_table_shows(undisturbed: Stat
         "a sample of 16 tokens predicts 15"
     )
     assert told.weights_sha256 is not None
-    assert undisturbed.counts.steps_ok == 6
+    assert (undisturbed.counts.steps_ok, undisturbed.counts.parts_further) == (6, 6)
     assert undisturbed.counts.work_flop > 1e6
 
 
@@ -176,7 +176,11 @@ def test_parts_that_run_out_of_memory_are_done_again_to_the_same_bits(
     report = reports[-1]
     assert report.verdict is Verdict.DONE
     assert events(reports, "oom")
-    assert sum(each.counts.steps_ok for each in reports) == 6, "each step is done once"
+    counts = StepCounts.total(each.counts for each in reports)
+    assert counts.steps_ok == 6, "each step is done once"
+    parts = counts.steps_ok + counts.parts_further
+    assert parts > 6
+    assert counts.success_rate == parts / (parts + counts.steps_oom - counts.steps_oom_probe)
     assert report.progress.weights_sha256 == undisturbed.progress.weights_sha256
 
 

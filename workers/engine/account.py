@@ -83,13 +83,13 @@ class Account:
 
     def good_part(self, seconds: float) -> None:
         """Count the time of a part of a step that ended well."""
-        self.counts += StepCounts(busy_s=seconds)
+        self.counts += StepCounts(parts_further=1, busy_s=seconds)
         self.longest_step_s = max(self.longest_step_s, seconds)
         self.is_good = True
 
     def good_step(self, flop: float) -> None:
         """Count a step that is done."""
-        self.counts += StepCounts(steps_ok=1, work_flop=flop)
+        self.counts += StepCounts(steps_ok=1, parts_further=-1, work_flop=flop)
 
     def workload_failed(self, reason: str, traceback: str) -> None:
         """Count an error that is the workload's own."""
