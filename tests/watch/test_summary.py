@@ -27,7 +27,8 @@ def test_the_keys_of_a_row_are_those_of_the_design() -> None:
     assert " ".join(make_row().to_dict()) == (
         "slot node gpu_name gpu_uuid device state reason policy size batch dtype tflops baseline_pct peak_pct "
         "allocated_bytes reserved_bytes claim_bytes cap_bytes budget_bytes device_used_bytes device_total_bytes "
-        "steps_ok steps_oom steps_oom_probe steps_error parts_further success_rate oom_count alloc_retries emergency_count restarts "
+        "steps_ok steps_oom steps_oom_probe steps_error parts_further success_rate oom_count alloc_retries "
+        "emergency_count restarts "
         "duty_requested duty_measured temperature_c temperature_of margin_c memory_temperature_c power_w "
         "power_limit_w sm_clock_mhz utilisation_pct fan_pct throttle_pct verify_checks verify_errors heartbeat_age_s "
         "train_step train_steps epoch loss first_loss samples_per_s tokens_per_s micro_batch accumulation memory_level "
