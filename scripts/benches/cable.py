@@ -67,7 +67,7 @@ class _Pair:
     """Two PCs and a switch, the nodes on them, and what works there."""
 
     def __init__(self, folder: Path, stack: contextlib.ExitStack) -> None:
-        self._folder, self._runs = folder, folder / "runs"
+        self._folder, self._runs, self._stack = folder, folder / "runs", stack
         self._inside = {name: _hold(stack) for name in ("switch", *_ADDRESSES)}
         self._ip("switch", "link add bridge type bridge")
         self._ip("switch", "link set bridge up")
@@ -82,7 +82,7 @@ class _Pair:
         self._start("pc1", "up", "pc1", "--exec").wait()
         shutil.copy(folder / "pc1/.ray/auth_token", folder / "pc2/.ray/auth_token")  # as scp does
         self._start("pc2", "up", "pc2", "--exec", "--stay")
-        _await(lambda: "pc2: up" in (folder / "pc2.log").read_text(), "node of pc2")
+        _await(lambda: "Ray runtime started" in (folder / "pc2.log").read_text(), "node of pc2")
 
     def run(self, cut_s: float) -> dict[str, Any]:
         """Cut the cable under a run; return what became of the slots of pc2."""
@@ -138,10 +138,13 @@ class _Pair:
         own = {"HOME": home, "RAY_TMPDIR": home, "PATH": f"{scripts}:{os.environ['PATH']}"}
         command = [sys.executable, "-m", "orchestrator", *words, *_SETS]
         with (self._folder / f"{pc}.log").open("ab") as stream:
-            return subprocess.Popen(
+            started = subprocess.Popen(
                 [*self._enter(pc, "--net", "--pid", "--mount"), *command],
                 env=os.environ | own, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream,
             )  # fmt: skip
+        self._stack.callback(started.wait)
+        self._stack.callback(started.kill)
+        return started
 
     def _ip(self, where: str, words: str) -> None:
         subprocess.run([*self._enter(where, "--net"), "ip", *words.split()], check=True)

@@ -67,7 +67,9 @@ def test_too_large_sizes_fail_nowhere_and_are_kept(start: Starter, state_dir: Pa
     known = json.loads((state_dir / "limits.json").read_text())
     assert known
     for limit in known.values():
-        assert limit["workload"].startswith("matmul@")
+        workload = limit["key"]["workload"]
+        assert workload.startswith("matmul@")
         # The second where this processor is too slow at bf16, and fp32 is rehearsed.
-        assert limit["workload"].endswith(("size=16384", "size=11584"))
-        assert 0.85 * limit["cap_bytes"] <= limit["size"] <= limit["cap_bytes"]
+        assert workload.endswith(("size=16384", "size=11584"))
+        cap_bytes = limit["key"]["cap_bytes"]
+        assert 0.85 * cap_bytes <= limit["learned"]["size"] <= cap_bytes

@@ -36,7 +36,7 @@ def wait_for_state(head: Head, state: str, *slots: str) -> None:
 
 def sent_by_page(head: Head, do: str, *slots: str) -> int:
     with serving(head.folder(), control=True) as server:
-        told = {"id": "of the page", "do": do, "slots": list(slots)}
+        told = {"id": "of the page", "do": do, "names": list(slots)}
         return server.ask("/api/v1/commands", json=told).status
 
 

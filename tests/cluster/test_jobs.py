@@ -34,6 +34,9 @@ KEYS: dict[str, Any] = {
 #: Steps of a training that is to be held while it trains.
 LONG = 600
 
+#: Of one that is to be preempted: what ends within 15 s is waited for.
+LONGER = 3 * LONG
+
 NIGHT = {
     "jobs": [
         {
@@ -64,7 +67,7 @@ _UNTIL = "until [ -e {} ]; do sleep 0.1; done"
 #: Once there is a file `begin`, a program takes the training's card until there is a file `end`.
 URGENT = {
     "jobs": [
-        {"name": "low", "train": {**KEYS, "lr": RATES[0], "steps": LONG}, "nodes": ["pc1"]},
+        {"name": "low", "train": {**KEYS, "lr": RATES[0], "steps": LONGER}, "nodes": ["pc1"]},
         {"name": "first", "command": ["sh", "-c", _UNTIL.format("begin")], "nodes": ["pc2"]},
         {
             "name": "urgent",
@@ -237,10 +240,10 @@ def test_a_preempted_training_ends_with_the_same_weights(start: Starter, short_t
     code, out, err = head.finish()
     assert code == 0, out + err
     low, events = night.standings()["low"], head.events()
-    undisturbed = python("-c", UNDISTURBED, str(LONG), str(RATES[0]), cwd=ROOT).stdout.split()
+    undisturbed = python("-c", UNDISTURBED, str(LONGER), str(RATES[0]), cwd=ROOT).stdout.split()
     assert [low.sha256] == undisturbed
     restored = [event["step"] for event in events if event["event"] == "restored"]
-    assert 0 < restored[0] < LONG
+    assert 0 < restored[0] < LONGER
     course = [event for event in events if event.get("job") in {"low", "urgent"}]
     assert (low.state, low.failures) == (JobState.DONE, 0), course
     assert low.attempt >= 2, "a busy machine may have it begin once more"

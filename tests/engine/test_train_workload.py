@@ -99,7 +99,7 @@ def test_an_edited_file_is_another_training_and_told(in_child: InChild, tmp_path
     path.write_text("\n".join(lines))
     wanted = spec(data=str(path), documents="lines", packing=True, save_every_s=0.001)
     in_child(trained, str(tmp_path), wanted, [{}] * 7)
-    path.write_text("\n".join([lines[0].replace("0", "9"), *lines[1:]]))
+    path.write_text("\n".join([lines[0].replace("0", "the first"), *lines[1:]]))
     (last,) = in_child(trained, str(tmp_path), wanted, [WHOLE], None, {"incarnation": 1})
     told = [str(each.detail["reason"]) for each in events(last, "checkpoint_refused")]
     assert "it was trained with data_fingerprint=lines" in told[0]

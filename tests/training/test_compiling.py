@@ -15,8 +15,8 @@ from torch.utils.data import TensorDataset
 
 from tests.training.scene import CPU, gap, settings, train, trainer
 from workers.training.errors import TaskError
-from workers.training.ladder import offered_micro_batches
 from workers.training.model_levers import Compiling
+from workers.training.schedule import offered_micro_batches
 from workers.training.settings import TrainSettings
 from workers.training.tasks import TrainTask
 from workers.training.trainer import Trainer

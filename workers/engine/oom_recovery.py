@@ -7,6 +7,7 @@ no size (the policy does).
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 from workers import oom
@@ -27,9 +28,17 @@ _EMERGENCY_PAUSE_S = 0.1
 
 
 def after_oom(
-    session: Session, account: Account, run: Run, failure: Failure, at_least_bytes: int | None
+    session: Session,
+    account: Account,
+    run: Run,
+    failure: Failure,
+    at_least_bytes: int | None,
+    failed_at_s: float,
 ) -> None:
-    """Count and tell an out-of-memory after which memory was given back, and obtain it anew."""
+    """Count and tell an out-of-memory after which memory was given back, and obtain it anew.
+
+    It happened at `failed_at_s` (monotonic seconds).
+    """
     account.counts += StepCounts(steps_oom=1, steps_oom_probe=int(run.is_probe), oom_count=1)
     needed_bytes = session.workload.needed_bytes(run.size, run.batch)
     free_bytes = session.device.free_bytes()
@@ -46,6 +55,7 @@ def after_oom(
         needed_bytes=needed_bytes,
         at_least_bytes=at_least_bytes,
         free_bytes=free_bytes,
+        recovery_s=time.monotonic() - failed_at_s,
         **session.level_of(run),
     )
 

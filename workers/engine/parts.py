@@ -120,6 +120,8 @@ class DeviceMemory:
         self._session, self._account = session, account
         self.took_s = 0.0
         """Of the last part that ended well, by the device's own clock."""
+        self.failed_at_s = 0.0
+        """When the last part failed that ran out of memory (monotonic seconds)."""
 
     def allowed_bytes(self) -> int | None:
         """See `Memory.allowed_bytes`."""
@@ -138,7 +140,7 @@ class DeviceMemory:
 
     def failed_bytes(self, failure: Failure) -> int:
         """See `Memory.failed_bytes`."""
-        device = self._session.device
+        self.failed_at_s, device = time.monotonic(), self._session.device
         held_bytes = device.held_bytes() + (failure.requested_bytes or 0)
         return max(held_bytes, device.step_peak_bytes())
 
@@ -210,7 +212,8 @@ class Turns:
 
     def ran_out(self, run: Run, failure: Failure, at_least_bytes: int | None) -> None:
         """Count and tell it, and find out what memory there is."""
-        oom_recovery.after_oom(self._session, self._account, run, failure, at_least_bytes)
+        session, failed_at_s = self._session, self._memory.failed_at_s
+        oom_recovery.after_oom(session, self._account, run, failure, at_least_bytes, failed_at_s)
         self._failed = run
 
     def starved(self, reason: str) -> None:

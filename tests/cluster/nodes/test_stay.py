@@ -126,6 +126,7 @@ def test_a_kept_node_joins_whatever_cluster_its_head_has(
     # old one.
     (Path(by_hand.environment["RAY_TMPDIR"]) / "ray" / "ray_current_cluster").unlink()
     killed(head, "gcs_server")
+    wait_for(lambda: session_of("pc1") not in {None, before}, "another cluster", head.said)
     wait_for(lambda: members(by_hand) == 2, "second member of the new cluster", node.said)
     assert session_of("pc2") == session_of("pc1") != before
 
