@@ -377,12 +377,11 @@ class Dispatcher:
         """Yield what is known of the files of jobs that are SAVING."""
         for name in self.queue.saving:
             standing = self.queue.standings[name]
+            spec_of = partial(self._plans.spec_of, standing)
             try:
-                spec = self._plans.plan_of(standing).spec
+                told = self._files.left_by(standing.job, standing.attempt, spec_of, self._at_s)
             except ConfigError as error:
-                yield name, (JobState.FAILED, str(error))
-                continue
-            told = self._files.left_by(standing.job, standing.attempt, spec, self._at_s)
+                told = JobState.FAILED, str(error)
             if told is not None:
                 yield name, told
 

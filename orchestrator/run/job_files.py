@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final
@@ -56,10 +56,10 @@ class JobFiles:
         return self._folder / FILES / name
 
     def left_by(
-        self, job: Job, attempt: int, spec: WorkerSpec, now_s: float
+        self, job: Job, attempt: int, spec_of: Callable[[], WorkerSpec], now_s: float
     ) -> tuple[JobState, str] | None:
         """Return whether all is there that a job leaves which has done its work; begin to fill its
-        folder.
+        folder. What `spec_of` raises is raised here.
 
         `None`: the answer is not known yet. SAVING: it cannot be written, and why; that is tried
         again. FAILED: it never can be.
@@ -68,7 +68,7 @@ class JobFiles:
             return JobState.DONE, "done"  # it has written them itself
         key = (job.name, attempt)
         if key not in self._under_way:
-            self._under_way[key] = self._threads.submit(self._fill, job, spec), now_s
+            self._under_way[key] = self._threads.submit(self._fill, job, spec_of()), now_s
         future, began_s = self._under_way[key]
         if not future.done():
             return None

@@ -20,7 +20,7 @@ from orchestrator.jobs.queue import COMMAND_LEASE_S
 from orchestrator.run.prediction import job_config
 from workers.command.code import CODE
 from workers.command.launch import ATTEMPT, JOB_DIR, RESUME
-from workers.settings import CommandSpec
+from workers.settings import CommandSpec, WorkerSpec
 
 
 class JobPlans:
@@ -81,6 +81,10 @@ class JobPlans:
         )
         reserved = self._reserved(node, part)
         return replace(plan, spec=spec, num_cpus=reserved.num_cpus, num_gpus=reserved.num_gpus)
+
+    def spec_of(self, standing: Standing) -> WorkerSpec:
+        """Return what the process of the slot is told; see `plan_of`."""
+        return self.plan_of(standing).spec
 
     def _command(self, standing: Standing, command: CommandSpec, node: str) -> CommandSpec:
         """Return a command with the folders of other jobs, and what its attempt is told."""

@@ -103,7 +103,7 @@ def exporting(folder: Path) -> tuple[JobFiles, Callable[[], tuple[JobState, str]
     (folder / "states").mkdir()
     spec = spec_of()
     spec = replace(spec, workload=replace(spec.workload, settings={"model": str(folder)}))
-    return files, lambda: files.left_by(short("one"), 1, spec, 0.0)
+    return files, lambda: files.left_by(short("one"), 1, lambda: spec, 0.0)
 
 
 @pytest.mark.torch
@@ -131,7 +131,7 @@ def test_what_a_remote_program_left_is_fetched_again(tmp_path: Path) -> None:
     files = JobFiles(tmp_path / "jobs", one_machine=False, events=log)  # and there is no cluster
 
     def why(now_s: float) -> str:
-        while (left := files.left_by(command("one"), 1, spec_of(), now_s)) is None:
+        while (left := files.left_by(command("one"), 1, spec_of, now_s)) is None:
             sleep(0.05)
         assert left[0] is JobState.SAVING
         return left[1]

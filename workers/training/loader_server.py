@@ -14,6 +14,7 @@ import os
 import shutil
 import signal
 import socket
+import stat
 import time
 from pathlib import Path
 
@@ -27,9 +28,12 @@ _REMOVE_S = 1.0
 
 def _folder() -> Path | None:
     """Return the folder of the socket on which this process is asked for forks."""
-    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as found:
-            folder = Path(os.fsdecode(found.getsockname() or "")).parent
+    for number in map(int, os.listdir("/proc/self/fd")):  # noqa: PTH208
+        with contextlib.suppress(OSError):  # the one of the listing itself is closed by now
+            if not stat.S_ISSOCK(os.fstat(number).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(number)) as found:
+                folder = Path(os.fsdecode(found.getsockname() or "")).parent
             if folder.name.startswith("pymp-"):
                 return folder
     return None
