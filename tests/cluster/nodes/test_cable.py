@@ -6,7 +6,7 @@ import os
 import shutil
 
 import pytest
-from benches.cable import run
+from benches.cable import NoNamespacesError, run
 
 pytestmark = [
     pytest.mark.ray,
@@ -17,7 +17,10 @@ pytestmark = [
 
 
 def test_a_pc_behind_a_cut_is_lost_and_works_again() -> None:
-    result = run([12.0], program=False)
+    try:
+        result = run([12.0], program=False)
+    except NoNamespacesError as why:
+        pytest.skip(str(why))
     (row,) = result.figures["cuts"]
     assert row["lost_after_s"] is not None
     assert row["back_after_s"] is not None
