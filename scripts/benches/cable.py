@@ -47,10 +47,6 @@ while True: signal.pause()
 _PROGRAM = "while :; do echo $ORCHESTRATOR_ATTEMPT $(date +%s.%N) >> {}; sleep 0.25; done"
 
 
-class NoNamespacesError(RuntimeError):
-    """The PCs cannot be made here."""
-
-
 def run(seconds: Sequence[float], program: bool) -> Result:
     """Cut for each of these times; with `program`, under a queue."""
     rows: list[dict[str, Any]] = []
@@ -180,7 +176,7 @@ def _hold(stack: contextlib.ExitStack) -> int:
     holder = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
     stack.callback(holder.kill)
     if holder.stdout is None or holder.stdout.readline() != "ready\n":
-        raise NoNamespacesError("this kernel, or this user, may not make namespaces")
+        raise PermissionError("this kernel, or this user, may not make namespaces")
     children = Path(f"/proc/{holder.pid}/task/{holder.pid}/children")
     return int(children.read_text(encoding="ascii").split()[0])
 
