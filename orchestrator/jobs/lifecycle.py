@@ -1,13 +1,14 @@
 """The lifecycle of a job as a table: (record type, state) -> how the record changes its standing.
 
-    WAITING ──StateChanged──> QUEUED ──AttemptBegun──> RUNNING ──AttemptEnded──> FAILED, or again, or
-                                                │           SAVING ──StateChanged──> DONE, FAILED
-                           ^                    │
-                           │        AttemptRecalled, then AttemptReleased (MOVING where it goes on elsewhere)
-                           │                    v
-                           └─StateChanged, UserOrder── PARKED, PAUSED, HELD        any ──UserOrder──> CANCELLED
-                     PREEMPTED ──AttemptBegun──> RUNNING: it is in line as QUEUED is
+    WAITING ──StateChanged──> QUEUED, PREEMPTED ──AttemptBegun──> RUNNING
 
+    RUNNING ──AttemptEnded, work done──> SAVING ──StateChanged──> DONE, FAILED
+    RUNNING ──AttemptEnded, else──> FAILED, QUEUED, PARKED
+    RUNNING ──AttemptRecalled──> RUNNING, or MOVING where it goes on elsewhere
+    RUNNING, MOVING ──AttemptReleased──> QUEUED, PARKED, PAUSED, PREEMPTED, HELD, CANCELLED
+
+    PARKED, PAUSED ──StateChanged, UserOrder──> QUEUED      HELD ──UserOrder──> where it was
+    any that has not ended ──UserOrder──> CANCELLED
     SKIPPED ──StateChanged──> WAITING, once what it was skipped for begins again
 
 Rules:

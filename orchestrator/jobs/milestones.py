@@ -2,9 +2,9 @@
 
 ASHA (Li et al., 2020, arXiv 1810.05934) lets the best of every `factor` members that reached a
 milestone go on. Here the others are paused, not ended, and go on later when enough others came in
-behind them. All that counts is the order of the `MilestoneReached` records, so that a queue that is read
-back gives the same decisions. Records of other sweeps must have been left out, and those of members
-that failed may be: they hold a place else. Pure; it starts, pauses and ends nothing.
+behind them. Only the order of the `MilestoneReached` records counts, so a queue that is read back
+gives the same decisions. Records of other sweeps must have been left out, and those of members that
+failed may be: they hold a place else. Pure; it starts, pauses and ends nothing.
 """
 
 from __future__ import annotations

@@ -392,10 +392,9 @@ class HeadAway:
     away_s: float
 
 
-Record: TypeAlias = (
-    Submitted
-    | SweepSubmitted
-    | AttemptBegun
+#: What happens to one job that is in the queue.
+JobRecord: TypeAlias = (
+    AttemptBegun
     | AttemptRecalled
     | AttemptReleased
     | AttemptEnded
@@ -403,9 +402,8 @@ Record: TypeAlias = (
     | SpeedMeasured
     | UserOrder
     | StateChanged
-    | QueueHeld
-    | HeadAway
 )
+Record: TypeAlias = Submitted | SweepSubmitted | JobRecord | QueueHeld | HeadAway
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ away; a job whose node does not answer has no entry in `World.seen`, and one wit
 that has lasted `node_lost_s` of it.
 
 Does not decide where a job goes (`places.py`), who goes on at a milestone (`milestones.py`), or
-what a cause of failure means (`causes.py`), and stores nothing (`record/jobs.py`).
+what a cause of failure means (`causes.py`), and stores nothing (`record/store.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import TypeAlias, cast, get_args
+from typing import cast, get_args
 
 from orchestrator.jobs import attempts, lifecycle, milestones, places
 from orchestrator.jobs.index import Index, Needs, Reach
@@ -30,18 +30,15 @@ from orchestrator.jobs.model import (
     ON_CARD,
     AttemptBegun,
     AttemptEnded,
-    AttemptRecalled,
-    AttemptReleased,
     Card,
     Cause,
     HeadAway,
     Job,
+    JobRecord,
     JobState,
     Kind,
-    MilestoneReached,
     QueueHeld,
     Record,
-    SpeedMeasured,
     Standing,
     StateChanged,
     Submitted,
@@ -72,17 +69,7 @@ _OF_ONE_JOB = frozenset(
 )
 #: A training that had no room on the largest card is tried there so often.
 _NO_ROOM_TRIES = 6
-_JobRecord: TypeAlias = (
-    AttemptBegun
-    | AttemptRecalled
-    | AttemptReleased
-    | AttemptEnded
-    | MilestoneReached
-    | SpeedMeasured
-    | UserOrder
-    | StateChanged
-)
-_OF_A_JOB = frozenset(get_args(_JobRecord))
+_OF_A_JOB = frozenset(get_args(JobRecord))
 
 #: Orders of a user that are known, so that one that comes twice is obeyed once.
 _SAID_KEPT = 1_000
@@ -262,7 +249,7 @@ class Queue:
         """
         self._index = None
         if type(record) in _OF_A_JOB:
-            self._apply_to_job(cast("_JobRecord", record))
+            self._apply_to_job(cast("JobRecord", record))
         elif isinstance(record, Submitted):
             self._submit(record)
         elif isinstance(record, SweepSubmitted):
@@ -341,13 +328,13 @@ class Queue:
         if sweep is not None:
             self._members.setdefault(sweep, []).append(name)
 
-    def _standing(self, record: _JobRecord) -> Standing:
+    def _standing(self, record: JobRecord) -> Standing:
         standing = self._standings.get(record.job)
         if standing is None:
             raise IllegalRecordError(None, record, f"there is no job called {record.job}")
         return standing
 
-    def _apply_to_job(self, record: _JobRecord) -> None:
+    def _apply_to_job(self, record: JobRecord) -> None:
         name, standing = record.job, self._standing(record)
         if isinstance(record, UserOrder) and record.id in self._said:
             return

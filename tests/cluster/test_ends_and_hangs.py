@@ -258,7 +258,7 @@ def test_a_training_whose_processes_are_killed_at_once_leaves_nothing(
         each.kill()
     slot.wait(lambda told: told.died is not None)
     wait_for(lambda: all(is_gone(each.pid) for each in everything), f"end of {everything}")
-    if moment == "at work":  # before, nobody may know its folder yet
+    if moment == "at work":  # before, its folder may not be known yet
         wait_for(lambda: not list(short_tmp.glob("pymp-*")), "end of the loader's folder")
     wait_for(lambda: not [file for file in shared if file.exists()], f"end of {shared}")
 
