@@ -3,16 +3,16 @@ nothing behind.
 
 Each node of the configuration becomes a raylet with its label and the CPUs and GPUs it declares.
 All of it lives below one temporary folder, so another Ray of the same user is neither seen nor
-touched. What is ended at the end are descendants of this process, by process id. All of it listens
-on loopback alone. `ray start` would also write down this cluster as the user's current one.
+touched. What is ended at the end has the mark of this rehearsal in its environment. All of it
+listens on loopback alone. `ray start` would also write down this cluster as the user's current one.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -20,19 +20,16 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-import psutil
-
 from orchestrator.cluster import orphan_reaper
 from orchestrator.cluster.connect import check_surroundings, driver, use_private_token
-from orchestrator.cluster.raylets import RayletPlan, Raylets
+from orchestrator.cluster.orphan_reaper import MARK
+from orchestrator.cluster.raylets import RayletPlan, Raylets, reap_adopted
 from orchestrator.core.fleet import Fleet
 from orchestrator.errors import NoClusterError
-from workers.keeper.processes import tidies
+from workers.keeper import processes
 
 #: Unix socket paths end at 107 bytes, and Ray puts 70 of its own behind its folder.
 _LONGEST_FOLDER = 35
-
-_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 #: What a rehearsal sets for its processes, and puts back; `None`: it must not be set.
 _ENVIRONMENT = {
@@ -46,7 +43,7 @@ _ENVIRONMENT = {
 }
 
 #: Set elsewhere, and put back as well.
-_ALSO_SET = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN", "MALLOC_ARENA_MAX")
+_ALSO_SET = (MARK, "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN", "MALLOC_ARENA_MAX")
 
 _START_TIMEOUT_S = 60.0
 _END_TIMEOUT_S = 10.0
@@ -59,11 +56,8 @@ def rehearsed(plans: Sequence[RayletPlan]) -> Iterator[Fleet]:
     `NoClusterError` if Ray fails, `UsageError` if this folder or the environment does not let it.
     """
     check_surroundings()
-    before = {child.pid for child in psutil.Process().children(recursive=True)}
-    # Become the parent of workers whose raylet has died, so that they are found, ended and reaped.
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)
-    if prctl is not None:
-        prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    # Become the parent of workers whose raylet has died, so that they are reaped.
+    processes.prctl(processes.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     usual = tempfile.gettempdir()
     # `mkdtemp` makes it private.
     short = usual if len(usual) <= _LONGEST_FOLDER else "/tmp"  # noqa: S108
@@ -80,7 +74,7 @@ def rehearsed(plans: Sequence[RayletPlan]) -> Iterator[Fleet]:
     )
     raylets = Raylets(plans, folder)
     try:
-        _set_environment(_ENVIRONMENT)
+        _set_environment({**_ENVIRONMENT, MARK: str(folder)})
         use_private_token(folder)
         # For workers on the CPU: with one heap for all threads, what a worker releases is really
         # given back, and what one thread frees another can use (glibc, mallopt(3), M_ARENA_MAX).
@@ -93,7 +87,7 @@ def rehearsed(plans: Sequence[RayletPlan]) -> Iterator[Fleet]:
             yield fleet
     finally:
         raylets.end_all()
-        _end_descendants(except_pids={*before, reaper.pid})
+        _end_marked(str(folder))
         shutil.rmtree(folder, ignore_errors=True)
         # Where something still works in it on a machine under load, the reaper goes on until
         # nothing is left.
@@ -118,22 +112,16 @@ def _await_nodes(fleet: Fleet, names: set[str]) -> None:
         time.sleep(0.02)
 
 
-def _end_descendants(except_pids: set[int]) -> None:
-    deadline = time.monotonic() + _END_TIMEOUT_S
-    while time.monotonic() < deadline:
-        alive = [
-            child
-            for child in psutil.Process().children(recursive=True)
-            if child.pid not in except_pids
-        ]
-        if not alive:
+def _end_marked(folder: str) -> None:
+    """End all that is left of a rehearsal; what only tidies up gets half of the time for it."""
+    began_s = time.monotonic()
+    while left := processes.marked(MARK, folder):
+        waited_s = time.monotonic() - began_s
+        if waited_s > _END_TIMEOUT_S:
             return
-        for child in alive:
-            with contextlib.suppress(psutil.Error):
-                is_late = time.monotonic() > deadline - _END_TIMEOUT_S / 2
-                if child.status() != psutil.STATUS_ZOMBIE and (is_late or not tidies(child.pid)):
-                    child.kill()
-        psutil.wait_procs(alive, timeout=0.2)
-        for child in alive:
-            with contextlib.suppress(ChildProcessError, ProcessLookupError):
-                os.waitpid(child.pid, os.WNOHANG)
+        is_late = waited_s > _END_TIMEOUT_S / 2
+        processes.send(
+            (pid for pid in left if is_late or not processes.tidies(pid)), signal.SIGKILL
+        )
+        time.sleep(0.05)
+        reap_adopted()

@@ -226,4 +226,4 @@ def in_a_line(error: RayError) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [
         "no reason given"
     ]
-    return lines[-1 if lines[0].startswith(("ray::", "\x1b")) else 0][:300]
+    return lines[-1 if "ray::" in lines[0] else 0][:300]

@@ -24,6 +24,7 @@ from ray.exceptions import (
 )
 
 from orchestrator.cluster.actor import WorkerActor
+from orchestrator.cluster.command_actor import CommandActor
 from orchestrator.cluster.command_folder import sent_folder
 from orchestrator.cluster.liveness import Pulse
 from orchestrator.cluster.node_tasks import NODE_LABEL, in_a_line, status_command
@@ -258,14 +259,16 @@ def _new_actor(place: Reservation, spec: WorkerSpec, folder: Any) -> Any:  # noq
     """Create the actor of a slot; `folder` is a reference to its `CommandFolder`, or `None`."""
     # Ray hands the arguments to each new process of the actor, restarts it without a limit and
     # never repeats a call: counting and waiting are the head's.
-    actor_class: Any = ray.remote(WorkerActor)
+    kind: Any = WorkerActor if spec.command is None else CommandActor
+    actor_class: Any = ray.remote(kind)
+    given = (spec,) if spec.command is None else (spec, folder)
     return actor_class.options(
         num_cpus=place.num_cpus,
         num_gpus=place.num_gpus,
         label_selector={NODE_LABEL: place.node},
         max_restarts=-1,
         max_task_retries=0,
-    ).remote(spec, folder)
+    ).remote(*given)
 
 
 def _is_unbuildable(error: RayError) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,10 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from orchestrator.errors import NoClusterError
-from workers.keeper import keeper
+from workers.keeper import keeper, processes
 from workers.keeper.server import SERVER_NAME
 
 #: Ray's least (ray_constants.OBJECT_STORE_MINIMUM_MEMORY_BYTES is 75 MiB); reports are inlined and
@@ -114,7 +113,6 @@ class Raylets:
         self._plans = {plan.name: plan for plan in plans}
         self._folder = folder
         self._nodes: dict[str, Any] = {}
-        self._orphans: list[int] = []
         self._starting: dict[str, Future[None]] = {}
         # One thread for the whole run: the kernel ends what a thread has started when that thread
         # ends (PR_SET_PDEATHSIG, prctl(2), which Ray's `spawn_reaper` sets).
@@ -168,14 +166,10 @@ class Raylets:
         if node is None:
             return
         pids = [info.process.pid for infos in node.all_processes.values() for info in infos]
-        family = [child for pid in pids for child in _family(pid)]
-        self._orphans += [process.pid for process in family if process.pid not in pids]
-        for process in family:
-            with contextlib.suppress(psutil.Error):
-                process.kill()
+        family = [each for pid in pids for each in (pid, *processes.below(pid))]
+        processes.send(family, signal.SIGKILL)
         with contextlib.suppress(Exception):  # it finds them dead, and reaps them
             node.kill_all_processes(check_alive=False, allow_graceful=False)
-        self._reap()
 
     def start_again(self, name: str) -> None:
         """Begin to start a node that was ended.
@@ -190,7 +184,6 @@ class Raylets:
                 sys.stderr.write(f"{error}\n")  # into the run's ray.log
 
         self._await_start(name)
-        self._reap()
         self._starting[name] = self._starter.submit(begin)
 
     def end_all(self) -> None:
@@ -213,17 +206,6 @@ class Raylets:
                     info.process.poll()
         reap_adopted()
 
-    def _reap(self) -> None:
-        """Take note of the end of processes whose raylet died before them: they became children of
-        this one.
-        """
-        left = []
-        for pid in self._orphans:
-            with contextlib.suppress(ChildProcessError):  # it was never ours, or is noted already
-                if os.waitpid(pid, os.WNOHANG) == (0, 0):
-                    left.append(pid)
-        self._orphans = left
-
     def _await_start(self, name: str) -> None:
         start = self._starting.pop(name, None)
         if start is not None:
@@ -240,11 +222,3 @@ def reap_adopted() -> None:
                 name = Path(f"/proc/{pid}/comm").read_text(encoding="utf-8").rstrip("\n")
                 if name in _ADOPTED or name.startswith(_WORKER):
                     os.waitpid(pid, os.WNOHANG)
-
-
-def _family(pid: int) -> list[psutil.Process]:
-    try:
-        process = psutil.Process(pid)
-        return [process, *process.children(recursive=True)]
-    except psutil.Error:
-        return []

@@ -9,7 +9,7 @@ compared. Measures nothing (the worker does) and ends nothing (`lifecycle.py`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from workers.messages import Status, WorkerState
 
@@ -37,10 +37,10 @@ class LeakWatch:
     """
     first_step: int | None = None
     """The optimiser step that the process told first; `None` where nothing is trained."""
-    seen: int = 0
-    base_bytes: int | None = None
-    """Highest of the statuses that set the scale."""
+    first_bytes: tuple[int, ...] = ()
+    """What it held by the statuses that set the scale, those in which it settles among them."""
     recent_bytes: tuple[int, ...] = ()
+    """What it held by the last ones after those."""
     kept_bytes: int | None = None
     """What the process kept after its last release; `None` before the first."""
     statuses: int = 0
@@ -49,9 +49,9 @@ class LeakWatch:
     @property
     def growth_bytes(self) -> int | None:
         """Bytes that came and stayed; `None` before enough statuses of the same work are in."""
-        if self.base_bytes is None or len(self.recent_bytes) < _RECENT:
+        if len(self.recent_bytes) < _RECENT:
             return None
-        return min(self.recent_bytes) - self.base_bytes
+        return min(self.recent_bytes) - max(self.first_bytes[_SETTLING:])
 
     def unneeded_bytes(self, limit_bytes: int | None, kept_limit_bytes: float) -> int | None:
         """Return what is not needed if it is too much: by one limit for growth, and by another for
@@ -75,7 +75,6 @@ def observe(watch: LeakWatch, status: Status) -> LeakWatch:
     held_bytes = _held_bytes(status)
     if held_bytes is None:
         return watch
-    kept_bytes = None if status.memory is None else status.memory.kept_bytes
     work: tuple[int | None, ...] | None = (
         status.incarnation,
         status.size,
@@ -89,25 +88,17 @@ def observe(watch: LeakWatch, status: Status) -> LeakWatch:
         work = (*work, progress.memory_level, progress.saved_step is not None)
         if progress.train_step < first_step + _FIRST_STEPS or status.state is WorkerState.PARKED:
             work = None
-    if work is None or work != watch.work:
-        return LeakWatch(
-            work=work, first_step=first_step, kept_bytes=kept_bytes, statuses=watch.statuses + 1
-        )
-    seen = watch.seen + 1
-    base_bytes, recent_bytes = watch.base_bytes, watch.recent_bytes
-    if seen > _SETTLING + _BASE:
-        recent_bytes = (*recent_bytes, held_bytes)[-_RECENT:]
-    elif seen > _SETTLING:
-        base_bytes = max(held_bytes, base_bytes or 0)
-    return LeakWatch(
-        work=work,
+    watch = replace(
+        watch,
         first_step=first_step,
-        seen=seen,
-        base_bytes=base_bytes,
-        recent_bytes=recent_bytes,
-        kept_bytes=kept_bytes,
+        kept_bytes=None if status.memory is None else status.memory.kept_bytes,
         statuses=watch.statuses + 1,
     )
+    if work is None or work != watch.work:
+        return replace(watch, work=work, first_bytes=(), recent_bytes=())
+    if len(watch.first_bytes) < _SETTLING + _BASE:
+        return replace(watch, first_bytes=(*watch.first_bytes, held_bytes))
+    return replace(watch, recent_bytes=(*watch.recent_bytes, held_bytes)[-_RECENT:])
 
 
 def _held_bytes(status: Status) -> int | None:

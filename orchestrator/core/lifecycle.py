@@ -13,7 +13,7 @@ Rules:
 
 1. A slot is its own identity. Processes come and go in it (incarnations); its counters only grow,
    and its policy state is that of the last status, whichever process told it.
-2. The slot says what is wanted of its process (`orders.py`), and statuses say how the process is.
+2. The slot says what is wanted of its process (`orders_of`), and statuses say how the process is.
    Counters of a status are those of the process since it began, so that a lost one costs nothing.
 3. A status of another incarnation changes nothing: that process is about to be ended. One of
    another process of the actor means that the process before it has ended, and its program with it.
@@ -69,7 +69,7 @@ from orchestrator.core.slot import (
     Transition,
     Unheld,
 )
-from workers.messages import Verdict
+from workers.messages import Begin, CheckpointPiece, KeptBytes, Orders, Verdict
 
 #: Deaths this shortly before a node is seen to have left are the node's, not the slot's. Ray tells
 #: of a dead raylet seconds after its actors have failed (seen: 3 to 10 s; its health check allows 5
@@ -106,6 +106,34 @@ def advance(slot: Slot, event: Event, moment: Moment) -> Transition:
         fields = (*states, ("cause", after.reason), ("incarnation", after.incarnation))
         commands = (*commands, Note(name="state", fields=fields))
     return after, commands
+
+
+def orders_of(
+    slot: Slot,
+    lease_bytes: int | None,
+    begin: Begin | None,
+    *,
+    kept: KeptBytes | None = None,
+    copy: CheckpointPiece | None = None,
+) -> Orders:
+    """Return what is wanted of the process of a slot that has an actor, as the slot stands.
+
+    All of it, so that orders that come twice, or not at all, change nothing. `begin` is what the
+    process is told when it starts; `kept` is how much of the file that it sends has reached the
+    head, and `copy` a part of the one that the head sends.
+    """
+    return Orders(
+        actor=slot.actor,
+        incarnation=slot.incarnation,
+        begin=begin if slot.needs_begin else None,
+        runs=slot.runs,
+        holds=slot.draining or slot.orders.hold is not None,
+        saves=slot.saves,
+        lease_bytes=lease_bytes,
+        heard=slot.heard,
+        kept=kept,
+        copy=copy,
+    )
 
 
 def _node_joined(slot: Slot, _: NodeJoined, moment: Moment) -> Transition:

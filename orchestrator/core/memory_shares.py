@@ -22,17 +22,15 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final
 
 from orchestrator.core.placement import SlotPlan
 from orchestrator.core.slot import Phase, Slot
 from workers.messages import STARVED, Status
 from workers.settings import ASSUMED_CONTEXT_BYTES, WorkerSpec
 
-#: A lease moves only by more than this share of itself; and only when at least half of what is
-#: missing is there, for each increase costs a change of size. After so long any part will do.
+#: A lease moves only by more than this share of itself: each increase costs a change of size.
 _WORTH_MOVING: Final = 0.05
-_WAITS_S: Final = 10.0
 
 #: Statuses in a row that must allow a raise, and that must show a lack: statuses are of different
 #: moments, and a neighbour that grew in between looks like a lack.
@@ -54,15 +52,6 @@ _ASK_AGAIN: Final = 60
 _EXPECTED_S: Final = 30.0
 
 
-class _Seen(NamedTuple):
-    """What one status says of the card."""
-
-    own_bytes: int
-    """Free, or held by the job itself."""
-    there_bytes: int
-    """Free, or held by any job as its last status says."""
-
-
 @dataclass(slots=True)
 class _Worker:
     """What is remembered of one process at work."""
@@ -70,19 +59,14 @@ class _Worker:
     incarnation: int
     status: Status | None = None
     """The last one that was taken in."""
-    seen: deque[_Seen] = field(default_factory=lambda: deque(maxlen=_TO_RAISE))
-    """What the last statuses say of the card."""
+    own_bytes: deque[int] = field(default_factory=lambda: deque(maxlen=_TO_RAISE))
+    """By each of the last statuses what is free of the card, or held by the job itself."""
     held_bytes: int = 0
     """The most since the status before."""
-    before_bytes: int = 0
-    """The most until that one."""
     lease_bytes: int = 0
     told_bytes: int = 0
     may_hold_bytes: int = 0
     """The most that it was told and may still obey."""
-    short_since_s: float | None = None
-    starved: int = 0
-    """Statuses in a row in which it could run nothing."""
     unused: int = 0
     """Statuses in a row in which it did not use its lease."""
     used_bytes: int = 0
@@ -103,11 +87,10 @@ class _Worker:
 
     def note_use(self, free_bytes: int, *, is_starving: bool) -> None:
         """Learn from a status whether it leaves its lease, or has left it and wants it back."""
-        self.starved = self.starved + 1 if is_starving else 0
         uses_it = self.held_bytes >= _USED * self.lease_bytes
         if self.left_bytes is None:
             uses_it = uses_it or self.lease_bytes > self.held_bytes + free_bytes  # not there to use
-        if uses_it or (self.left_bytes is not None and self.starved >= _ASK_AGAIN):
+        if uses_it or (is_starving and self.unused >= _PATIENCE + _ASK_AGAIN):
             self.offer()
             return
         self.unused += 1
@@ -117,7 +100,7 @@ class _Worker:
 
     def offer(self) -> None:
         """Take it to want its whole share."""
-        self.left_bytes, self.unused, self.used_bytes, self.starved = None, 0, 0, 0
+        self.left_bytes, self.unused, self.used_bytes = None, 0, 0
 
 
 class MemoryShares:
@@ -156,13 +139,13 @@ class MemoryShares:
             workers = {slot.slot: self._workers[slot.slot] for slot in sharing}
             has_news = self._take(sharing)
             is_shared = card is not None and len(sharing) > 1
-            if not is_shared or not any(worker.seen for worker in workers.values()):
+            if not is_shared or not any(worker.own_bytes for worker in workers.values()):
                 leases |= dict.fromkeys(workers)
                 for slot in sharing:  # where it gets a lease, that comes down from here
                     workers[slot.slot].lease_bytes = self._cap_bytes(slot) if slot.ready else 0
                 continue
             if has_news:
-                self._share(sharing, now_s)
+                self._share(sharing)
             leases |= {name: worker.lease_bytes for name, worker in workers.items()}
         news = {name: lease for name, lease in leases.items() if self._leases.get(name) != lease}
         self._leases |= news
@@ -226,18 +209,15 @@ class MemoryShares:
                 or memory.device_used_bytes is None
             ):
                 continue
-            worker.before_bytes = worker.held_bytes
             worker.held_bytes = max(memory.reserved_bytes, memory.peak_bytes)
             free_bytes = memory.device_total_bytes - memory.device_used_bytes
             seen.append((worker, status, free_bytes, memory.reserved_bytes))
-        held_bytes = sum(worker.held_bytes for worker in workers)
         for worker, status, free_bytes, reserved_bytes in seen:
-            own_bytes = free_bytes + reserved_bytes
-            worker.seen.append(_Seen(own_bytes, own_bytes + held_bytes - worker.held_bytes))
+            worker.own_bytes.append(free_bytes + reserved_bytes)
             worker.note_use(free_bytes, is_starving=status.state in STARVED)
         return bool(seen)
 
-    def _share(self, sharing: list[Slot], now_s: float) -> None:
+    def _share(self, sharing: list[Slot]) -> None:
         """Move the leases of a card's jobs towards their shares."""
         workers = {slot.slot: self._workers[slot.slot] for slot in sharing}
         ready = {slot.slot: workers[slot.slot] for slot in sharing if slot.ready}
@@ -246,14 +226,13 @@ class MemoryShares:
         caps = {slot.slot: self._cap_bytes(slot, context_bytes) for slot in sharing}
         reserve_bytes = max(self._specs[name].memory.leave_free_bytes for name in workers)
         reserve_bytes += context_bytes * (len(sharing) - len(ready))
-        sure_bytes = min(seen.there_bytes for worker in ready.values() for seen in worker.seen)
-        # A neighbour that grew after its last status held no more then than by its next one.
-        mosts = {name: max(w.held_bytes, w.before_bytes) for name, w in ready.items()}
-        hoped_bytes = max(
-            seen.own_bytes + sum(mosts.values()) - mosts[name]
-            for name, worker in ready.items()
-            for seen in list(worker.seen)[-_TO_LOWER:]
-        )
+        held_bytes = sum(worker.held_bytes for worker in ready.values())
+        there = [
+            [own_bytes + held_bytes - worker.held_bytes for own_bytes in worker.own_bytes]
+            for worker in ready.values()
+        ]
+        sure_bytes = min(min(each) for each in there if each)
+        hoped_bytes = max(max(each[-_TO_LOWER:]) for each in there if each)
         sure_bytes, hoped_bytes = sure_bytes - reserve_bytes, hoped_bytes - reserve_bytes
         whole = fair_shares(sure_bytes, caps)
         for name, worker in ready.items():
@@ -275,16 +254,10 @@ class MemoryShares:
             least_bytes = worker.lease_bytes * (1 if is_tight else 1 - _WORTH_MOVING)
             if limits[name] < least_bytes:
                 worker.lease_bytes = limits[name]
-            if name not in short:
-                worker.short_since_s = None
-            elif worker.short_since_s is None:
-                worker.short_since_s = now_s
         room_bytes = sure_bytes - sum(worker.promised_bytes for worker in ready.values())
         for name, more_bytes in fair_shares(room_bytes, short).items():
             worker = ready[name]
-            has_waited = now_s > (worker.short_since_s or now_s) + _WAITS_S
-            is_worth = more_bytes > _WORTH_MOVING * worker.lease_bytes
-            if more_bytes >= short[name] / 2 or (has_waited and is_worth):
+            if more_bytes == short[name] or more_bytes > _WORTH_MOVING * worker.lease_bytes:
                 worker.lease_bytes += more_bytes
 
     def _cap_bytes(self, slot: Slot, context_bytes: int = ASSUMED_CONTEXT_BYTES) -> int:

@@ -1,8 +1,8 @@
 """What a status, or the end of a process, does to its slot. Pure; part of the lifecycle.
 
 A process that ends is followed by another after a pause, by none while the slot is held, or the
-slot is quarantined. `lifecycle.py` says in which phase which function here is called; what is then
-wanted of the process is in `orders.py`, and when one hangs in `silence.py`.
+slot is quarantined. `lifecycle.py` says in which phase which function here is called, and what is then
+wanted of the process. When one hangs is in `silence.py`.
 """
 
 from __future__ import annotations
@@ -51,10 +51,6 @@ _STARVED_SHARE: Final = 1 / 8
 #: A process that keeps too much by its first statuses is no better than one that dies.
 _AT_ONCE_STATUSES: Final = 3
 
-#: A process's time is believed to be longer than the head waited by so much: the two clocks are
-#: read at two places.
-_TOLERANCE_S: Final = 0.5
-
 #: A worker that rests for its duty is RUNNING, and for one whose card is too hot THROTTLED and
 #: PAUSED say so: all of these are at work.
 _AT_WORK: Final = frozenset(
@@ -83,7 +79,7 @@ def told(slot: Slot, event: Told, moment: Moment) -> Transition:
     if status.incarnation != slot.incarnation:
         return slot, ()
     worked_before = slot.first_work_s is not None
-    slot = _with_status(replace(slot, begun=True, quiet=status.quiet), status, moment)
+    slot = _with_status(replace(slot, quiet=status.quiet), status, moment)
     if status.is_up:
         slot = replace(slot, state=status.state, reason=status.reason)
     if status.verdict is not Verdict.OK and not (
@@ -177,7 +173,6 @@ def _with_status(slot: Slot, status: Status, moment: Moment) -> Slot:
     if not status.is_up:
         return slot
     before = slot.status if slot.has_told else None
-    status = _bounded(status, slot, moment.now_s)
     is_news = before is None or (status.wall_s, status.counts) != (before.wall_s, before.counts)
     if is_news:
         worked_s = 0.0 if moment.ends_at_s is None else _worked_s(slot, status, before, moment)
@@ -199,23 +194,6 @@ def _with_status(slot: Slot, status: Status, moment: Moment) -> Slot:
         device=status.device or slot.device,
         resume=status.resume if status.resume is not None else slot.resume,
     )
-
-
-def _bounded(status: Status, slot: Slot, now_s: float) -> Status:
-    """Return a status whose seconds are possible: what a step did to the worker's clock must not
-    count as work.
-
-    A process has worked at most since it was first asked to.
-    """
-    most_s = now_s - (now_s if slot.working_since_s is None else slot.working_since_s)
-    most_s += _TOLERANCE_S
-    counts = status.counts
-    if 0 <= status.wall_s <= most_s and 0 <= counts.busy_s <= most_s:
-        return status
-    wall_s, busy_s = (
-        min(most_s, told_s) if told_s > 0 else 0.0 for told_s in (status.wall_s, counts.busy_s)
-    )
-    return replace(status, wall_s=wall_s, counts=replace(counts, busy_s=busy_s))
 
 
 def _worked_s(slot: Slot, status: Status, before: Status | None, moment: Moment) -> float:
@@ -445,7 +423,6 @@ def _next_process(slot: Slot) -> Slot:
         slot,
         incarnation=slot.incarnation + 1,
         counts_before=slot.counts,
-        begun=False,
         saves=0,
         leak=NO_WATCH,
         leak_told=False,

@@ -168,8 +168,6 @@ class Slot:
     """Counts the processes of the slot. What follows is of the present one."""
     runs: bool = False
     """Whether there is to be a process."""
-    begun: bool = False
-    """Whether a status of it has come."""
     saves: int = 0
     """How often it was asked to save its state."""
     working_since_s: float | None = None
@@ -217,6 +215,11 @@ class Slot:
     for how long.
     """
     restarts: int = 0
+
+    @property
+    def needs_begin(self) -> bool:
+        """Whether a process is to start, and the actor that starts it is known."""
+        return self.runs and self.heard_at_s is None and self.actor is not None
 
     @property
     def ready(self) -> bool:
@@ -372,7 +375,7 @@ class Note:
     fields: tuple[tuple[str, Scalar], ...] = ()
 
 
-#: What is to be done once. What is wanted of the process follows from the slot (`orders.py`).
+#: What is to be done once. What is wanted of the process follows from the slot (`lifecycle.orders_of`).
 Command: TypeAlias = Place | Abandon | EndRun | Note
 
 #: The slot after an event, and what the supervisor is to do about it, in this order.

@@ -46,11 +46,6 @@ class Do(StrEnum):
     CAP = "cap"
     SAVE = "save"
 
-    @classmethod
-    def _missing_(cls, value: object) -> Do | None:
-        """Take the old word of UNPAUSE, which also means to go on with a run."""
-        return cls.UNPAUSE if value == "resume" else None
-
 
 #: What becomes of each slot, once the command was taken.
 EFFECTS: Final[Mapping[Do, str]] = {

@@ -7,10 +7,7 @@ user. Does not start anything by itself; entering `Environment.fleet` does.
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
@@ -48,12 +45,6 @@ _LEAST_CARD_WORKER_GIB = 0.75
 #: Of a card's free memory, for a rehearsal of all nodes on it.
 _CARD_SHARE = 0.75
 
-#: A number type that the CPU computes at less than this share of fp32's rate is rehearsed in fp32.
-_USEFUL_RATE = 0.25
-
-#: To load torch takes a second or two, on a busy PC a minute; without an answer nothing is changed.
-_RATES_WITHIN_S = 60.0
-
 #: The most that a worker on the processor gets.
 _LOCAL_CPU_WORKER_GIB = 1.0
 
@@ -64,35 +55,6 @@ class Mode(StrEnum):
     CLUSTER = "cluster"
     REHEARSE = "rehearse"
     LOCAL = "local"
-
-
-class CpuRates:
-    """At what rate this machine's CPU computes each number type.
-
-    Another process measures it, which loads torch.
-    """
-
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[str] | None = None
-
-    def measure(self) -> None:
-        """Begin to measure."""
-        command = [sys.executable, "-m", "workers.devices.cpu_rates"]
-        self._process = subprocess.Popen(  # noqa: S603 - this installation's own program
-            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        )
-
-    def bf16_per_fp32(self) -> float | None:
-        """Return how much faster bf16 is than fp32; `None` where it could not be measured."""
-        if self._process is None:
-            return None
-        try:
-            rates = json.loads(self._process.communicate(timeout=_RATES_WITHIN_S)[0])
-            return float(rates["bf16"] / rates["fp32"])
-        except (ValueError, KeyError, ZeroDivisionError, subprocess.TimeoutExpired):
-            self._process.kill()
-            self._process.communicate()
-            return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,8 +68,6 @@ class Environment:
     settle: Callable[[Environment, Fleet], Environment] = lambda environment, _: environment
     """Called with the connected fleet: what the cluster turns out to be may change the environment.
     """
-    rates: CpuRates | None = None
-    """Of this machine's CPU, where the run depends on them."""
 
     @property
     def plans(self) -> tuple[SlotPlan, ...]:
@@ -121,8 +81,6 @@ class Environment:
         if self.mode is Mode.CLUSTER:
             return connected(config.cluster.address, config.cluster.auth)
         budgets = {name: node_budget(name, node, config) for name, node in config.nodes.items()}
-        if self.rates is not None:
-            self.rates.measure()  # while Ray starts
         names = sorted(budgets, key=lambda name: name != head)
         return rehearsed(
             [
@@ -149,23 +107,6 @@ def again(mode: str, config: Config, target: Target) -> Environment:
         address = config.cluster.address
         lines = () if address == "auto" else (f"Connecting to {address}, as the run did",)
     return Environment(mode=Mode(mode), config=config, target=target, lines=lines)
-
-
-def _in_useful_types(environment: Environment, _: Fleet) -> Environment:
-    """Rehearse products of 16-bit numbers in fp32 where this CPU computes them so slowly that a run
-    shows nothing else.
-
-    On a card they are faster than fp32. The edges shrink, so that each matrix keeps its bytes.
-    """
-    ratio = None if environment.rates is None else environment.rates.bf16_per_fp32()
-    in_fp32 = scaling.in_fp32(environment.config)
-    if ratio is None or ratio >= _USEFUL_RATE or in_fp32 is None:
-        return environment
-    line = (
-        f"This CPU computes bf16 at {ratio:.2g} of the rate of fp32: rehearsed in fp32, sizes "
-        "x 0.71, the same bytes"
-    )
-    return replace(environment, config=in_fp32, lines=(line,))
 
 
 def _settled(environment: Environment, fleet: Fleet) -> Environment:
@@ -235,20 +176,13 @@ def in_rehearsal(config: Config) -> Environment:
         where, wanted_scale = f"on this machine's {_BY_KERNEL}", REHEARSAL_SCALE
         target = Target(device="cpu", one_machine=True)
     scaled = scale_config(config, wanted_scale, limit_bytes)
-    # A training has its own types, and what they cost is for it to say.
-    measures = (
-        target.device == "cpu"
-        and config.workload.name != "train"
-        and scaling.in_fp32(scaled.config) is not None
-    )
-    return Environment(
-        mode=Mode.REHEARSE,
-        config=scaled.config,
-        target=target,
-        lines=(*_scale_lines(f"Rehearsal {where}", scaled), _STARTING),
-        settle=_in_useful_types,
-        rates=CpuRates() if measures else None,
-    )
+    config, lines = scaled.config, _scale_lines(f"Rehearsal {where}", scaled)
+    # Many CPUs have no units for numbers of 16 bits. A training has types of its own.
+    if target.device == "cpu" and config.workload.name != "train":
+        in_fp32 = scaling.in_fp32(config)
+        if in_fp32 is not None:
+            config, lines = in_fp32, (*lines, "  products in fp32: sizes x 0.71, the same bytes")
+    return Environment(mode=Mode.REHEARSE, config=config, target=target, lines=(*lines, _STARTING))
 
 
 def _has_room(card: CardFacts, config: Config) -> bool:

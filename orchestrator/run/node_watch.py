@@ -8,122 +8,55 @@ queries nothing (`supervisor.py` does).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import TypeAlias
 
 from orchestrator.config.schema import Config
 from orchestrator.core.fleet import NodeFact
-from orchestrator.core.placement import Missing, SlotPlan, refusals
-from orchestrator.core.slot import NodeJoined, NodeLeft, NodeRefused, Slot
+from orchestrator.core.placement import Missing, refusals
+from orchestrator.core.slot import NodeJoined, NodeLeft, NodeRefused
 from orchestrator.record.events import EventLog
 
 NodeEvent: TypeAlias = NodeJoined | NodeLeft | NodeRefused
 
 _SILENT = "its node does not answer"
 
-#: A node whose worker reported so lately is there. Short enough for a lost node to be seen within
-#: 10 s.
-_HEARD_WITHIN_S = 3.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Membership:
-    """What is known of the nodes of a run."""
-
-    present: Mapping[str, str] = field(default_factory=dict)
-    """Nodes in use -> their node ids."""
-    seen: frozenset[str] = frozenset()
-    refused: Mapping[str, str] = field(default_factory=dict)
-    """Nodes that are there and cannot be used -> why."""
-
-
-def updated(
-    before: Membership, config: Config, facts: Sequence[NodeFact]
-) -> tuple[Membership, tuple[tuple[str, NodeEvent], ...]]:
-    """Compare the live nodes with what is known; return what is known now, and what happened to
-    which node.
-
-    A node that does not answer counts as gone, even if Ray still lists it: Ray is slower to notice.
-    """
-    answering = [fact for fact in facts if fact.answers and fact.name in config.nodes]
-    refused: dict[str, str] = {}
-    for refusal in refusals(config, answering):
-        if refusal.missing is not Missing.NODE:
-            said = refused.get(refusal.node)
-            refused[refusal.node] = refusal.text if said is None else f"{said}; {refusal.text}"
-    ids = {fact.node_id for fact in answering}
-    events: list[tuple[str, NodeEvent]] = []
-    present = dict(before.present)
-    for name, node_id in before.present.items():
-        if node_id not in ids:
-            del present[name]
-            silent = any(fact.node_id == node_id for fact in facts)
-            events.append((name, NodeLeft(reason=_SILENT) if silent else NodeLeft()))
-    for fact in answering:
-        joined = fact.name
-        if joined is not None and joined not in present and joined not in refused:
-            present[joined] = fact.node_id
-            events.append((joined, NodeJoined()))
-    events.extend(
-        (name, NodeRefused(reason=text))
-        for name, text in refused.items()
-        if name not in present and before.refused.get(name) != text
-    )
-    gone = before.refused.keys() - refused.keys() - present.keys()
-    events.extend(
-        (name, NodeRefused(reason=NodeLeft().reason)) for name in config.nodes if name in gone
-    )
-    unused = {name: text for name, text in refused.items() if name not in present}
-    return Membership(present=present, seen=before.seen | present.keys(), refused=unused), tuple(
-        events
-    )
-
-
-def notices(before: Membership, config: Config) -> list[str]:
-    """Return a line for each node that is missing: what a person may want to do something about."""
-    absent = {
-        name: "has left" if name in before.seen else "has not joined" for name in config.nodes
-    }
-    absent |= {name: f"cannot be used: {why}" for name, why in before.refused.items()}
-    return [f"{name} {what}" for name, what in absent.items() if name not in before.present]
-
 
 class NodeWatch:
     """Which nodes are there, and what has happened to each since the last look."""
 
-    def __init__(self, config: Config, plans: Mapping[str, SlotPlan], events: EventLog) -> None:
-        """Watch the nodes of these slots, which may become more, and may move."""
+    def __init__(self, config: Config, events: EventLog) -> None:
+        """Know no node yet."""
         self._config = config
-        self._plans = plans
         self._events = events
-        self._known = Membership()
         self._facts: list[NodeFact] = []
-
-    def slots(self, node: str | None) -> list[str]:
-        """Return the slots on a node."""
-        return [name for name, plan in self._plans.items() if plan.spec.node == node]
+        self._ever: set[str] = set()
+        self.present: dict[str, str] = {}
+        """Nodes in use -> their node ids."""
+        self.refused: dict[str, str] = {}
+        """Nodes that are there and cannot be used -> why."""
 
     def look(
-        self, facts: Sequence[NodeFact], slots: Mapping[str, Slot], now_s: float
-    ) -> tuple[tuple[str, NodeEvent], ...]:
-        """Return what happened to which node.
+        self, facts: Sequence[NodeFact], heard: Collection[str] = ()
+    ) -> list[tuple[str, NodeEvent]]:
+        """Return what happened to which node; nothing if the cluster shows what it showed before.
 
-        Nothing at once if the cluster shows what it showed before.
+        A node that does not answer counts as gone, even if Ray still lists it: Ray is slower to
+        notice. Those that are `heard` have a worker that has just told something: it outlives its
+        raylet for some seconds, so that it overrules silence and not a refusal.
         """
-        # Workers outlive their raylet for some seconds, so a report overrules silence and not a
-        # refusal.
         seen = [
-            replace(fact, answers=True) if self._is_heard(fact, slots, now_s) else fact
+            replace(fact, answers=True) if fact.name in heard and not fact.refuses else fact
             for fact in facts
         ]
         if seen == self._facts:
-            return ()
-        self._known, happened = updated(self._known, self._config, seen)
+            return []
         self._facts = seen
+        happened = [*self._gone(seen), *self._come(seen)]
         for node, event in happened:
             if isinstance(event, NodeJoined):
-                self._events.write("node_joined", node=node, node_id=self._known.present[node])
+                self._events.write("node_joined", node=node, node_id=self.present[node])
             else:
                 name = "node_left" if isinstance(event, NodeLeft) else "node_refused"
                 self._events.write(name, node=node, reason=event.reason)
@@ -131,17 +64,48 @@ class NodeWatch:
 
     def seen(self) -> tuple[str, ...]:
         """Return the nodes that are in use, in the order of the configuration."""
-        return tuple(name for name in self._config.nodes if name in self._known.present)
+        return tuple(name for name in self._config.nodes if name in self.present)
 
     def notices(self) -> list[str]:
-        """Return a line for each node that is missing."""
-        return notices(self._known, self._config)
+        """Return a line for each node that is missing: a person may want to do something about it."""
+        lines = []
+        for name in self._config.nodes:
+            if name in self.refused:
+                lines.append(f"{name} cannot be used: {self.refused[name]}")
+            elif name not in self.present:
+                lines.append(f"{name} has {'left' if name in self._ever else 'not joined'}")
+        return lines
 
-    def _is_heard(self, fact: NodeFact, slots: Mapping[str, Slot], now_s: float) -> bool:
-        """Whether a worker on a silent node has just reported: then it is there, although it cannot
-        be connected to.
-        """
-        if fact.answers or fact.refuses or fact.name is None:
-            return False
-        reported = (slots[name].heard_at_s for name in self.slots(fact.name))
-        return any(at_s is not None and at_s > now_s - _HEARD_WITHIN_S for at_s in reported)
+    def _gone(self, facts: Sequence[NodeFact]) -> list[tuple[str, NodeEvent]]:
+        answering = {fact.node_id for fact in facts if fact.answers}
+        listed = {fact.node_id for fact in facts}
+        gone = {name: it for name, it in self.present.items() if it not in answering}
+        for name in gone:
+            del self.present[name]
+        return [
+            (name, NodeLeft(reason=_SILENT) if node_id in listed else NodeLeft())
+            for name, node_id in gone.items()
+        ]
+
+    def _come(self, facts: Sequence[NodeFact]) -> list[tuple[str, NodeEvent]]:
+        answering = [fact for fact in facts if fact.answers and fact.name in self._config.nodes]
+        texts: dict[str, list[str]] = {}
+        for refusal in refusals(self._config, answering):
+            if refusal.missing is not Missing.NODE:
+                texts.setdefault(refusal.node, []).append(refusal.text)
+        events: list[tuple[str, NodeEvent]] = []
+        for fact in answering:
+            if fact.name is not None and fact.name not in {*self.present, *texts}:
+                self.present[fact.name] = fact.node_id
+                self._ever.add(fact.name)
+                events.append((fact.name, NodeJoined()))
+        before, self.refused = (
+            self.refused,
+            {name: "; ".join(text) for name, text in texts.items() if name not in self.present},
+        )
+        for name in self._config.nodes:
+            if name not in self.present and before.get(name) != self.refused.get(name):
+                # One that could not be used, and is there no more, has left.
+                reason = self.refused.get(name, NodeLeft().reason)
+                events.append((name, NodeRefused(reason=reason)))
+        return events

@@ -23,7 +23,6 @@ from orchestrator.core import circuit_breaker, lifecycle, run_outcome
 from orchestrator.core import slot as slots
 from orchestrator.core.fleet import Fleet, Heard, Told, Unreached
 from orchestrator.core.memory_shares import MemoryShares
-from orchestrator.core.orders import needs_begin, orders_of
 from orchestrator.core.placement import SlotPlan
 from orchestrator.core.slot import Event, Phase, Slot
 from orchestrator.core.user_commands import EFFECTS, CommandRefusedError, events_of
@@ -55,6 +54,10 @@ _EVERY_S = {"look at nodes": 1.0, "show": 0.25, "save": 60.0, "dispatch": 0.2}
 #: has passed counts against a slot.
 _SUSPENDED_S = 3.0
 _CATCH_UP_S = 2.0
+
+#: A node is there whose worker told something so lately, whether it answers or not. Short enough for
+#: a lost node to be seen within 10 s.
+_HEARD_WITHIN_S = 3.0
 
 #: A slot in one of these phases gets no process any more, whatever happens.
 _OVER = frozenset({Phase.QUARANTINED, Phase.DONE})
@@ -152,12 +155,9 @@ class Supervisor:
         self._slots = {name: self.past.slots.get(name, Slot(slot=name)) for name in self._plans}
         self._meters = {name: Meter() for name in self._plans}
         self._recorder = Recorder(self._plans, self._meters, self.outlets.store)
-        self._nodes = NodeWatch(self.config, self._plans, self.outlets.events)
-        self._restarts = sum(slot.restarts for slot in self._slots.values())
+        self._nodes = NodeWatch(self.config, self.outlets.events)
         self._shares = MemoryShares(self._plans)
         self._outbox: list[tuple[str, slots.Command]] = []
-        self._changed: dict[str, None] = dict.fromkeys(self._plans)
-        """In the order of their changes; at first in that of the plan."""
         self._ordered: dict[str, Orders] = {}
         """What was ordered last of each slot that has an actor."""
         rests = () if self.dispatcher is None else self.dispatcher.rests()
@@ -167,8 +167,6 @@ class Supervisor:
             if hold is slots.Hold.DRAIN and name not in rests:
                 hold = None
             self._slots[name] = replace(slot, orders=replace(slot.orders, hold=hold))
-        self._cards_wait = False
-        """Whether a slot changed in a way that may make its card one to give up."""
         self._hazards: dict[str, None] = {}
         """What trainings warn of."""
         self._began_s = self._looked_at_s = self._ticks_from_s = self.clock.monotonic_s()
@@ -231,7 +229,7 @@ class Supervisor:
                 *(() if self.dispatcher is None else self.dispatcher.notices()),
             ),
             jobs=None if self.dispatcher is None else self.dispatcher.headline(),
-            restart_count=self._restarts,
+            restart_count=sum(slot.restarts for slot in self._slots.values()),
         )
 
     def shortfalls(self) -> tuple[str, ...]:
@@ -258,8 +256,8 @@ class Supervisor:
     def _turn(self) -> None:
         now_s = self.clock.monotonic_s()
         if self._is_time_to("look at nodes", now_s):
-            for node, event in self._nodes.look(self.fleet.nodes(), self._slots, now_s):
-                for name in self._nodes.slots(node):
+            for node, event in self._nodes.look(self.fleet.nodes(), self._heard_nodes(now_s)):
+                for name in self._slots_of(node):
                     self._feed(name, event)
         self._hear()
         self._tick()
@@ -273,6 +271,16 @@ class Supervisor:
         if self._is_time_to("save", now_s):
             self.learned_limits.save()
         self._show()
+
+    def _slots_of(self, node: str) -> list[str]:
+        return [name for name, plan in self._plans.items() if plan.spec.node == node]
+
+    def _heard_nodes(self, now_s: float) -> set[str]:
+        return {
+            self._plans[name].spec.node
+            for name, slot in self._slots.items()
+            if slot.heard_at_s is not None and slot.heard_at_s > now_s - _HEARD_WITHIN_S
+        }
 
     def _is_time_to(self, what: str, now_s: float) -> bool:
         if now_s - self._done_at_s[what] < _EVERY_S[what]:
@@ -337,8 +345,7 @@ class Supervisor:
     def _send_out(self) -> None:
         """Write down what has changed, then perform what follows from it."""
         now_s = self.clock.monotonic_s()
-        changed, self._changed = self._changed, {}
-        self._recorder.take(changed, self._slots, now_s)
+        self._recorder.take(self._slots, now_s)
         for name, lease_bytes in self._shares.look(self._slots, now_s).items():
             self.outlets.events.write("leased", slot=name, lease_bytes=lease_bytes)
         if self.outlets.store.commit():
@@ -354,14 +361,15 @@ class Supervisor:
     def _order(self, name: str, slot: Slot) -> None:
         """Tell the fleet what is wanted of the slot now, if it is not what was wanted before."""
         begin = piece = None
-        if needs_begin(slot):
+        if slot.needs_begin:
             start = self._plans[name].spec.workload.settings.get("from")
             copy, piece = self.checkpoints.copy_for(name, slot.incarnation, start)
             begin = Begin(resume=slot.resume, fresh=slot.incarnation == 0, copy=copy)
-        elif slot.begun:
+        elif slot.heard_at_s is not None:
             self.checkpoints.drop_copy(name)
         kept = self.checkpoints.kept(name)
-        wanted = replace(orders_of(slot, self._shares.grant(slot), begin, kept), copy=piece)
+        lease_bytes = self._shares.grant(slot)
+        wanted = lifecycle.orders_of(slot, lease_bytes, begin, kept=kept, copy=piece)
         if wanted != self._ordered.get(name):
             self._ordered[name] = wanted
             self.fleet.order(name, wanted)
@@ -405,9 +413,8 @@ class Supervisor:
 
     def _quarantine_cards(self, now_s: float) -> None:
         # Jobs come and go on a card: those that have failed say nothing about the next one.
-        if not self._cards_wait or self.dispatcher is not None:
+        if self.dispatcher is not None:
             return
-        self._cards_wait = False
         cards = circuit_breaker.by_card(self._plans, self._slots)
         for card, reason in circuit_breaker.cards_to_quarantine(cards, now_s, self._rules).items():
             self.outlets.events.write("card_quarantined", card=card, reason=reason)
@@ -461,17 +468,13 @@ class Supervisor:
             return
         if after == before and not commands:
             return
-        self._restarts += after.restarts - before.restarts
         self._slots[name] = after
-        self._changed[name] = None
         if after.status is not None and after.news_at_s not in {None, before.news_at_s}:
             self._meters[name].add(after.status)
             self.learned_limits.take(after.status)
-        if after.phase is not before.phase:
-            self._cards_wait = True
-            if after.phase in _OVER:
-                # The queue is to know of an end before the store does.
-                self._done_at_s["dispatch"] = float("-inf")
+        if after.phase is not before.phase and after.phase in _OVER:
+            # The queue is to know of an end before the store does.
+            self._done_at_s["dispatch"] = float("-inf")
         for command in commands:
             match command:
                 case slots.Note():

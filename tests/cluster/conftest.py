@@ -214,7 +214,7 @@ def actors() -> set[int]:
     found = set()
     for process in descendants():
         with contextlib.suppress(psutil.Error):
-            if " ".join(process.cmdline()).startswith("ray::WorkerActor"):
+            if " ".join(process.cmdline()).startswith(("ray::WorkerActor", "ray::CommandActor")):
                 found.add(process.pid)
     return found
 
@@ -340,7 +340,7 @@ from ray._private.state import actors
 ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
 names = {node["NodeID"]: node["Labels"].get("node") for node in ray.nodes()}
 alive = [names[a["Address"]["NodeID"]] for a in actors().values()
-         if a["State"] == "ALIVE" and a["ActorClassName"] == "WorkerActor"]
+         if a["State"] == "ALIVE" and a["ActorClassName"] in ("WorkerActor", "CommandActor")]
 print(json.dumps({name: alive.count(name) for name in set(alive)}))
 """
 

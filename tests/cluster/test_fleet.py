@@ -10,7 +10,6 @@ import contextlib
 import os
 import secrets
 import signal
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,7 +27,7 @@ from orchestrator.errors import NoClusterError, UsageError
 from tests.cluster.conftest import actors
 from tests.scene import PATIENCE_S, ROOT, Patience, python, spec_of
 from workers.learned_limits import STATE_DIR_VARIABLE
-from workers.messages import Begin, EndCause, Orders, Status, Verdict, WorkerEvent
+from workers.messages import Begin, Orders, Status, WorkerEvent
 from workers.settings import WorkerSpec
 from workers.workloads.base import StepResult, Workload
 
@@ -47,37 +46,6 @@ class Steady(Workload):
 
     def release(self) -> None:
         pass
-
-
-class Hangs(Steady):
-    """The third step does not end."""
-
-    steps = 0
-
-    def step(self, size: int, batch: int) -> StepResult:
-        self.steps += 1
-        while self.steps == 3:
-            time.sleep(0.1)
-        return super().step(size, batch)
-
-
-class Faulty(Steady):
-    """Every step has a bug."""
-
-    def step(self, size: int, batch: int) -> StepResult:
-        raise ValueError("no such column")
-
-
-class BreaksDevice(Steady):
-    """After the second step, the device of this engine answers no more."""
-
-    steps = 0
-
-    def step(self, size: int, batch: int) -> StepResult:
-        self.steps += 1
-        if self.steps == 2:
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
-        return super().step(size, batch)
 
 
 @dataclass
@@ -115,10 +83,10 @@ class Stage:
         self.orders: dict[str, Orders] = {}
         self.events: dict[str, list[WorkerEvent]] = {}
 
-    def place(self, slot: str, workload: type[Workload] = Steady) -> str:
+    def place(self, slot: str) -> str:
         """Place a slot of this name; return the name."""
         name, spec = f"{self.node}/{slot}", spec_of()
-        module = f"{Path(__file__).stem}:{workload.__name__}"
+        module = f"{Path(__file__).stem}:{Steady.__name__}"
         settings = replace(spec.workload, name=module, size=64)
         return self.place_as(name, replace(spec, slot=name, node=self.node, workload=settings))
 
@@ -237,13 +205,6 @@ def test_each_slot_works_in_a_process_of_its_own_and_counts_up(stage: Stage) -> 
     assert [event.name for event in stage.events[slot]].count("device_opened") == 1
 
 
-def test_a_step_that_fails_is_told_and_ends_nothing(stage: Stage) -> None:
-    slot = stage.place("failing", Faulty)
-    told = stage.status(slot, lambda told: told.errors_in_a_row > 1, "errors")
-    assert told.verdict is Verdict.OK
-    assert "no such column" in str(told.error)
-
-
 def test_an_engine_that_cannot_be_made_is_unbuildable(stage: Stage) -> None:
     name = f"{NODE}/unbuildable"
     spec = SimpleNamespace(slot=name, node=NODE, device="cpu", command=None)
@@ -252,45 +213,6 @@ def test_an_engine_that_cannot_be_made_is_unbuildable(stage: Stage) -> None:
     assert isinstance(heard, Unreached)
     assert heard.is_unbuildable
     assert "AttributeError" in heard.text
-
-
-def test_a_held_process_does_no_step_and_goes_on(stage: Stage) -> None:
-    slot = stage.place("held")
-    before = stage.at_work(slot)
-    stage.order(slot, holds=True)
-    held = stage.status(slot, lambda told: told.is_held, "hold")
-    again = stage.status(slot, lambda told: told.is_held, "hold")
-    assert again.counts.steps_ok == held.counts.steps_ok
-    stage.order(slot, holds=False)
-    after = stage.status(
-        slot, lambda told: told.counts.steps_ok > held.counts.steps_ok, "more steps"
-    )
-    assert process_of(after) == process_of(before)
-
-
-def test_another_incarnation_is_another_process_that_goes_on(stage: Stage) -> None:
-    """Also after its device broke."""
-    slot = stage.place("broken", BreaksDevice)
-    bad = stage.status(slot, lambda told: told.verdict is not Verdict.OK, "verdict")
-    assert bad.verdict is Verdict.CONTEXT_CORRUPTED
-    stage.order(slot, incarnation=1, begin=Begin(resume=bad.resume))
-    after = stage.status(
-        slot, lambda told: told.incarnation == 1 and told.counts.steps_ok > 0, "good step"
-    )
-    assert process_of(after) != process_of(bad)
-    assert (after.size, after.batch) == (bad.size, bad.batch)
-    assert "resumed" in [event.name for event in stage.events[slot]]
-
-
-def test_the_end_of_a_process_is_told_with_its_cause(stage: Stage) -> None:
-    slot = stage.place("killed")
-    os.kill(process_of(stage.at_work(slot)), signal.SIGKILL)
-    ended = stage.status(slot, lambda told: told.died is not None, "end")
-    assert ended.died is not None
-    assert ended.died.cause in {EndCause.SIGNALLED, EndCause.HOST_MEMORY}
-    assert "SIGKILL" in ended.died.text
-    stage.order(slot, incarnation=1, begin=Begin(resume=ended.resume))
-    stage.at_work(slot, incarnation=1)
 
 
 def test_an_actor_that_is_killed_comes_back_under_another_name(stage: Stage) -> None:
@@ -306,21 +228,6 @@ def test_an_actor_that_is_killed_comes_back_under_another_name(stage: Stage) -> 
     assert not program.is_running()
     stage.order(slot, actor=other.actor, heard=0, incarnation=1, begin=Begin())
     stage.at_work(slot, incarnation=1)
-
-
-def test_a_silent_process_is_seen_from_outside_and_where_it_stands(stage: Stage) -> None:
-    slot = stage.place("hangs", Hangs)
-    silent = stage.status(
-        slot, lambda told: told.quiet is not None and told.counts.steps_ok > 0, "silence"
-    )
-    assert silent.counts.steps_ok <= 2
-    stage.order(slot, runs=False)
-    ended = stage.status(
-        slot, lambda told: told.quiet is not None and bool(told.quiet.stands_at), "line"
-    )
-    assert ended.quiet is not None
-    assert "in step" in str(ended.quiet.stands_at)
-    assert ended.died is None
 
 
 def test_an_abandoned_slot_is_gone_until_it_is_placed_again(stage: Stage) -> None:

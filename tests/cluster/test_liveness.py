@@ -164,14 +164,6 @@ def test_after_a_suspension_nobody_is_lost_for_that() -> None:
         raylet.end()
 
 
-def test_a_node_that_ended_during_a_suspension_is_found_out(raylet: Raylet) -> None:
-    watch = Watch(pc1=raylet.address)
-    watch.look()
-    raylet.end()
-    assert watch.look(later_s=60) == frozenset()
-    assert watch.look() == {"pc1"}
-
-
 def open_descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 

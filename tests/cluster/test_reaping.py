@@ -1,10 +1,16 @@
-"""What keepers of commands leave to a rehearsal's head is reaped, and nothing else is."""
+"""What keepers of commands leave to a rehearsal's head is reaped, and what the head itself leaves is
+ended; nothing else is.
+"""
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
+from orchestrator.cluster import orphan_reaper
+from orchestrator.cluster.orphan_reaper import MARK
 from tests.scene import ran
 
 #: Adopts the server of keepers as the head of a rehearsal does, and has a child of its own.
@@ -45,3 +51,28 @@ def test_only_keepers_are_reaped(tmp_path: Path) -> None:
     done = ran([sys.executable, "-c", HEAD, str(tmp_path)])
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["keeper-server", "0", "3"]
+
+
+def test_what_has_the_mark_of_a_rehearsal_ends_after_its_head(tmp_path: Path) -> None:
+    """One of another rehearsal stays, whose folder begins with the same letters."""
+    folder, other = tmp_path / "orch-a", tmp_path / "orch-ab"
+    (folder / "ray").mkdir(parents=True)
+    sleepers = [
+        subprocess.Popen(
+            [sys.executable, "-c", "import time; time.sleep(600)"],
+            env={**os.environ, MARK: str(place)},
+            start_new_session=True,
+        )
+        for place in (folder, other)
+    ]
+    try:
+        # Its standard input ends without a word, as that of a head that is killed.
+        done = ran([sys.executable, "-I", orphan_reaper.__file__, str(folder)], input="")
+        assert (done.returncode, done.stderr) == (0, "")
+        assert sleepers[0].wait() == -9
+        assert not folder.exists()
+        assert sleepers[1].poll() is None
+    finally:
+        for sleeper in sleepers:
+            sleeper.kill()
+            sleeper.wait()

@@ -37,15 +37,13 @@ TOO_BIG = (
 #: be asked for.
 RUNTIME_ENVIRONMENT = '{"runtime_env": {"env_vars": {"UNUSED": "1"}}}'
 
-#: The head and what cleans up behind it, Ray's own two, what stands for Ray's agents, workers, and
-#: what watches them.
+#: The head and what cleans up behind it, Ray's own two, what stands for Ray's agents, and workers.
 PROGRAMS = (
     "python",
     "gcs_server",
     "raylet",
     "cat",
     "ray::WorkerActor",
-    "ray::Observer",
     "ray::IDLE",
     "orch-engine",
     "job-keeper",

@@ -15,8 +15,9 @@ from typing import Any
 
 import psutil
 
-from orchestrator.cluster.kept_command import KeptCommand
+from orchestrator.cluster.command_actor import CommandActor
 from tests.scene import ROOT, Patience, computed, spec_of, wait_for
+from workers.command.folder import CommandFolder
 from workers.messages import Begin, Orders, Status
 from workers.settings import CommandSpec, WorkerSpec
 from workers.units import GIB
@@ -34,15 +35,19 @@ class Slot:
     """Asks what keeps a program in this process, as the head does with an actor."""
 
     def __init__(self, spec: WorkerSpec, incarnation: int = 0, problem: str | None = None) -> None:
-        self.program = KeptCommand(spec, problem)
+        folder = None if problem is None else CommandFolder(path="", problem=problem)
+        self.actor = CommandActor(spec, folder)
         self.orders = Orders(incarnation=incarnation, begin=Begin())
         self.events: dict[str, Mapping[str, Any]] = {}
         self.printed = ""
 
     def poll(self, wait_s: float = 0.2, **orders: Any) -> Status:
         """Ask once; what is ordered stays ordered."""
+        if self.orders.actor is None:  # whose name comes with its first answer
+            self.orders = replace(self.orders, actor=self.actor.poll(self.orders, 0.0).actor)
         self.orders = replace(self.orders, **orders)
-        status = self.program.poll(self.orders, wait_s)
+        status = self.actor.poll(self.orders, wait_s)
+        self.orders = replace(self.orders, heard=status.news)
         self.events |= {event.name: event.detail for event in status.events}
         self.printed += "" if status.output is None else status.output.text
         return status

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.cluster.actor import load_program
+from orchestrator.cluster.command_actor import CommandActor
 from orchestrator.jobs.causes import cause_of
 from orchestrator.jobs.model import Cause
 from tests.command.scenes import Slot, command_spec, told
@@ -50,7 +50,7 @@ def test_a_worker_leaves_the_settings_of_torch_to_it(monkeypatch: pytest.MonkeyP
     for name in ("CUDA_DEVICE_ORDER", "CUBLAS_WORKSPACE_CONFIG", "TORCH_CUBLAS_WORKSPACE_CACHE"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    load_program(command_spec())
+    CommandActor(command_spec())
     assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
     assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     # With another one than its own two, torch refuses to compute deterministically.
@@ -281,7 +281,7 @@ def test_words_of_the_attempt_before_do_not_count() -> None:
 def test_log_keeps_its_newest_part(
     tmp_path: Path, state_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("orchestrator.cluster.kept_command.LOG_BYTES", 100_000)
+    monkeypatch.setattr("orchestrator.cluster.command_actor.LOG_BYTES", 100_000)
     code = "for number in range(30_000): print('line', number)"
     slot = Slot(command_spec("-c", code, cwd=str(tmp_path)))
     report = slot.end()
@@ -416,8 +416,8 @@ def test_worker_loads_no_torch(tmp_path: Path) -> None:
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]);"
         "from tests.command.scenes import command_spec;"
-        "from orchestrator.cluster.actor import load_program;"
-        "load_program(command_spec('-c', 'pass')); print('torch' in sys.modules)"
+        "from orchestrator.cluster.command_actor import CommandActor;"
+        "CommandActor(command_spec('-c', 'pass')); print('torch' in sys.modules)"
     )
     done = python("-c", code, str(ROOT), cwd=tmp_path)
     assert done.stdout.strip() == "False", done.stderr

@@ -150,7 +150,7 @@ def test_worker_that_ignores_its_children_learns_the_end(state_dir: Path) -> Non
 def test_a_program_ends_when_the_head_is_silent(tmp_path: Path, state_dir: Path) -> None:
     slot = Slot(command_spec("-c", "import time; time.sleep(600)", cwd=str(tmp_path), lease_s=1.0))
     slot.begin()
-    program = slot.program._pid
+    program = slot.actor._pid
     wait_for(lambda: is_gone(program), "the end of the program")
 
     ended = slot.end().ended

@@ -9,8 +9,7 @@ from dataclasses import replace
 from typing import Any, Self
 
 from orchestrator.core.fleet import Told, Unreached
-from orchestrator.core.lifecycle import advance
-from orchestrator.core.orders import orders_of
+from orchestrator.core.lifecycle import advance, orders_of
 from orchestrator.core.slot import (
     Command,
     Event,

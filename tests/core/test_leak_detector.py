@@ -68,20 +68,6 @@ def test_a_steady_sawtooth_is_no_leak(
     assert watch.growth_bytes <= 0
 
 
-def test_a_peak_is_no_leak_and_a_dip_hides_one_briefly() -> None:
-    steady = [told(100 * MIB)] * UNTIL_KNOWN
-    assert after([*steady, told(900 * MIB)]).growth_bytes == 0
-    grown = [*steady, *[told(200 * MIB)] * 5]
-    assert after(grown).growth_bytes == 100 * MIB
-    assert after([*grown, told(100 * MIB)]).growth_bytes == 0
-    assert after([*grown, told(100 * MIB), *[told(200 * MIB)] * 5]).growth_bytes == 100 * MIB
-
-
-def test_what_a_worker_needs_at_first_is_no_leak() -> None:
-    growing_up = [told(mib * MIB) for mib in (50, 80, 150, 190)]
-    assert after([*growing_up, *[told(200 * MIB)] * 20]).growth_bytes == 0
-
-
 @pytest.mark.parametrize(
     "change",
     [{"size": 4096}, {"batch": 64}, {"claim_bytes": 2}, {"claim_bytes": None}, {"incarnation": 1}],

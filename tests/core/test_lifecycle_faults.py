@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -296,22 +295,6 @@ def test_a_leak_is_told_once_for_each_process() -> None:
     assert scene.slot.restarts == 2
 
 
-def test_a_status_that_comes_twice_is_no_growth() -> None:
-    scene = Leaking.joined(leak_flag_bytes=30 * MIB)
-    scene.settle()
-    scene.hold(140)
-    for _ in range(9):
-        assert notes(scene.feed(scene.status(**vars_of(scene))), "leak") == []
-
-
-def vars_of(scene: Scene) -> dict[str, Any]:
-    """Return what was told last, as fields of a status."""
-    told = scene.slot.status
-    assert told is not None
-    names = ("rss_bytes", "device", "memory", "wall_s")
-    return {name: getattr(told, name) for name in names}
-
-
 def test_a_leak_up_to_the_limit_is_a_fresh_process_and_no_death() -> None:
     scene = Leaking.joined(leak_flag_bytes=30 * MIB, leak_limit_bytes=60 * MIB)
     scene.settle()
@@ -377,21 +360,6 @@ def test_a_process_that_keeps_too_much_at_once_counts_as_a_death() -> None:
     assert scene.hold(100, **keeping(150)) == [{"growth_bytes": 150 * MIB}]
     assert (scene.slot.state, len(scene.slot.deaths_at_s)) == (HeadState.RESTARTING, 1)
     assert "drop every tensor in the workload's `release`" in scene.slot.reason
-
-
-@pytest.mark.parametrize(
-    ("told_s", "counted_s"),
-    [(1.0, 1.0), (1e300, 3.5), (math.inf, 3.5), (-5.0, 0.0), (math.nan, 0.0)],
-)
-def test_seconds_of_a_process_are_at_most_those_since_it_began(
-    told_s: float, counted_s: float
-) -> None:
-    scene = Scene.joined()
-    scene.now_s += 3.0
-    scene.feed(scene.status(wall_s=told_s, busy_s=told_s))
-    assert scene.slot.status is not None
-    assert scene.slot.status.wall_s == counted_s
-    assert scene.slot.counts.busy_s == counted_s
 
 
 def test_a_late_status_counts_as_worked() -> None:

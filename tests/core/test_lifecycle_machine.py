@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from orchestrator.core.fleet import Told, Unreached
-from orchestrator.core.lifecycle import advance
-from orchestrator.core.orders import orders_of
+from orchestrator.core.lifecycle import advance, orders_of
 from orchestrator.core.processes import without_progress
 from orchestrator.core.slot import (
     Abandon,
@@ -411,7 +410,7 @@ class LifecycleMachine(RuleBasedStateMachine):
         if wanted.runs:
             assert self.placed
             assert slot.phase in {Phase.WORKING, Phase.HELD, Phase.STOPPED}
-            assert slot.begun or slot.actor is None or wanted.begin is not None
+            assert slot.heard_at_s is not None or slot.actor is None or wanted.begin is not None
         match slot.phase:
             case Phase.ABSENT:
                 assert not self.node_is_there

@@ -113,7 +113,7 @@ class World:
             state=state,
             lease_bytes=person.lease_bytes,
         )
-        slot = replace(self.slots[person.slot], begun=True, status=status, device=card)
+        slot = replace(self.slots[person.slot], status=status, device=card)
         self.slots[person.slot] = slot
         self.shares.look(self.slots, self.now_s)
         # It obeys only now what it was told at its status before: no lease may count on more.

@@ -240,23 +240,3 @@ def test_the_sums_of_a_node_agree_with_its_workers(drawn: Config, target: Target
                 len(plans) if target.one_machine else len(node_plans)
             )
     assert len({plan.spec.workload.seed for plan in plans}) == len(plans)
-
-
-@settings(deadline=None)
-@given(drawn=configs(), data=st.data())
-def test_planned_numbers_are_never_refused_and_fewer_always(
-    drawn: Config, data: st.DataObject
-) -> None:
-    budgets = [node_budget(name, node, drawn) for name, node in drawn.nodes.items()]
-    live = [
-        fact(name=budget.node, cpus=float(budget.cpus_total), gpus=float(budget.gpus))
-        for budget in budgets
-    ]
-    assert refusals(drawn, live) == ()
-    short = data.draw(st.integers(0, len(live) - 1))
-    poorer = [
-        fact(name=one.name, cpus=one.cpus - (index == short), gpus=one.gpus)
-        for index, one in enumerate(live)
-    ]
-    (refusal,) = refusals(drawn, poorer)
-    assert (refusal.node, refusal.missing) == (live[short].name, Missing.CPUS)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.scene import wait_for
-from workers.host.processes import Activity, ActivityMeter
+from workers.host.processes import Activity, SilenceMeter
 
 SPIN = "while True: pass"
 SLEEP = "import time; time.sleep(1000)"
@@ -33,9 +33,10 @@ def start() -> Iterator[Callable[[str], int]]:
         process.wait()
 
 
-def _becomes(meter: ActivityMeter, pid: int, is_active: bool) -> Activity:
+def _becomes(meter: SilenceMeter, pid: int, is_active: bool) -> Activity:
     def seen() -> Activity | None:
-        activity = meter.look({pid: False})[pid]
+        activity = meter.activity(pid)
+        assert activity is not None
         return activity if (activity.wanted_s > 0.5 * activity.interval_s) is is_active else None
 
     return wait_for(seen, f"activity {is_active} of {pid}")
@@ -43,14 +44,14 @@ def _becomes(meter: ActivityMeter, pid: int, is_active: bool) -> Activity:
 
 @pytest.mark.parametrize("code", [SPIN, CHILD])
 def test_what_computes_wants_the_cpu_all_the_time(start: Callable[[str], int], code: str) -> None:
-    _becomes(ActivityMeter(), start(code), is_active=True)
+    _becomes(SilenceMeter(on_card=False), start(code), is_active=True)
 
 
 def test_what_starves_wants_it_too(start: Callable[[str], int]) -> None:
     pid = start(f"import os; os.nice(19)\n{SPIN}")
     for _ in range(os.cpu_count() or 1):
         start(SPIN)
-    meter = ActivityMeter()
+    meter = SilenceMeter(on_card=False)
 
     def starves() -> bool:
         activity = _becomes(meter, pid, is_active=True)
@@ -60,14 +61,18 @@ def test_what_starves_wants_it_too(start: Callable[[str], int]) -> None:
 
 
 def test_what_sleeps_or_is_stopped_wants_none(start: Callable[[str], int]) -> None:
-    meter, sleeper, stopped = ActivityMeter(), start(SLEEP), start(SPIN)
-    _becomes(meter, sleeper, is_active=False)
+    _becomes(SilenceMeter(on_card=False), start(SLEEP), is_active=False)
+    meter, stopped = SilenceMeter(on_card=False), start(SPIN)
     _becomes(meter, stopped, is_active=True)
     os.kill(stopped, signal.SIGSTOP)
     _becomes(meter, stopped, is_active=False)
 
 
-def test_what_is_gone_is_left_out() -> None:
+def test_what_is_gone_did_nothing() -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    assert ActivityMeter().look({gone.pid: True}) == {}
+    meter = SilenceMeter(on_card=True)
+    assert meter.activity(gone.pid) is None
+    quiet = meter.look(gone.pid, 0.0)
+    assert quiet is not None
+    assert (quiet.idle_s, quiet.computed_s) == (quiet.seconds, 0.0)

@@ -11,7 +11,7 @@ from typing import TypeAlias
 import pytest
 
 from tests.cards import STUB, script_cards
-from workers.host import machine
+from workers.host import machine, processes
 from workers.nvml import queries, sensors
 
 #: Gives this process the cards that it is called with; called again, others.
@@ -24,7 +24,7 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(STUB))
     monkeypatch.delitem(sys.modules, "pynvml")
     module = importlib.import_module("pynvml")
-    for asking in (queries, sensors, machine):
+    for asking in (queries, sensors, machine, processes):
         monkeypatch.setattr(asking, "pynvml", module)
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import psutil
 import pytest
 
 from tests.cards import scripted_card
 from tests.nvml.conftest import Script
+from tests.scene import wait_for
 from workers.host.machine import is_visible, look_at_cards, visible_cards
+from workers.host.processes import SilenceMeter
 from workers.nvml import queries
 from workers.units import GIB, MIB
 
@@ -72,3 +76,22 @@ def test_the_reserve_of_the_driver_belongs_to_no_budget(
     assert queries.card_total_bytes("0") == look_at_cards().cards[0].total_bytes == shown_mib * MIB
     assert queries.card_used_bytes("0") == MIB
     assert queries.card_free_bytes("0") == (shown_mib - 1) * MIB
+
+
+def test_a_process_whose_card_computes_is_at_work(script: Script) -> None:
+    """Though it uses no CPU. Where the driver does not tell for whom a card computes, it counts."""
+    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    wait_for(lambda: psutil.Process(sleeper.pid).status() == psutil.STATUS_SLEEPING, "its sleep")
+    try:
+        for utilisation_pct, computes in ((97, True), (0, False)):
+            script(scripted_card(utilisation_pct=utilisation_pct))
+            activity = SilenceMeter(on_card=True).activity(sleeper.pid)
+            assert activity is not None
+            assert activity.on_card is computes
+        script(scripted_card(utilisation_pct=97))
+        quiet = SilenceMeter(on_card=True).look(sleeper.pid, 0.0)
+        assert quiet is not None
+        assert quiet.computed_s > 0
+    finally:
+        sleeper.kill()
+        sleeper.wait()

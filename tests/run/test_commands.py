@@ -102,32 +102,6 @@ def test_a_paused_slot_keeps_its_process_until_resumed(ask: Ask, new_run: RunMak
     assert second["do"] == "unpause"
 
 
-def test_a_drained_slot_gets_another_process_when_resumed(ask: Ask, new_run: RunMaker) -> None:
-    run = new_run(duration="40s")
-    ask(run, 5, "drain", "pc1/0")
-    ask(run, 20, "unpause", "pc1/0")
-    rows = run.finish()
-    assert (run.fleet.abandoned, run.fleet.placed) == (["pc1/0"], ["pc1/0", "pc2/0", "pc1/0"])
-    row = shown_at(run, "pc1/0", 15)
-    assert (row.state, row.reserved_bytes) == (HeadState.HELD, None)
-    assert [orders.incarnation for orders in run.fleet.begun["pc1/0"]] == [0, 1]
-    assert (rows["pc1/0"].restarts, rows["pc1/0"].state) == (0, WorkerState.RUNNING)
-    assert outcome(run) == "good"
-
-
-def test_a_given_up_card_works_again_once_reinstated(ask: Ask, new_run: RunMaker) -> None:
-    run = new_run(duration="60s", pc1=2, max_deaths=5)
-    slots = ("pc1/0", "pc1/1")
-    run.fleet.at(5, lambda: run.fleet.dies_at_once.update(slots))
-    run.fleet.at(5, lambda: [run.fleet.kill(slot) for slot in slots])
-    run.fleet.at(40, run.fleet.dies_at_once.clear)
-    ask(run, 41, "reinstate", *slots)
-    rows = run.finish()
-    assert len(run.events("card_quarantined")) == 1
-    assert [rows[slot].state for slot in slots] == [WorkerState.RUNNING] * 2
-    assert len(run.events("state", to_state="QUARANTINED")) == 2
-
-
 def test_a_cap_is_ordered_until_it_is_lifted(ask: Ask, new_run: RunMaker) -> None:
     run = new_run(duration="30s")
     wanted = ordered_at(run, "pc1/0")

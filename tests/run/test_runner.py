@@ -184,18 +184,3 @@ def test_the_last_lines_and_the_report_say_what_fell_short(user: UserFolder) -> 
     notices = set(user.summary()["notices"])
     assert {line.strip() for line in last} >= notices
     assert any("ended in EMERGENCY" in notice for notice in notices)
-
-
-@pytest.mark.parametrize("remember", [True, False])
-def test_a_damaged_file_of_limits_ends_no_run(
-    user: UserFolder, state_dir: Path, remember: bool
-) -> None:
-    damaged = state_dir / "limits.json"
-    damaged.write_text("{")
-    setting = f"memory.remember={str(remember).lower()}"
-    done = user.type("--duration", "1s", "--workload", "mine:Fine", "--set", setting)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "what fell short" not in done.stderr
-    told = [event["reason"] for event in user.events("limits_unavailable")]
-    assert [f"{damaged} is damaged" in reason for reason in told] == [True] * remember
-    assert (damaged.read_text() == "{") is not remember

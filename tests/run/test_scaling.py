@@ -1,5 +1,7 @@
 """Rehearsal scaling: what shrinks, what stays, what is said about it."""
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,8 +11,10 @@ from orchestrator.config.load import config_from_data, load_config
 from orchestrator.config.schema import Config
 from orchestrator.core.placement import node_budget
 from orchestrator.errors import UsageError
+from orchestrator.run.environment import in_rehearsal
 from orchestrator.run.scaling import REHEARSAL_SCALE, in_fp32, scale_config
-from tests.scene import ROOT
+from tests.cards import script_cards, scripted_card
+from tests.scene import ROOT, python
 from workers.units import GIB, MIB
 
 _SHIPPED = load_config(str(ROOT / "cluster.yaml"))
@@ -117,3 +121,25 @@ def test_matrices_in_fp32_keep_their_bytes() -> None:
         before = _SHIPPED.nodes[name].size or 0
         assert 4 * (node.size or 0) ** 2 == pytest.approx(2 * before**2, rel=0.05)
     assert in_fp32(rehearsed) is None
+
+
+def test_products_are_rehearsed_in_fp32_and_trainings_in_their_own_types() -> None:
+    rehearsed = in_rehearsal(_SHIPPED)
+    assert rehearsed.config.workload.dtype == "fp32"
+    assert rehearsed.config.nodes["pc1"].size == 1472  # 2048 / 1.41, a multiple of 64
+    assert "  products in fp32: sizes x 0.71, the same bytes" in rehearsed.lines
+    training = config_from_data({**_SHIPPED.model_dump(), "workload": {"name": "train"}})
+    assert in_rehearsal(training).config.workload.dtype == training.workload.dtype
+
+
+DEVICE = """
+from orchestrator.config.load import load_config
+from orchestrator.run.environment import in_rehearsal
+print(in_rehearsal(load_config("cluster.yaml", [])).target.device)
+"""
+
+
+def test_a_rehearsal_leaves_a_card_without_room_alone(tmp_path: Path) -> None:
+    full = script_cards(tmp_path / "cards.json", scripted_card())
+    done = python("-c", DEVICE, cwd=ROOT, **full)
+    assert (done.stdout, done.stderr) == ("cpu\n", "")

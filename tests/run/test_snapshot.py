@@ -7,8 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from orchestrator.core.placement import Target, plan_slots
 from orchestrator.core.slot import HeadState, Phase, Slot, SlotState, UserOrders
@@ -130,31 +128,6 @@ def test_the_baseline_is_the_best_window_and_no_warming_up() -> None:
     assert one.add(flop=0.4e13).tflops == pytest.approx(7.0)
     assert one.meter.best_tflops == pytest.approx(10.0)
     assert row_of(PLAN, slot_with(told()), one.meter, 0.0).baseline_pct == pytest.approx(70.0)
-
-
-@given(
-    st.lists(
-        st.tuples(
-            st.just(0.0) | st.floats(1e-6, 100),
-            st.floats(0, 100),
-            st.just(0.0) | st.floats(1.0, 1e15),
-            st.sampled_from([False, False, False, True]),
-        ),
-        max_size=30,
-    )
-)
-def test_whatever_is_told_the_numbers_stay_in_their_bounds(
-    added: list[tuple[float, float, float, bool]],
-) -> None:
-    one, best = Metered(), 0.0
-    for *more, is_restarted in added:
-        if is_restarted:
-            one.restart()
-        meter = one.add(*more)
-        assert meter.duty is None or 0.0 <= meter.duty <= 1.0
-        assert meter.tflops is None or meter.tflops > 0.0
-        assert (meter.best_tflops or 0.0) >= best, "the baseline never falls"
-        best = meter.best_tflops or 0.0
 
 
 def test_a_process_that_is_awaited_says_for_how_long() -> None:

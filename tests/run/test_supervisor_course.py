@@ -237,22 +237,6 @@ def test_the_run_ends_well_as_soon_as_all_is_done(new_run: RunMaker) -> None:
     assert not scene.stored().is_resumable
 
 
-def test_one_that_is_done_rests_while_the_others_go_on(new_run: RunMaker) -> None:
-    scene = new_run()
-    scene.fleet.finished_after = {"pc1/0": 10}
-    scene.fleet.at(8.0, lambda: scene.fleet.leave("pc1"))
-    scene.fleet.at(12.0, lambda: scene.fleet.join("pc1"))
-    rows = scene.finish()
-    assert states(rows) == {"pc1/0": WorkerState.DONE, "pc2/0": WorkerState.RUNNING}
-    assert scene.supervisor.shortfalls() == (), (
-        "it worked for less than half of the time, and did all that there was"
-    )
-    assert (rows["pc1/0"].counts.steps_ok, rows["pc1/0"].restarts) == (10, 0)
-    assert scene.recorder.shown[-1].elapsed_s == 20.0
-    assert scene.states("pc1/0") == ["RUNNING", "DONE"]
-    assert (rows["pc1/0"].tflops, rows["pc1/0"].duty_measured) == (None, None)
-
-
 def test_a_head_that_goes_on_leaves_alone_what_is_done(new_run: RunMaker, tmp_path: Path) -> None:
     first = new_run(folder=tmp_path / "run")
     first.fleet.finished_after = {"pc1/0": 10}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import pytest
 from hypothesis import given
@@ -10,7 +11,8 @@ from hypothesis import strategies as st
 
 from orchestrator.core.fleet import NodeFact
 from orchestrator.core.slot import HeadState, NodeJoined, NodeLeft, NodeRefused
-from orchestrator.run.node_watch import Membership, NodeEvent, notices, updated
+from orchestrator.record.events import EventLog
+from orchestrator.run.node_watch import NodeWatch
 from tests.factories import config_of
 from tests.run.conftest import RunMaker
 from tests.run.scripted_fleet import START_S, STEPS_PER_S
@@ -144,30 +146,22 @@ def fact(
     )
 
 
-class Watcher:
-    """Looks at one list of nodes after the other."""
-
-    def __init__(self, *facts: NodeFact) -> None:
-        self.known = Membership()
-        self.look(*facts)
-
-    def look(self, *facts: NodeFact) -> list[tuple[str, NodeEvent]]:
-        self.known, events = updated(self.known, CONFIG, facts)
-        return list(events)
-
-    @property
-    def notices(self) -> list[str]:
-        return notices(self.known, CONFIG)
+@pytest.fixture(scope="module")
+def events(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EventLog]:
+    with contextlib.closing(EventLog(tmp_path_factory.mktemp("run") / "events.jsonl")) as events:
+        yield events
 
 
-def test_two_answering_nodes_of_one_name_are_refused() -> None:
-    watcher = Watcher()
+def test_two_answering_nodes_of_one_name_are_refused(events: EventLog) -> None:
+    watcher = NodeWatch(CONFIG, events)
     text = "2 live nodes have the label node=pc1: 10.0.0.a, 10.0.0.b"
-    assert watcher.look(fact(node_id="b"), fact(node_id="a")) == [("pc1", NodeRefused(reason=text))]
-    assert watcher.look(fact(node_id="a"), fact(node_id="b")) == []
-    assert watcher.notices == [f"pc1 cannot be used: {text}", "pc2 has not joined"]
-    assert watcher.look(fact(node_id="b")) == [("pc1", NodeJoined())]
-    assert watcher.notices == ["pc2 has not joined"]
+    assert watcher.look([fact(node_id="b"), fact(node_id="a")]) == [
+        ("pc1", NodeRefused(reason=text))
+    ]
+    assert watcher.look([fact(node_id="a"), fact(node_id="b")]) == []
+    assert watcher.notices() == [f"pc1 cannot be used: {text}", "pc2 has not joined"]
+    assert watcher.look([fact(node_id="b")]) == [("pc1", NodeJoined())]
+    assert watcher.notices() == ["pc2 has not joined"]
 
 
 facts = st.lists(
@@ -190,12 +184,12 @@ def usable(live: Sequence[NodeFact], name: str) -> bool:
 
 
 @given(looks=st.lists(facts, max_size=30))
-def test_each_node_joins_and_leaves_in_turn(looks: list[list[NodeFact]]) -> None:
-    watcher = Watcher()
+def test_each_node_joins_and_leaves_in_turn(looks: list[list[NodeFact]], events: EventLog) -> None:
+    watcher = NodeWatch(CONFIG, events)
     here: dict[str, bool] = dict.fromkeys(CONFIG.nodes, False)
     ever: set[str] = set()
     for live in looks:
-        for name, event in watcher.look(*live):
+        for name, event in watcher.look(live):
             match event:
                 case NodeJoined():
                     assert not here[name]
@@ -207,13 +201,13 @@ def test_each_node_joins_and_leaves_in_turn(looks: list[list[NodeFact]]) -> None
                 case NodeRefused(reason=reason):
                     assert not here[name], "a node in use is never refused"
                     assert reason
-        assert watcher.look(*live) == [], "the same again is no news"
-        assert set(watcher.known.present) == {name for name, there in here.items() if there}
-        assert watcher.known.seen == ever
+        assert watcher.look(live) == [], "the same again is no news"
+        assert set(watcher.present) == {name for name, there in here.items() if there}
+        assert set(watcher.seen()) == set(watcher.present)
         ids = {one.node_id for one in live if one.answers}
-        assert set(watcher.known.present.values()) <= ids, "who does not answer is not in use"
+        assert set(watcher.present.values()) <= ids, "who does not answer is not in use"
         for name, there in here.items():
             assert there or not usable(live, name), "who can be used is in use"
         missing = [name for name, there in here.items() if not there]
-        assert [line.split()[0] for line in watcher.notices] == missing
-        assert set(watcher.known.refused) <= set(missing)
+        assert [line.split()[0] for line in watcher.notices()] == missing
+        assert set(watcher.refused) <= set(missing)

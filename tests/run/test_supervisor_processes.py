@@ -10,7 +10,7 @@ import pytest
 from orchestrator.core.slot import HeadState
 from orchestrator.errors import OrchestratorError
 from orchestrator.record.archive import read_run
-from orchestrator.run.resume import Past, past_of
+from orchestrator.run.resume import past_of
 from tests.run.conftest import RunMaker
 from tests.run.scripted_fleet import START_S, STEPS_PER_S
 from workers.messages import WorkerState
@@ -42,15 +42,6 @@ def test_a_broken_process_is_replaced_and_goes_on(new_run: RunMaker, how: str, c
     assert second.resume is not None
     assert second.resume["done"] == pytest.approx((10 - START_S) * STEPS_PER_S, abs=STEPS_PER_S)
     assert run.states("pc1/0") == ["RUNNING"]
-
-
-def test_a_death_is_told_in_the_words_of_its_actor(new_run: RunMaker) -> None:
-    run = new_run()
-    text = "the kernel killed it: the PC's RAM was nearly full"
-    run.fleet.at(10, lambda: run.fleet.end_program("pc2/0", text))
-    run.finish()
-    assert [each["text"] for each in run.events("process_ended", slot="pc2/0")] == [text]
-    assert text in [row.reason for row in run.shown("pc2/0")]
 
 
 def test_a_card_whose_workers_all_die_is_given_up(new_run: RunMaker) -> None:
@@ -87,14 +78,6 @@ def test_what_can_never_work_ends_the_run_before_it_counts(
         run.supervisor.run()
     assert raised.value.exit_code == code
     assert run.events("counting") == []
-
-
-def test_what_can_never_work_costs_a_resumed_run_only_its_slot(new_run: RunMaker) -> None:
-    run = new_run(past=Past(elapsed_s=5.0))
-    run.can_never_work("pc2/0", "unbuildable")
-    rows = run.finish()
-    assert rows["pc1/0"].state == WorkerState.RUNNING
-    assert rows["pc2/0"].state == HeadState.QUARANTINED
 
 
 def test_the_planned_time_waits_for_no_given_up_worker(new_run: RunMaker) -> None:

@@ -11,13 +11,14 @@ import contextlib
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import pynvml
 
 from workers.keeper.processes import below, start_time
+from workers.messages import Quiet
 from workers.nvml import queries
 
 #: What `ps` and `doctor` call the engine of a slot; at most 15 bytes.
@@ -52,7 +53,11 @@ def oom_kills() -> int:
 
 
 #: A process that is seen for the first time is looked at twice, so long apart.
-_FIRST_LOOK_S = 0.1
+_FIRST_LOOK_S: Final = 0.1
+
+#: A thread that computes wants a CPU all the time; one that wakes up on a timer wants one for less
+#: than this share of the time, also on a full machine.
+_ACTIVE_SHARE: Final = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,50 +82,77 @@ class _Look:
     """Of each thread the seconds that it ran, and that it waited for a CPU."""
 
 
-@dataclass(slots=True)
-class ActivityMeter:
-    """Looks at processes again and again, and remembers the look before."""
+class SilenceMeter:
+    """Looks again and again at a process that tells nothing."""
 
-    _before: dict[int, _Look] = field(default_factory=dict)
-    _card_samples_from_us: int = 0
+    def __init__(self, *, on_card: bool) -> None:
+        """`on_card` says whether the process may compute on this machine's cards."""
+        self._on_card = on_card
+        self.is_over()
 
-    def look(self, pids: Mapping[int, bool]) -> dict[int, Activity]:
-        """Return what the processes did since the look before; those that are gone are left out.
+    def is_over(self) -> None:
+        """Begin anew: the process has told something, or there is another one."""
+        self._since_s = time.monotonic()
+        self._active_at_s: float | None = None
+        self._computed_s = 0.0
+        self._before: _Look | None = None
+        self._card_samples_from_us = time.time_ns() // 1000
 
-        A process whose value in `pids` is true is also looked for on this machine's cards.
+    def look(self, pid: int | None, after_s: float) -> Quiet | None:
+        """Return what the process does if it has told nothing for `after_s`; without an id it does
+        nothing.
         """
-        fresh = {pid: _look(pid) for pid in pids if pid not in self._before}
-        if fresh:
-            time.sleep(_FIRST_LOOK_S)
-        before = {**self._before, **fresh}
-        now = {pid: _look(pid) for pid in pids}
-        self._before = now
-        on_cards = self._on_cards([pid for pid, has_card in pids.items() if has_card])
-        return {
-            pid: _between(before[pid], look, on_card=pid in on_cards)
-            for pid, look in now.items()
-            if look.threads
-        }
+        seconds = time.monotonic() - self._since_s
+        if seconds < after_s:
+            return None
+        activity = None if pid is None else self.activity(pid)
+        if activity is not None and (
+            activity.on_card or activity.wanted_s > _ACTIVE_SHARE * activity.interval_s
+        ):
+            self._active_at_s = time.monotonic()
+            self._computed_s += max(
+                activity.cpu_s, activity.interval_s if activity.on_card else 0.0
+            )
+        now_s = time.monotonic()
+        idle_s = seconds if self._active_at_s is None else now_s - self._active_at_s
+        return Quiet(seconds=seconds, idle_s=idle_s, computed_s=self._computed_s)
 
-    def _on_cards(self, pids: list[int]) -> set[int]:
-        """Return for which of the processes a card computed since the last call."""
-        if not pids:
-            return set()
-        computed: set[int] = set()
+    def activity(self, pid: int) -> Activity | None:
+        """Return what the process did since the look before; `None` if it is gone."""
+        before = self._before
+        if before is None:
+            before = _look(pid)
+            time.sleep(_FIRST_LOOK_S)
+        now = self._before = _look(pid)
+        if not now.threads:
+            return None
+        used = []
+        for thread, (ran_s, waited_s) in now.threads.items():
+            ran_before_s, waited_before_s = before.threads.get(thread, (0.0, 0.0))
+            used.append((ran_s - ran_before_s, waited_s - waited_before_s))
+        ran_s, waited_s = max(used, key=sum)
+        return Activity(
+            interval_s=now.at_s - before.at_s,
+            wanted_s=ran_s + waited_s,
+            cpu_s=ran_s,
+            on_card=self._on_card and self._computes_on_card(pid),
+        )
+
+    def _computes_on_card(self, pid: int) -> bool:
         since_us, self._card_samples_from_us = self._card_samples_from_us, time.time_ns() // 1000
         with contextlib.suppress(pynvml.NVMLError), queries.opened():
-            for index in range(pynvml.nvmlDeviceGetCount()):
-                computed |= _on_card(queries.find_card(str(index)), pids, since_us)
-        return computed
+            cards = map(str, range(pynvml.nvmlDeviceGetCount()))
+            return any(_computes_on(queries.find_card(card), pid, since_us) for card in cards)
+        return False
 
 
-def _on_card(card: queries.Card, pids: list[int], since_us: int) -> set[int]:
+def _computes_on(card: queries.Card, pid: int, since_us: int) -> bool:
     samples = card.ask("nvmlDeviceGetProcessUtilization", since_us)
     if samples:
-        return {sample.pid for sample in samples if sample.smUtil > 0} & set(pids)
+        return any(sample.pid == pid and sample.smUtil > 0 for sample in samples)
     # Containers and WSL2 hide whose the work is, and a card that idles has no samples.
     rates = card.ask("nvmlDeviceGetUtilizationRates")
-    return set(pids) if rates is not None and rates.gpu > 0 else set()
+    return rates is not None and rates.gpu > 0
 
 
 def _look(pid: int) -> _Look:
@@ -131,20 +163,6 @@ def _look(pid: int) -> _Look:
         if (times := _times(process, tid))
     }
     return _Look(time.monotonic(), threads)
-
-
-def _between(before: _Look, now: _Look, *, on_card: bool) -> Activity:
-    used = [
-        (
-            ran_s - before.threads.get(tid, (0.0, 0.0))[0],
-            waited_s - before.threads.get(tid, (0.0, 0.0))[1],
-        )
-        for tid, (ran_s, waited_s) in now.threads.items()
-    ]
-    ran_s, waited_s = max(used, key=sum)
-    return Activity(
-        interval_s=now.at_s - before.at_s, wanted_s=ran_s + waited_s, cpu_s=ran_s, on_card=on_card
-    )
 
 
 def _times(pid: int, tid: int) -> tuple[float, float] | None:

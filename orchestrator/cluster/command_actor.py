@@ -1,4 +1,4 @@
-"""A program of the user as a slot's program: how its keeper's news become a status.
+"""The actor of a slot that runs a program of the user: how its keeper's news become a status.
 
 It has no channel. What it tells is that it has started, what it prints, its results, and how it
 ends. Does not judge why it ended (`orchestrator/jobs/causes.py` does).
@@ -20,10 +20,11 @@ from typing import Final
 import psutil
 import pynvml
 
-from orchestrator.cluster.kept_program import KeptProgram, end_words, last_line
+from orchestrator.cluster.actor import SlotActor, end_words, last_line
 from workers import oom
 from workers.command.code import CODE, code_of, is_same_code
 from workers.command.files import Record, Results, folder_of, keep_outputs, take_note
+from workers.command.folder import CommandFolder
 from workers.command.launch import ATTEMPT, JOB_DIR, RESUME, Launch, launch
 from workers.host.machine import look_at_cards
 from workers.host.processes import worker_and_raylet
@@ -53,13 +54,17 @@ _LOOK_S: Final = 0.5
 _FULL_BYTES: Final = MIB
 
 
-class KeptCommand(KeptProgram):
-    """The user's program of one slot, which may be started several times."""
+class CommandActor(SlotActor):
+    """Keeps the user's program of one slot, which may be started several times."""
 
-    def __init__(self, spec: WorkerSpec, problem: str | None = None) -> None:
-        """Start nothing. `problem` says why its folder is not on this PC."""
-        assert spec.command is not None  # noqa: S101 - the actor asks
-        self._command, self._problem = spec.command, problem
+    def __init__(self, spec: WorkerSpec, folder: CommandFolder | None = None) -> None:
+        """Start nothing. `folder` is where the program finds its own, if not where it says."""
+        assert spec.command is not None  # noqa: S101 - the fleet asks
+        # What its PC says of torch is for it to read; only cards are numbered as NVML does.
+        os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+        self._command, self._problem = spec.command, None if folder is None else folder.problem
+        if folder is not None:
+            self._command = replace(spec.command, cwd=folder.path)
         super().__init__(spec, Path(spec.command.env.get(JOB_DIR) or folder_of(spec)))
         self._incarnation: int | None = None
         self._saves = 0
