@@ -15,9 +15,9 @@ STUB = ROOT / "tests" / "stub_nvml"
 def scripted_card(number: int = 1, **changes: Any) -> dict[str, Any]:
     """Return a cool 3090 at work, with all that such a card tells.
 
-    Its memory is full, so that a rehearsal stays on the processor. Other keys: `lost`, `fails` (key:
-    NVML's error, such as no_permission; `set_power_limit_w` for setting), `throttle` (a sum of
-    `Throttle`), `margin_c` and `slowdown_tlimit_c` (as Ada tells), `reserved_bytes`.
+    Its memory is full, so that a rehearsal stays on the processor. Other keys: `lost`, `fails`
+    (key: NVML's error, such as no_permission; `set_power_limit_w` for setting), `throttle` (a sum
+    of `Throttle`), `margin_c` and `slowdown_tlimit_c` (as Ada tells), `reserved_bytes`.
     """
     return {
         "name": "NVIDIA GeForce RTX 3090",

@@ -1,4 +1,6 @@
-"""What holds for every test: no test judges absolute time, Hypothesis included, and none knows what another learned."""
+"""What holds for every test: no test judges absolute time, Hypothesis included, and none knows what
+another learned.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,9 @@ def session_reaper() -> Iterator[Reaper]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _state_of_nobody(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keep fixtures that outlive a test, and the processes they start, away from what the user's runs have learned."""
+    """Keep fixtures that outlive a test, and the processes they start, away from what the user's
+    runs have learned.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(STATE_DIR_VARIABLE, str(tmp_path_factory.mktemp("state")))
         yield
@@ -89,9 +93,22 @@ def state_dir(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     return folder
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Let torch compute with one thread: with more, a sum may be added up in another order."""
+    import torch  # most tests do without it
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture
 def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder, in which every command starts and finds no cluster and no setting of the user's."""
+    """An empty folder, in which every command starts and finds no cluster and no setting of the
+    user's.
+    """
     monkeypatch.chdir(tmp_path)
     for name in (
         "RAY_ADDRESS",

@@ -1,4 +1,5 @@
-"""What tests are given: configurations, rows, snapshots, records, statuses, machines, cards and limits.
+"""What tests are given: configurations, rows, snapshots, records, statuses, machines, cards and
+limits.
 
 Each builder returns a healthy one; name what is different. A worker's spec is built in `scene.py`,
 which loads nothing of the head: tests on a bare GPU host use it.
@@ -43,7 +44,9 @@ REFERENCE = load_config(str(ROOT / "cluster.yaml"))
 
 
 def config_of(nodes: Mapping[str, Mapping[str, object]], **sections: object) -> Config:
-    """Return a configuration with these nodes, each an unknown card of any size unless it says otherwise."""
+    """Return a configuration with these nodes, each an unknown card of any size unless it says
+    otherwise.
+    """
     usual: dict[str, object] = {"gpu": "card", "workers": 1, "vram_per_worker_gib": 1.0}
     many = {name: {**usual, **node} for name, node in nodes.items()}
     return Config.model_validate({"nodes": many, **sections})
@@ -252,7 +255,9 @@ def record(
     orders: UserOrders = NOTHING_ASKED,
     **changed: object,
 ) -> SlotRecord:
-    """Return what a store keeps of a slot: with this row, or a healthy one with some fields changed."""
+    """Return what a store keeps of a slot: with this row, or a healthy one with some fields
+    changed.
+    """
     own = {"slot": slot, "node": slot.partition("/")[0], **changed}
     own["state"] = slot_state(str(changed.get("state", WorkerState.RUNNING)))
     row = make_row(**own) if row is None else row

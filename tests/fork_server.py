@@ -1,10 +1,12 @@
-"""One process imports torch once and forks a child for each scenario; importing takes a second or two of a core.
+"""One process imports torch once and forks a child for each scenario; importing takes a second or
+two of a core.
 
-A server may be given more modules of others to import, such as those of transformers, which take three more.
-A child behaves like a fresh `python -c CODE` that has imported them: its own session, folder,
-environment, arguments and limits, no standard input, its output in files, and an ordinary end of
-the interpreter. The server itself runs no operation of torch, because a pool of OpenMP threads does
-not survive a fork. It ends its children when their client goes away, and itself when the tests do.
+A server may be given more modules of others to import, such as those of transformers, which take
+three more. A child behaves like a fresh `python -c CODE` that has imported them: its own session,
+folder, environment, arguments and limits, no standard input, its output in files, and an ordinary
+end of the interpreter. The server itself runs no operation of torch, because a pool of OpenMP
+threads does not survive a fork. It ends its children when their client goes away, and itself when
+the tests do.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ class Child:
         self._out, self._err = out, err
 
     def wait(self, patience_s: float) -> int:
-        """Wait for the end while it computes; return the exit status, or the negative number of the signal."""
+        """Wait for the end while it computes; return the exit status, or the negative number of the
+        signal.
+        """
         if self.returncode is None:
             try:
                 answer = _answer(self._connection, 16, self.pid, patience_s)

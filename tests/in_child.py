@@ -47,7 +47,9 @@ Path(wanted).write_bytes(pickle.dumps(result))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what starts a process that loads torch, so that `make check` can leave it to `make test`."""
+    """Mark what starts a process that loads torch, so that `make check` can leave it to `make
+    test`.
+    """
     for item in items:
         if {"in_child", "hf_child", "fork_server", "hf_fork_server"} & set(
             getattr(item, "fixturenames", ())

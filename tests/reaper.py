@@ -40,7 +40,9 @@ class Reaper:
 
 @contextlib.contextmanager
 def reaper(patience_s: float = PATIENCE_S) -> Iterator[Reaper]:
-    """Mark what this process starts from now on, and have it ended with this process or with the context."""
+    """Mark what this process starts from now on, and have it ended with this process or with the
+    context.
+    """
     mark = f"{os.getpid()}-{time.time_ns()}"
     before = os.environ.pop(MARK, None)
     command = [sys.executable, "-I", "-S", __file__, mark, str(patience_s)]
@@ -81,7 +83,9 @@ def _send(pid: int, number: signal.Signals) -> None:
 
 
 def _reap(mark: bytes, patience_s: float) -> None:
-    """End every process with the mark: those on top are asked, and what is left after a while is killed."""
+    """End every process with the mark: those on top are asked, and what is left after a while is
+    killed.
+    """
     shared: set[bytes] = set()
     members = _members(mark)
     for pid, parent in members.items():

@@ -25,8 +25,8 @@ COMMAND = (sys.executable, "-m", "orchestrator")
 
 MIB = 2**20
 
-#: How long a test waits without a sign of progress. No test judges time: a machine with other work may
-#: be ten times slower.
+#: How long a test waits without a sign of progress. No test judges time: a machine with other work
+#: may be ten times slower.
 PATIENCE_S = 240.0
 
 #: Processor time that counts as a sign of progress: a process that only looks around uses less in
@@ -76,7 +76,9 @@ def spec_of(
 
 
 class Patience:
-    """A deadline that begins anew with each sign of progress: what is slow is waited for, what hangs is not."""
+    """A deadline that begins anew with each sign of progress: what is slow is waited for, what
+    hangs is not.
+    """
 
     def __init__(
         self, progress: Callable[[], object] = lambda: None, patience_s: float = PATIENCE_S
@@ -86,7 +88,9 @@ class Patience:
         self._seen, self._until_s = progress(), time.monotonic() + patience_s
 
     def is_over(self) -> bool:
-        """Say whether there was no sign of progress for so long; it is looked for at the end of each time."""
+        """Say whether there was no sign of progress for so long; it is looked for at the end of
+        each time.
+        """
         if time.monotonic() < self._until_s:
             return False
         before, self._seen = self._seen, self._progress()

@@ -1,4 +1,5 @@
-"""Which process runs which tests under `pytest -n`: a file to each, and to each a folder of those that start Ray.
+"""Which process runs which tests under `pytest -n`: a file to each, and to each a folder of those
+that start Ray.
 
 A test that starts Ray mostly waits, so it costs the others little. Within a folder they must not
 meet: nodes started by hand are found and ended by their names, which are the same in all of

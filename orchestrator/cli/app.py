@@ -9,7 +9,6 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
@@ -34,9 +33,6 @@ from orchestrator.cli.loading import (
 from orchestrator.cli.printing import print_json, tell
 from orchestrator.errors import UsageError
 from orchestrator.record.folders import LATEST, RUNNING, list_runs, run_object
-
-if TYPE_CHECKING:
-    pass
 
 #: Of the verbs that only name slots.
 _COMMANDS = {

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from orchestrator.cluster.connect import connected, head_address
 from orchestrator.config.load import config_from_text
+from orchestrator.config.schema import NODE_NAME
 from orchestrator.config.template import NodeChoice, choose, render
 from orchestrator.core.fleet import NodeAnswer
 from orchestrator.errors import NoClusterError, UsageError, one_line
@@ -23,9 +24,6 @@ from workers.host.machine import look_around
 
 #: Name of a machine that has none yet; the README's name for the first PC.
 _FIRST_NAME = "pc1"
-
-#: As `NodeName` of `config.schema` has it: of Ray's labels, those that may be a key under `nodes:`.
-_NODE_NAME = re.compile(r"[a-z0-9](?:[a-z0-9_.-]{0,61}[a-z0-9])?")
 
 
 def write_config(output: str, *, force: bool) -> Iterator[str]:
@@ -98,7 +96,7 @@ def _nodes() -> tuple[dict[str, NodeChoice], int | None, list[str]]:
 def _why_left_out(answer: NodeAnswer) -> str | None:
     if answer.name is None:
         return f"the node at {answer.address} has no label (ray start --labels=node=NAME)"
-    if not _NODE_NAME.fullmatch(answer.name):
+    if not re.fullmatch(NODE_NAME, answer.name):
         return f"the label node={answer.name} is no name for cluster.yaml: a-z, 0-9, - _ . only"
     if answer.facts is None:
         return f"{answer.name} gave no answer: {answer.error or 'no reason given'}"

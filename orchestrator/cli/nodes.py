@@ -81,7 +81,8 @@ def get_token(command: NodeCommand) -> None:
     # The steps are ours, without anything the user typed but the head's quoted address.
     for step in command.token_steps:
         if not step.startswith("#"):
-            done = subprocess.run(["/bin/sh", "-c", step], env=_path_with_ray(), check=False)  # noqa: S603
+            shell = ["/bin/sh", "-c", step]
+            done = subprocess.run(shell, env=_path_with_ray(), check=False)  # noqa: S603
             if done.returncode != 0:
                 raise UsageError(f"{_HOW_TO_GET_IT}. What has failed (see above):\n{step}")
 

@@ -32,19 +32,19 @@ _OPTIONAL = {"average_bytes", "on_host_bytes"}
 
 
 _COLUMNS: Final = (
-    Column(key="node", title="node"),
-    Column(key="workers", title="workers", numeric=True),
-    Column(key="gpu", title="card", priority=3),
-    Column(key="dtype", title="type", priority=8),
-    Column(key="budget_bytes", title="budget", numeric=True),
-    Column(key="cap_about_bytes", title="cap about", numeric=True, priority=1),
-    Column(key="card_budget_bytes", title="sum of a card", numeric=True, priority=2),
-    Column(key="card_allowed_bytes", title="allowed", numeric=True, priority=2),
-    Column(key="gpu_fraction", title="Ray GPU", numeric=True, priority=9),
-    Column(key="cpus_total", title="CPUs", numeric=True, priority=7),
-    Column(key="duty", title="duty", numeric=True, priority=6),
-    Column(key="size", title="size", numeric=True, priority=4),
-    Column(key="batch", title="batch", numeric=True, priority=5),
+    Column("node", "node"),
+    Column("workers", "workers", numeric=True),
+    Column("gpu", "card", priority=3),
+    Column("dtype", "type", priority=8),
+    Column("budget_bytes", "budget", numeric=True),
+    Column("cap_about_bytes", "cap about", numeric=True, priority=1),
+    Column("card_budget_bytes", "sum of a card", numeric=True, priority=2),
+    Column("card_allowed_bytes", "allowed", numeric=True, priority=2),
+    Column("gpu_fraction", "Ray GPU", numeric=True, priority=9),
+    Column("cpus_total", "CPUs", numeric=True, priority=7),
+    Column("duty", "duty", numeric=True, priority=6),
+    Column("size", "size", numeric=True, priority=4),
+    Column("batch", "batch", numeric=True, priority=5),
 )
 """Their keys are those of a node or one of its workers in JSON."""
 
@@ -190,7 +190,7 @@ def _steps_table(steps: Sequence[_Told], blocks: int) -> Table:
     ]
     return Table(
         name="training",
-        columns=(Column(key="part", title="micro x accumulation"), *columns),
+        columns=(Column("part", "micro x accumulation"), *columns),
         rows=tuple(
             TableRow(key=part, cells=tuple(Cell(text=text) for text in (part, *texts)))
             for part, texts in rows.items()

@@ -8,10 +8,8 @@ nothing behind, is an `ArchiveError`.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
@@ -20,11 +18,11 @@ from orchestrator.cli.printing import Part
 from orchestrator.config.duration import format_duration
 from orchestrator.core.slot import HeadState
 from orchestrator.errors import NothingStoredError
-from orchestrator.record.archive import StoredRun, missed_of, read_run
+from orchestrator.record.archive import StoredRun, read_run
 from orchestrator.record.events import StoredEvent, read_events
 from orchestrator.record.folders import Listed, go_on_command, run_object, summary_of
 from orchestrator.record.history import courses, sampled_between, state_spans
-from orchestrator.record.jobs import QUEUE_NAME, queue_snapshot
+from orchestrator.record.jobs import QUEUE_NAME
 from orchestrator.record.output import last_lines, slots_with_output
 from orchestrator.record.store import STORE_NAME
 from orchestrator.record.summary import summary_dict
@@ -32,31 +30,31 @@ from orchestrator.view.advice import SAMPLED, advice_lines
 from orchestrator.view.cells import clean, clock, moment, share_pct
 from orchestrator.view.document import OUTCOME_TONES, event_line
 from orchestrator.view.health import health_lines
-from orchestrator.view.jobs import current, jobs_table, summary_line
+from orchestrator.view.jobs import current, jobs_table
 from orchestrator.view.look import Watch
 from orchestrator.view.phrases import fault_lines, section
 from orchestrator.view.tables import Column, Table, TableRow, Tone, row_of
 from orchestrator.view.terminal import plain_text, table_lines
 
 _FALLEN = frozenset({HeadState.RESTARTING, HeadState.QUARANTINED, HeadState.LOST})
-_TOLD = ("state", "node_left", "node_joined", "workload_error", "run_ended")
+_TOLD = ("state", "node_left", "node_joined", "workload_error")
 
 #: Into so many parts the time of a run is divided for its advice.
 _PARTS = 120
 
 
 _COLUMNS: Final = (
-    Column(key="run_id", title="run"),
-    Column(key="started_at_unix_s", title="started", priority=2),
-    Column(key="mode", title="mode", priority=9),
-    Column(key="outcome", title="outcome"),
-    Column(key="exit_code", title="exit", numeric=True, priority=3),
-    Column(key="elapsed_s", title="worked", numeric=True, priority=1),
-    Column(key="workers", title="workers", numeric=True, priority=8),
-    Column(key="steps_ok", title="steps ok", numeric=True, priority=4),
-    Column(key="success_rate", title="good %", numeric=True, priority=5),
-    Column(key="oom_count", title="OOM", numeric=True, priority=6),
-    Column(key="restart_count", title="restarts", numeric=True, priority=7),
+    Column("run_id", "run"),
+    Column("started_at_unix_s", "started", priority=2),
+    Column("mode", "mode", priority=9),
+    Column("outcome", "outcome"),
+    Column("exit_code", "exit", numeric=True, priority=3),
+    Column("elapsed_s", "worked", numeric=True, priority=1),
+    Column("workers", "workers", numeric=True, priority=8),
+    Column("steps_ok", "steps ok", numeric=True, priority=4),
+    Column("success_rate", "good %", numeric=True, priority=5),
+    Column("oom_count", "OOM", numeric=True, priority=6),
+    Column("restart_count", "restarts", numeric=True, priority=7),
 )
 """Their keys are those of a run in JSON."""
 
@@ -98,7 +96,7 @@ def report_text(folder: Path, width: int) -> str:
     happened to it.
     """
     try:
-        run = read_run(folder)
+        frame = Watch(folder).look().frame
     except NothingStoredError:
         summary = summary_of(folder)
         if summary is None:
@@ -107,15 +105,9 @@ def report_text(folder: Path, width: int) -> str:
         if summary.get("workers"):
             lines.append(f"{STORE_NAME} is missing; summary.json has how its workers ended")
     else:
-        queue = queue_snapshot(
-            run.folder, run.snapshot().rows, time.time(), is_alive=run.outcome == "running"
-        )
-        snapshot = run.snapshot()
-        if queue is not None:
-            snapshot = replace(snapshot, jobs=summary_line(queue))
-        events = read_events(run.folder, _TOLD)
-        missed = missed_of(events) if run.outcome == "degraded" else ()
-        lines = [*_header(run), "", plain_text(health_lines(snapshot, width)), ""]
+        run, queue, events = frame.run, frame.queue, read_events(folder, _TOLD)
+        missed = frame.missed if run.outcome == "degraded" else ()
+        lines = [*_header(run), "", plain_text(health_lines(frame.snapshot, width))]
         if queue is not None:
             lines += ["", "jobs", plain_text(table_lines(jobs_table(queue, current(queue)), width))]
         lines += section("what fell short", missed)

@@ -55,7 +55,10 @@ def dump_config(config: Config) -> str:
 
 
 def _with_override(source: YamlSource, typed: str) -> YamlSource:
-    """Return `source` with one `a.b=value` put into its data; the value is read as YAML."""
+    """Return `source` with one `a.b=value` put into its data.
+
+    The value is read as YAML; nothing after the `=` is null, as in a file.
+    """
     name = f"--set {typed}"
     dotted, equals, text = typed.partition("=")
     words = [word.strip() for word in dotted.split(".")]
@@ -63,27 +66,18 @@ def _with_override(source: YamlSource, typed: str) -> YamlSource:
         valid = "--set workload.size=4096, with the keys joined by dots"
         raise refusal(name, "is not KEY=VALUE", valid)
     path = _path_of(words, source.data)
-    data = _put(source.data, path, override_value(text, name, path), name)
+    try:
+        value = read_yaml_text(text, name).data if text.strip() else None
+    except ConfigError as error:
+        # Lines and keys were counted inside the override, so they mean nothing to the user.
+        raise ConfigError(
+            replace(problem, line=None, key=".".join(path)) for problem in error.problems
+        ) from None
+    data = _put(source.data, path, value, name)
     places = {key: old for key, old in source.places.items() if key[: len(path)] != path}
     for length in range(1, len(path)):
         places.setdefault(path[:length], (name, None))
     return replace(source, data=data, places={**places, path: (name, None)})
-
-
-def override_value(text: str, name: str, path: KeyPath) -> object:
-    """Return what the right-hand side means; nothing after the `=` is null, as in a file.
-
-    `ConfigError` names the override as `name`, and `path` as its key.
-    """
-    if not text.strip():
-        return None
-    try:
-        return read_yaml_text(text, name).data
-    except ConfigError as error:
-        # Lines and keys were counted inside the override, so they mean nothing to the user.
-        key = ".".join(path)
-        problems = [replace(problem, line=None, key=key) for problem in error.problems]
-        raise ConfigError(problems) from None
 
 
 def _path_of(words: Sequence[str], data: object) -> KeyPath:

@@ -37,10 +37,8 @@ Severity: TypeAlias = Literal["critical", "warning", "info"]
 ComputeShareMode: TypeAlias = Literal["duty", "none"]
 VALID_NODE_NAME = "1 to 63 of a-z, 0-9, - _ . that begin and end with a letter or digit"
 #: Ends up in Ray labels (which must end in a letter or digit), file names and shell words.
-NodeName: TypeAlias = Annotated[
-    str,
-    Field(pattern=r"^[a-z0-9](?:[a-z0-9_.-]{0,61}[a-z0-9])?$", description=VALID_NODE_NAME),
-]
+NODE_NAME = r"^[a-z0-9](?:[a-z0-9_.-]{0,61}[a-z0-9])?$"
+NodeName: TypeAlias = Annotated[str, Field(pattern=NODE_NAME, description=VALID_NODE_NAME)]
 
 
 def _address(text: str) -> str:
@@ -62,7 +60,8 @@ def _printable(text: str) -> str:
 
 def _duration(value: object) -> object:
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise ValueError(f"this is not a duration; valid: {VALID_DURATION}")  # noqa: TRY004  # pydantic's protocol
+        refusal = f"this is not a duration; valid: {VALID_DURATION}"
+        raise ValueError(refusal)  # noqa: TRY004 - pydantic's protocol
     parse_duration(value)
     return value
 

@@ -1,7 +1,7 @@
 """A commented cluster.yaml that fits the machines it is for: facts in, text out. Pure.
 
-All but its nodes is the cluster.yaml that comes with the program. What was chosen for a machine, and
-why, is in a line for each node. `cli.init` inspects machines and writes files.
+All but its nodes is the cluster.yaml that comes with the program. What was chosen for a machine,
+and why, is in a line for each node. `cli.init` inspects machines and writes files.
 """
 
 from __future__ import annotations

@@ -8,9 +8,10 @@ the models (`schema`).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from typing import TypeVar, get_args
+from types import MappingProxyType
+from typing import Final, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -22,6 +23,17 @@ from orchestrator.config.gpu_specs import PROFILES
 from orchestrator.config.schema import VALID_NODE_NAME, Config, NodeConfig
 from orchestrator.config.yaml_source import KeyPath, YamlSource, listed
 from orchestrator.errors import ConfigError, Problem
+
+#: Keys that cluster.yaml had once, with what to do instead.
+RETIRED: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "train.cudnn_benchmark": "nothing in its place: tried where train.micro is a number",
+        "train.min_seq": "train.documents, with text of your own",
+        "train.persistent": "nothing in its place: the loader's processes always stay",
+        "train.set_to_none": "nothing in its place: gradients are always set to none",
+        "train.start_method": "nothing in its place: a fork server starts the loader's processes",
+    }
+)
 
 #: What pydantic found whose own words do not help who types a file, by its name for it.
 _WORDS = {
@@ -89,6 +101,8 @@ def _problem(
 ) -> Problem:
     """Return what is wrong at one place, in a sentence of one line."""
     details, kind, fields = errors[0], errors[0]["type"], _fields(model, path[:-1])
+    if kind == "extra_forbidden" and (instead := RETIRED.get(".".join(path))):
+        return source.problem(path, "is no key any more", instead)
     if kind == "extra_forbidden":
         keys = sorted(fields)
         return source.problem(path, f"unknown key{nearest(path[-1], keys)}", ", ".join(keys))

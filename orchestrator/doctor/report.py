@@ -65,10 +65,10 @@ _TONES: Final[Mapping[Verdict, Tone]] = MappingProxyType(
 )
 _WORST_FIRST: Final = tuple(_TONES)
 _COLUMNS: Final = (
-    Column(key="verdict", title="verdict"),
-    Column(key="node", title="node", priority=1),
-    Column(key="check", title="check"),
-    Column(key="found", title="found"),
+    Column("verdict", "verdict"),
+    Column("node", "node", priority=1),
+    Column("check", "check"),
+    Column("found", "found"),
 )
 _KEYS: Final = ("node", "check", "verdict", "found", "hint", "fix")
 

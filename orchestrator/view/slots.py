@@ -164,10 +164,10 @@ def slots_table(snapshot: Snapshot) -> Table:
 
 
 _CARDS: Final = (
-    Column(key="node", title="node"),
-    Column(key="card", title="card"),
-    Column(key="workers", title="workers", numeric=True),
-    Column(key="tflops", title="TFLOP/s", unit="sum", numeric=True),
+    Column("node", "node"),
+    Column("card", "card"),
+    Column("workers", "workers", numeric=True),
+    Column("tflops", "TFLOP/s", "sum", numeric=True),
 )
 _SENSORS: Final = tuple(each for each in COLUMNS if each.field.of == "card")[1:]
 """Columns with what is known of a card, besides its name."""

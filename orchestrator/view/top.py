@@ -33,18 +33,18 @@ _HEADER_SHARE: Final = 4
 """Of the lines of the terminal, one in so many may be of the header."""
 #: Their keys are those of an event in the document.
 _EVENTS: Final = (
-    Column(key="time", title="time"),
-    Column(key="slot", title="slot"),
-    Column(key="words", title="event"),
-    Column(key="text", title="details"),
+    Column("time", "time"),
+    Column("slot", "slot"),
+    Column("words", "event"),
+    Column("text", "details"),
 )
 _ALERTS: Final = (
-    Column(key="severity", title="severity"),
-    Column(key="for", title="for", numeric=True),
-    Column(key="text", title="what is wrong; below, what to do"),
+    Column("severity", "severity"),
+    Column("for", "for", numeric=True),
+    Column("text", "what is wrong; below, what to do"),
 )
 _NO_QUEUE: Final = Table(
-    name="jobs", columns=(Column(key="job", title="this run has no queue of jobs"),), rows=()
+    name="jobs", columns=(Column("job", "this run has no queue of jobs"),), rows=()
 )
 
 

@@ -139,7 +139,7 @@ class BareLoop:
             products += self._queued
             if self._cuda:
                 # The card always has a batch waiting: nothing is faster than this.
-                event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # no types here
+                event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
                 event.record()
                 if before is not None:
                     before.synchronize()

@@ -87,7 +87,7 @@ def gather(
     return answers
 
 
-def in_child(watch: Watch, function: Callable[..., Any], *arguments: object) -> Any:  # noqa: ANN401 - as it returns
+def in_child(watch: Watch, function: Callable[..., Any], *arguments: object) -> Any:  # noqa: ANN401
     """Run a function in a process of its own; `ChildDiedError` tells what it raised."""
     with contextlib.closing(
         Child(function.__name__, bodies.call_in_child, function, arguments)

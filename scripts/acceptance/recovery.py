@@ -22,7 +22,7 @@ from workers.workloads.matmul import Matmul
 
 
 class EverySecondStepFails(Matmul):
-    """Asks for more than the whole budget at every second step, with all tensors of the ring alive."""
+    """Asks for more than the budget at every second step, with all tensors of the ring alive."""
 
     excess_bytes: ClassVar[int] = 0
     #: Of each recovery: from the failure to the begin of the next good step; and each good step.

@@ -1,11 +1,11 @@
 """The work that workers do: against a bare torch loop, together on one card, and by shares of time
 or of the card.
 
-Speed: the product is driven turn by turn as its program does and counted from outside; the bare loop
-always has a batch queued. Totals: the guides claim 180 % for two workers and 250 % for three; what
-is true depends on how much of the card one leaves idle, so a size that fills it and one that does
-not are measured. MPS: in plain fp32, where the power limit does not set the pace, with a control
-daemon of its own.
+Speed: the product is driven turn by turn as its program does and counted from outside; the bare
+loop always has a batch queued. Totals: the guides claim 180 % for two workers and 250 % for three;
+what is true depends on how much of the card one leaves idle, so a size that fills it and one that
+does not are measured. MPS: in plain fp32, where the power limit does not set the pace, with a
+control daemon of its own.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ _TURNS = 4
 
 
 def measure_duty(machine: Machine) -> Sequence[Row]:
-    """Measure single workers one after the other, the first of them at no duty, and seven at once."""
+    """Measure single workers one after the other, the first at no duty, and seven at once."""
     scale = machine.scale
     seconds = _TURNS * scale.turn_s
     budget_bytes, _ = machine.fitting(_TOGETHER + len(scale.duties) + 1, scale.small_budget_bytes)
@@ -252,7 +252,7 @@ CHECKS = {
         "others", measure_duty, judge_duty,
     ),
     "mps": Check(
-        f"a worker does no more than its asked share of a whole worker's work, and {_MOST_OVER:.2f}",
+        f"a worker does no more than its share of a whole worker's work, and {_MOST_OVER:.2f}",
         measure_mps, judge_mps,
     ),
 }  # fmt: skip

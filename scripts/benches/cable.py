@@ -2,9 +2,9 @@
 
 The PCs are namespaces of network and processes on a virtual switch, each with a home and a Ray
 node of its own; `up pc2 --exec --stay` keeps the one behind the cut. A run must show the slots of
-that PC as LOST soon, and have them RUNNING soon after the cable's return. A program of a queue notes
-the time: two attempts must never do so at a time. Needs root and the command `ip`. Does not look at
-what a cut does to files on their way.
+that PC as LOST soon, and have them RUNNING soon after the cable's return. A program of a queue
+notes the time: two attempts must never do so at a time. Needs root and the command `ip`. Does not
+look at what a cut does to files on their way.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ _SETS = [
 #: pc2 has no carrier then, and pc1 gets no answer.
 _CUT, _PLUG = "link set pc2 down", "link set pc2 up"
 _HOLDER = ["unshare", "--net", "--pid", "--mount", "--fork", "--kill-child", "--mount-proc"]
-#: Orphans of a namespace become children of its first process, which reaps them by ignoring SIGCHLD.
+#: Orphans of a namespace become children of its first process, which reaps them by ignoring
+#: SIGCHLD.
 _FIRST_PROCESS = """
 import signal
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)

@@ -138,7 +138,7 @@ class Child:
         name: str,
         body: Callable[..., None],
         *arguments: object,
-        context: SpawnContext | ForkServerContext = get_context("spawn"),  # noqa: B008 - is made once anyway
+        context: SpawnContext | ForkServerContext = get_context("spawn"),  # noqa: B008
     ) -> None:
         self.name = name
         self.pipe, theirs = context.Pipe()
@@ -181,7 +181,12 @@ def _in_child(body: Callable[..., None], *arguments: object) -> None:
         body(*arguments)
 
 
-def told_by(name: str, body: Callable[..., None], *arguments: object, within_s: float) -> Any:  # noqa: ANN401 - whatever was sent
+def told_by(
+    name: str,
+    body: Callable[..., None],
+    *arguments: object,
+    within_s: float,
+) -> Any:  # noqa: ANN401 - whatever was sent
     """Run a child until it has sent one answer; raise as `Child.receive` does."""
     with contextlib.closing(Child(name, body, *arguments)) as child:
         return child.receive(within_s)

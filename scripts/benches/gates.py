@@ -191,7 +191,7 @@ def _row(
 
 
 def _suite(tree: Path) -> dict[str, Any]:
-    """Run both parts of the suite; return how long each took, and how many tests each folder has."""
+    """Run both parts of the suite; return how long each took, and the tests of each folder."""
     took_s = []
     for words in _SUITE:
         began_s = time.monotonic()

@@ -1,10 +1,12 @@
-"""The same night for the queue of jobs and for a loop of the shell: an out-of-memory, a SIGKILL, a reboot.
+"""The same night for the queue of jobs and for a loop of the shell: an out-of-memory, a SIGKILL, a
+reboot.
 
 Small trainings on two rehearsed cards, the larger of which has 1.44 GiB and the other 0.28 GiB. The
-first two take 0.7 GiB more after some steps, so that one of them is out of memory. When a quarter of
-all is done the training that is furthest is killed; after more than a half all processes are killed
-at once, and the same command is typed again. What counts is how many trainings have finished, and
-their samples by the time from the first start to the last end; a step done twice counts once.
+first two take 0.7 GiB more after some steps, so that one of them is out of memory. When a quarter
+of all is done the training that is furthest is killed; after more than a half all processes are
+killed at once, and the same command is typed again. What counts is how many trainings have
+finished, and their samples by the time from the first start to the last end; a step done twice
+counts once.
 
 `ours` runs the training as it is; `ours-keep` the same, which saves every tenth step in the folder
 that the queue gives to it; `loop` is a loop of the shell for each card.

@@ -3,8 +3,9 @@
     python jobs_peers_train.py --name lr-0 --steps 100 --log FOLDER
 
 Started again it begins anew, unless `--keep` has it save every tenth step in the folder that its
-queue gives it. A step takes at least `--step-s`, as if a card had worked meanwhile. With `--wide` it
-takes 700 MiB more from step 20 on; out-of-memory ends it with the words that torch has on a card.
+queue gives it. A step takes at least `--step-s`, as if a card had worked meanwhile. With `--wide`
+it takes 700 MiB more from step 20 on; out-of-memory ends it with the words that torch has on a
+card.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 actor with torch.
 
 One rehearsal of the reference pair with all its workers at work, and a cluster of one raylet beside
-it. In turn, the process of a worker chosen at random and a bare actor meet SIGKILL; the next one only
-when this one is back. Ours is back when the first report of a new process arrives, which has one
-good step; the bare actor when it answers. The head takes deaths for single ones
-(`run.death_window_s`) and makes no pauses. Broken: a slot that does not come back, or counts that the
-witness contradicts. Does not look at what other kills leave (`matrix.py`).
+it. In turn, the process of a worker chosen at random and a bare actor meet SIGKILL; the next one
+only when this one is back. Ours is back when the first report of a new process arrives, which has
+one good step; the bare actor when it answers. The head takes deaths for single ones
+(`run.death_window_s`) and makes no pauses. Broken: a slot that does not come back, or counts that
+the witness contradicts. Does not look at what other kills leave (`matrix.py`).
 """
 
 from __future__ import annotations

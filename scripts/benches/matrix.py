@@ -3,12 +3,12 @@ whether the same command goes on.
 
 Real Ray with two raylets: a run of three workers, or with `--jobs` the queue with trainings under
 `train.exact`, which must end with the weights of a queue that was left alone. After each kill
-nothing of the victim's is there ten seconds later, the store is sound, no counter goes back, and the
-counters grow again. A GCS, a head, and one of each kind at once end the run: then nothing of it is
-left, and the command is typed again.
+nothing of the victim's is there ten seconds later, the store is sound, no counter goes back, and
+the counters grow again. A GCS, a head, and one of each kind at once end the run: then nothing of it
+is left, and the command is typed again.
 
-Every kill becomes a line of `--out`, so that a second call goes on with what is missing. A kill that
-breaks something ends its run, and the next one meets a fresh run. Does not measure how long
+Every kill becomes a line of `--out`, so that a second call goes on with what is missing. A kill
+that breaks something ends its run, and the next one meets a fresh run. Does not measure how long
 anything takes (`kills.py`).
 """
 
@@ -322,7 +322,9 @@ class Course:
         return gone
 
     def _left_of(self, gone: Sequence[psutil.Process]) -> list[str]:
-        """Return a sentence for each process that must be gone, and each file in /dev/shm of theirs."""
+        """Return a sentence for each process that must be gone, and each file in /dev/shm of
+        theirs.
+        """
         alive = [each for each in gone if each.is_running() and not is_dead(each)]
         return [
             *(f"process {each.pid} still lives: {called(each)[:200]}" for each in alive),

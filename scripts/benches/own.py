@@ -1,11 +1,11 @@
 """The model of a folder: the preset `hf-causal` in the real engine, beside transformers' Trainer.
 
 With memory to spare all have one whole batch at once, and take short turns in processes that stay,
-so that other programs on the machine meet all of them. `mapped` is the Trainer with the malloc that the
-CPU device has near a cap: each block is mapped anew, so that the cap can count it.
+so that other programs on the machine meet all of them. `mapped` is the Trainer with the malloc that
+the CPU device has near a cap: each block is mapped anew, so that the cap can count it.
 
-CPU only, one thread, fp32, models made from a config. Does not compare what was learned, and sets no
-cap (`pressure.py`).
+CPU only, one thread, fp32, models made from a config. Does not compare what was learned, and sets
+no cap (`pressure.py`).
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def _ours_in_turns(connection: Connection, folder: str) -> None:
         connection.send(((ours.step - step) * BATCH, spent_s, cpu_spent_s))
 
 
-def _trainer(folder: str, callbacks: Sequence[Any]) -> Any:  # noqa: ANN401 - transformers is imported late
+def _trainer(folder: str, callbacks: Sequence[Any]) -> Any:  # noqa: ANN401 - imported late
     """Make a Trainer as its documentation does, on the same samples in its own order."""
     import torch
 

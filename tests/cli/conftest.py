@@ -1,4 +1,6 @@
-"""The command line, run in the process of the tests: as in a child, without the second that Python takes to start."""
+"""The command line, run in the process of the tests: as in a child, without the second that Python
+takes to start.
+"""
 
 from __future__ import annotations
 

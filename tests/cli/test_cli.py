@@ -135,12 +135,6 @@ def test_a_usage_error_is_words_or_one_object_and_exits_2(
     assert not (nowhere / "runs").exists()
 
 
-def test_what_was_typed_wrongly_steers_no_terminal(command: Command) -> None:
-    done = command("plan", "\x1b[2J\u202e")
-    assert done.returncode == 2
-    assert "unexpected extra argument(s) (\\x1b[2J\\u202e)" in done.stderr
-
-
 def test_json_of_another_program_asks_us_for_none(command: Command) -> None:
     done = command("jobs", "submit", "--run-dir", "none", "--", "program", "--json")
     assert (done.returncode, done.stdout) == (2, "")
@@ -275,6 +269,12 @@ LONG = Problem("--set " + "a" * 5000, None, "b" * 5000, "is too long", None)
 def test_a_problem_is_one_short_printable_line(problem: Problem, expected: str) -> None:
     assert expected == str(problem)
     assert expected.isprintable()
+
+
+def test_what_was_typed_wrongly_steers_no_terminal(command: Command) -> None:
+    done = command("plan", "\x1b[2J\u202e")
+    assert done.returncode == 2
+    assert "unexpected extra argument(s) (\\x1b[2J\\u202e)" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""`doctor` and `init` as they are typed, without a cluster: on this machine, and on one without a card."""
+"""`doctor` and `init` as they are typed, without a cluster: on this machine, and on one without a
+card.
+"""
 
 from __future__ import annotations
 

@@ -182,7 +182,9 @@ def sleeper(start: Starter, **environment: str) -> subprocess.Popen[str]:
 
 
 def ended_by_stop() -> int:
-    """End the node, and return how many processes that were: it is said before they are asked, and at the end."""
+    """End the node, and return how many processes that were: it is said before they are asked, and
+    at the end.
+    """
     lines = stop_node(NODE)
     found = int(next(lines).split()[1])
     environments = (process.info["environ"] or {} for process in psutil.process_iter(["environ"]))

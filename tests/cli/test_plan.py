@@ -79,17 +79,6 @@ def test_a_node_without_cards_has_no_context_and_no_total() -> None:
     assert worker["cap_about_bytes"] == GIB
 
 
-def test_where_duty_is_no_limit_none_is_shown() -> None:
-    config = Config.model_validate({**one_node().model_dump(), "compute_share_mode": "none"})
-    assert plan_object(config)["nodes"][0]["workers"][0]["duty"] is None
-    assert "%" not in text_of(plan_object(config)).splitlines()[1]
-
-
-def test_a_budget_below_a_context_leaves_no_cap() -> None:
-    (node,) = plan_object(one_node(vram_per_worker_gib=0.1))["nodes"]
-    assert {worker["cap_about_bytes"] for worker in node["workers"]} == {0}
-
-
 #: A task that prints, which must not get into the JSON, and three that cannot be planned.
 OWN = """
 from dataclasses import replace
@@ -267,3 +256,8 @@ def test_what_the_run_must_find_out_is_said_below_the_plan(
     assert done.returncode == 0
     last = done.stdout.splitlines()[-1]
     assert last.startswith(f"Not known, so the run finds out by itself: {said}")
+
+
+def test_a_budget_below_a_context_leaves_no_cap() -> None:
+    (node,) = plan_object(one_node(vram_per_worker_gib=0.1))["nodes"]
+    assert {worker["cap_about_bytes"] for worker in node["workers"]} == {0}

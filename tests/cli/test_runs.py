@@ -158,6 +158,7 @@ def test_a_killed_run_is_told_with_all_that_happened(tmp_path: Path) -> None:
     (fallen,) = [line for line in text.splitlines() if "RESTARTING" in line]
     assert fallen.endswith("pc1/0 state: None to RESTARTING: killed [2J")
     assert "node left: node pc2" in text
+    assert "\n\n\n" not in text, "one blank line between sections"
     (error,) = [line for line in text.splitlines() if "ValueError" in line]
     assert error.endswith("pc1/0 workload error: ValueError: no good")
     assert "\x1b" not in text
@@ -226,12 +227,6 @@ def test_the_object_is_the_summary_else_one_from_the_store(tmp_path: Path) -> No
     assert json.loads(report_json(tmp_path / RUN_ID)) == summary
 
 
-def test_a_run_that_began_where_no_calendar_goes_is_told(tmp_path: Path) -> None:
-    written(tmp_path, started_at_unix_s=1e300)
-    assert "started at second 1" in report_text(tmp_path / RUN_ID, 100)
-    assert json.loads(report_json(tmp_path / RUN_ID))["started_at"] is None
-
-
 def test_a_run_that_only_left_a_summary_is_told_from_it(tmp_path: Path) -> None:
     (tmp_path / RUN_ID).mkdir()
     summary = summary_dict(
@@ -250,16 +245,6 @@ def test_the_verbs_tell_a_run_under_way(command: Command, tmp_path: Path) -> Non
     said = f"outcome: running (process {os.getpid()})"
     assert said in command("report", "0b76", *place).stdout
     assert only_object(command("report", "--json", *place).stdout)["outcome"] == "running"
-
-
-def test_what_an_ascii_terminal_cannot_show_breaks_neither_words_nor_object(tmp_path: Path) -> None:
-    written(tmp_path).end("failed", 1, "no \N{SNOWMAN}", [])
-    place = ("report", "--run-dir", str(tmp_path))
-    told = orchestrator(*place, PYTHONIOENCODING="ascii")
-    assert (told.returncode, told.stderr) == (0, "")
-    assert "exit code 1 (no ?)" in told.stdout
-    as_object = orchestrator("runs", "--json", *place[1:], PYTHONIOENCODING="ascii")
-    assert json.loads(as_object.stdout)["runs"][0]["error"] == "no \N{SNOWMAN}"
 
 
 @pytest.mark.parametrize("verb", [["report"], ["top", "--once"], ["stop"], ["pause", "pc1/0"]])
@@ -284,3 +269,19 @@ def test_a_name_that_is_too_long_is_refused_in_words(command: Command, typed: li
     done = command(*typed)
     assert "File name too long" in done.stdout + done.stderr
     assert "internal error" not in done.stderr
+
+
+def test_a_run_that_began_where_no_calendar_goes_is_told(tmp_path: Path) -> None:
+    written(tmp_path, started_at_unix_s=1e300)
+    assert "started at second 1" in report_text(tmp_path / RUN_ID, 100)
+    assert json.loads(report_json(tmp_path / RUN_ID))["started_at"] is None
+
+
+def test_what_an_ascii_terminal_cannot_show_breaks_neither_words_nor_object(tmp_path: Path) -> None:
+    written(tmp_path).end("failed", 1, "no \N{SNOWMAN}", [])
+    place = ("report", "--run-dir", str(tmp_path))
+    told = orchestrator(*place, PYTHONIOENCODING="ascii")
+    assert (told.returncode, told.stderr) == (0, "")
+    assert "exit code 1 (no ?)" in told.stdout
+    as_object = orchestrator("runs", "--json", *place[1:], PYTHONIOENCODING="ascii")
+    assert json.loads(as_object.stdout)["runs"][0]["error"] == "no \N{SNOWMAN}"

@@ -35,7 +35,9 @@ def sections(
 
 
 def keys_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
-    """Return the fields of a section by the names that stand in the file; `from` is no word for one in Python."""
+    """Return the fields of a section by the names that stand in the file; `from` is no word for one
+    in Python.
+    """
     return {field.alias or name: field for name, field in model.model_fields.items()}
 
 

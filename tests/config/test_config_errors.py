@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.config.load import config_from_data, load_config
-from orchestrator.config.schema import Config
 from orchestrator.errors import ConfigError, Problem
 from tests.scene import ROOT
 
@@ -45,12 +44,6 @@ def problems_of(path: Path, content: str | bytes, *overrides: str) -> tuple[Prob
     return caught.value.problems
 
 
-def test_the_text_these_tests_break_is_good(tmp_path: Path) -> None:
-    file = tmp_path / "cluster.yaml"
-    file.write_text(GOOD, encoding="utf-8")
-    assert isinstance(load_config(str(file)), Config)
-
-
 @pytest.mark.parametrize(
     ("old", "new", "line", "key", "said"),
     [
@@ -78,6 +71,8 @@ def test_the_text_these_tests_break_is_good(tmp_path: Path) -> None:
         ("3.3", ".nan", 8, "nodes.pc1.vram_per_worker_gib", "nan should be a finite number"),
         ("3.3", "1" * 400, 8, "nodes.pc1.vram_per_worker_gib", "a number of more than 18 digits"),
         ("duration: 5", "duration: 0", 14, "run.duration", "0 is not longer than nothing"),
+        ("run:\n", "notify: {every: 59s}\nrun:\n", 13, "notify.every",
+         "this is shorter than a minute; valid: minutes as a number (5), or text"),
         # choices
         ("dtype: fp16", "dtype: fp61", 12, "workload.dtype",
          "'fp61' should be 'fp32', 'tf32', 'fp16' or 'bf16'; did you mean fp16?"),
@@ -95,6 +90,8 @@ def test_the_text_these_tests_break_is_good(tmp_path: Path) -> None:
          "unknown key; did you mean workers?; valid: cpus_per_worker, dtype, gpu, gpu_share, gpus"),
         ("workload:", "heat:", 11, "heat",
          "unknown key; valid: cluster, compute_share_mode, memory, nodes, notify, run"),
+        ("run:\n", "train: {persistent: true}\nrun:\n", 13, "train.persistent",
+         "is no key any more; valid: nothing in its place: the loader's processes always stay"),
         ("    workers: 7\n", "", 4, "nodes.pc1.workers",
          "is missing; valid: how many workers, from 1 to 1024"),
         # keys and tags

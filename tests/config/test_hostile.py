@@ -1,4 +1,5 @@
-"""Hostile names run no command and leave no folder; secrets stay in their file, which no other user can read.
+"""Hostile names run no command and leave no folder; secrets stay in their file, which no other user
+can read.
 
 Commands are really run, with recording stand-ins for `ray` and `scp`. The secrets of a whole
 rehearsal are looked for in `tests/cluster/test_private_cluster.py`.

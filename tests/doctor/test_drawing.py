@@ -1,4 +1,6 @@
-"""The report on the screen: words before colours, no command broken, nothing that steers a terminal."""
+"""The report on the screen: words before colours, no command broken, nothing that steers a
+terminal.
+"""
 
 from __future__ import annotations
 

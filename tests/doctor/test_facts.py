@@ -1,4 +1,6 @@
-"""What a machine says of itself: this one as it is, and cards through a fake NVML and the real nvidia-ml-py."""
+"""What a machine says of itself: this one as it is, and cards through a fake NVML and the real
+nvidia-ml-py.
+"""
 
 from __future__ import annotations
 

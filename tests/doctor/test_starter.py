@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -164,14 +163,6 @@ def test_the_port_of_a_head_that_runs_already_is_written_down() -> None:
     assert [
         config_from_text(render(template(), nodes, port), "x").cluster.port for port in (None, 7000)
     ] == [6379, 7000]
-
-
-def test_no_number_of_the_reference_pair_is_left_in_the_nodes() -> None:
-    unknown = card_facts(name="NVIDIA GeForce RTX 5090", total_bytes=31 * GIB)
-    text, _, _ = written(workstation(cards=(unknown,)))
-    nodes = text[text.index("\nnodes:") : text.index("\nworkload:")]
-    assert not re.search(r"3\.30|23\.10|= 56|0\.99|3090 really|4 x 1\.7", nodes)
-    assert "    vram_per_worker_gib: 3.94" in nodes
 
 
 def test_what_stands_outside_of_the_nodes_stays() -> None:

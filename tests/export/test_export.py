@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import transformers
 
 from tests.export.scene import adapted, gap, loaded, logits_of, trained
@@ -29,18 +28,11 @@ ADAPTED = [kind for kind in KINDS if kind[1] != "none"]
 #: These are between peft and transformers; that of tied weights is right for GPT-2, whose head has
 #: an adapter here, and its embeddings none.
 pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning"),
     pytest.mark.filterwarnings("ignore:Model has .tie_word_embeddings=True:UserWarning"),
     pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to True:UserWarning"),
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

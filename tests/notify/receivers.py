@@ -1,4 +1,6 @@
-"""Real receivers of notifications on loopback: an HTTP server, and one that accepts and never answers."""
+"""Real receivers of notifications on loopback: an HTTP server, and one that accepts and never
+answers.
+"""
 
 from __future__ import annotations
 

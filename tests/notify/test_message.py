@@ -55,11 +55,6 @@ def test_the_first_new_alert_is_in_the_title() -> None:
     assert still == "still: CardSlowed pc4/0, for 1m 30s"
 
 
-def test_what_is_only_over_alarms_no_one() -> None:
-    told = words(Message(over=(alert("pc3", "NodeMissing", "critical"),)))
-    assert (told.title, told.severity) == ("0b76: over: NodeMissing pc3", "info")
-
-
 @pytest.mark.parametrize(
     ("outcome", "code", "severity", "title"),
     [
@@ -111,3 +106,8 @@ def test_hostile_and_endless_text_stays_harmless_and_short() -> None:
     assert not any(line.startswith("Bcc") for line in told.body.splitlines())
     assert len(told.body) < 8_000
     assert "lines more" in told.body
+
+
+def test_what_is_only_over_alarms_no_one() -> None:
+    told = words(Message(over=(alert("pc3", "NodeMissing", "critical"),)))
+    assert (told.title, told.severity) == ("0b76: over: NodeMissing pc3", "info")

@@ -95,17 +95,6 @@ def test_an_address_in_cluster_yaml_is_refused_unrepeated() -> None:
     assert "hush" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("typed", "seconds"), [("10m", 600.0), (2, 120.0), ("off", None)])
-def test_the_interval_of_statuses(typed: object, seconds: float | None) -> None:
-    assert config_from_data({**SMALL, "notify": {"every": typed}}).notify.every_s == seconds
-
-
-@pytest.mark.parametrize("typed", ["59s", "often", True])
-def test_an_interval_that_cannot_be_is_refused(typed: object) -> None:
-    with pytest.raises(ConfigError, match=r"notify\.every"):
-        config_from_data({**SMALL, "notify": {"every": typed}})
-
-
 def test_the_test_message_says_which_addresses_took_it(
     nowhere: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,3 +125,9 @@ def test_without_addresses_or_apprise_the_verb_says_what_to_do(nowhere: Path) ->
     assert "pip install '.[notify]'" in done.stderr
     assert "hush" not in done.stderr
     assert os.environ.get(URLS_VARIABLE) is None
+
+
+@pytest.mark.parametrize("typed", ["59s", "often", True])
+def test_an_interval_that_cannot_be_is_refused(typed: object) -> None:
+    with pytest.raises(ConfigError, match=r"notify\.every"):
+        config_from_data({**SMALL, "notify": {"every": typed}})

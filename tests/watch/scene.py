@@ -1,4 +1,6 @@
-"""Rows, snapshots and records for the tests of this folder: a healthy worker, and whatever a test says is different."""
+"""Rows, snapshots and records for the tests of this folder: a healthy worker, and whatever a test
+says is different.
+"""
 
 from __future__ import annotations
 

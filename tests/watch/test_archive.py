@@ -125,14 +125,6 @@ def test_everything_comes_back_as_it_was(folder: Path, store: RunStore) -> None:
     assert told.details == {"number": None, "cause": "\udc80 \u2028"}
 
 
-def test_restarts_are_what_the_slots_add_up_to(folder: Path, store: RunStore) -> None:
-    store.slots([record(restarts=2), record("pc2/0", restarts=1)])
-    store.commit()
-    running = read_run(folder)
-    assert running.outcome == "running"
-    assert running.snapshot().restart_count == 3
-
-
 @pytest.mark.parametrize("elapsed_s", [0.0, 29.0, 29.1])
 @pytest.mark.parametrize("outcome", ["interrupted", "failed", "running"])
 def test_what_is_offered_to_be_resumed_is_what_resuming_accepts(

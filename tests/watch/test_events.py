@@ -1,4 +1,6 @@
-"""The diary: every line is JSON whatever is thrown at it, and a full disk is a problem, not a crash."""
+"""The diary: every line is JSON whatever is thrown at it, and a full disk is a problem, not a
+crash.
+"""
 
 from __future__ import annotations
 

@@ -79,13 +79,6 @@ def test_a_short_terminal_shows_the_worst_rows_and_says_how_much_is_hidden(heigh
     assert height == 8 or any(line.startswith("pc2/0") for line in shown)
 
 
-def test_closed_before_the_first_update_it_still_shows_the_end() -> None:
-    stream = io.StringIO()
-    LiveTable(terminal(stream)).close(make_snapshot(make_row()))
-
-    assert "pc1/0" in stream.getvalue()
-
-
 @pytest.mark.parametrize("failure", [OSError(5, "terminal gone"), BrokenPipeError()])
 def test_a_lost_terminal_does_not_end_the_run(
     failure: OSError | ValueError, monkeypatch: pytest.MonkeyPatch

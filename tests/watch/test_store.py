@@ -145,14 +145,6 @@ def test_a_transaction_holds_all_that_waited(path: Path, store: RunStore) -> Non
     assert (before.st_size, before.st_mtime_ns) == (after.st_size, after.st_mtime_ns)
 
 
-def test_a_sample_has_the_counters_of_its_slot(path: Path, store: RunStore) -> None:
-    store.slots([record()])
-    store.update(make_snapshot(make_row(steps_ok=600, restarts=2)))
-    store.commit()
-    (slot,) = read_run(path.parent).slots
-    assert (slot.row.counts.steps_ok, slot.row.restarts, slot.incarnation) == (600, 2, 2)
-
-
 def test_what_can_wait_is_stored_with_the_sample_or_the_end(path: Path, store: RunStore) -> None:
     store.slots([record()])
     store.update(make_snapshot(make_row()))
@@ -303,6 +295,12 @@ def test_a_hostile_value_does_not_keep_the_others_out(
     assert run.notices == ("\udc80",)
 
 
+def test_no_other_user_reads_it(path: Path, store: RunStore) -> None:
+    store.commit()
+    assert {file.stat().st_mode & 0o777 for file in path.parent.iterdir()} == {0o600}
+    store.close()
+
+
 def test_a_gap_is_still_told_when_writing_goes_on(tmp_path: Path) -> None:
     store = RunStore(tmp_path / STORE_NAME, clock := Clock())
     store.begin(FACTS)
@@ -335,9 +333,3 @@ def test_a_run_that_ends_while_nothing_can_be_written_has_gaps(tmp_path: Path) -
     store.begin(FACTS)
     outlets.close(make_snapshot(make_row()))
     assert outlets.incomplete
-
-
-def test_no_other_user_reads_it(path: Path, store: RunStore) -> None:
-    store.commit()
-    assert {file.stat().st_mode & 0o777 for file in path.parent.iterdir()} == {0o600}
-    store.close()

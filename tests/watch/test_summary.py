@@ -1,12 +1,12 @@
-"""Rows, snapshots and the summary: sums, the order of the rows, the verdict, and a file that is whole or not there."""
+"""Rows, snapshots and the summary: sums, the order of the rows, the verdict, and a file that is
+whole or not there.
+"""
 
 from __future__ import annotations
 
 import json
-import pickle
 from pathlib import Path
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -80,11 +80,6 @@ def test_oom_steps_count_against_the_success_rate() -> None:
     assert snapshot.state_counts == {WorkerState.RUNNING: 2}
 
 
-def test_a_row_survives_pickle() -> None:
-    row = make_row(reason="größer\n", gpu_name=None)
-    assert pickle.loads(pickle.dumps(row)) == row  # noqa: S301 - our own bytes
-
-
 AT = "2026-01-01T00:00:00Z"
 
 KEYS = (
@@ -129,10 +124,3 @@ def test_the_file_is_utf8_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
     assert "größer" in content.decode("utf-8")
     assert json.loads(content) == summary
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_a_file_that_cannot_be_written_is_an_os_error(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-
-    with pytest.raises(OSError, match="file"):
-        write_summary(tmp_path / "file" / "summary.json", {})

@@ -102,11 +102,6 @@ def test_reasons_stand_below_and_equal_ones_share_a_line() -> None:
     ]
 
 
-def test_a_long_reason_is_broken_between_words() -> None:
-    table = made(slots(1), ["memory ran out " * 10])
-    assert len([line for line in drawn(table, 40) if "memory" in line]) > 3
-
-
 def test_tones_are_colours_of_cells_and_reasons() -> None:
     cells = (Cell(text="pc1/0"), Cell(text="LOST", tone=Tone.BAD), *[Cell()] * 3)
     row = TableRow(key="pc1/0", cells=cells, reason="its node has left", tone=Tone.WARN)

@@ -106,7 +106,9 @@ class Browser:
         ]
 
     def complaints(self) -> list[str]:
-        """What the console said: errors of scripts, and what the content security policy has blocked."""
+        """What the console said: errors of scripts, and what the content security policy has
+        blocked.
+        """
         told = [(each["method"], each["params"]) for each in self.events]
         exceptions = [str(more) for method, more in told if method == "Runtime.exceptionThrown"]
         entries = [more["entry"] for method, more in told if method == "Log.entryAdded"]

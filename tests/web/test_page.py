@@ -25,7 +25,6 @@ from workers.messages import WorkerState
 pytestmark = needs_chromium
 
 RUN_ID = "20261123-101500-aaaa"
-NEWER = "20261124-101500-cccc"
 NAMES = "[...document.querySelectorAll('#table tbody th')].map((cell) => cell.textContent)"
 TITLES = """[...document.querySelectorAll("#table thead th")].filter((each) => each.offsetParent)
     .map((each) => each.querySelector("span")?.textContent)"""

@@ -18,17 +18,15 @@ import pytest
 from typer.testing import CliRunner
 
 from orchestrator.cli.app import app
-from orchestrator.control.queue import waiting
 from orchestrator.control.slots import Answer
 from orchestrator.errors import UsageError
-from orchestrator.record.jobs import QUEUE_NAME
 from orchestrator.record.store import STORE_NAME, RunStore
 from orchestrator.view.charts import courses_of
 from orchestrator.view.web.guard import COOKIE
 from orchestrator.view.web.server import LOOK_EVERY_S, PAGE, SERVED
 from tests.factories import add_event
 from tests.scene import COMMAND, PATIENCE_S, ROOT
-from tests.web.scene import Server, facts_here, make_run, put_turn, rows_at, serving, with_queue
+from tests.web.scene import Server, facts_here, make_run, put_turn, rows_at, serving
 
 RUN_ID = "20261123-101500-aaaa"
 NEWER = "20261124-101500-cccc"
@@ -225,17 +223,6 @@ def test_a_command_that_makes_no_sense_is_refused(folder: Path) -> None:
         for content, status in ((b"[" * 50_000, 400), (b"x" * 70_000, 413)):
             answer = server.ask("/api/v1/commands", data=content)
             assert (answer.status, list(answer.told)) == (status, ["error"])
-
-
-def test_words_about_jobs_wait_for_the_head(folder: Path) -> None:
-    with serving(with_queue(folder, "lr-0"), control=True) as server:
-        told = server.ask("/api/v1/document").told
-        assert "jobs: 1 queued" in [text for text, *_ in told["head"]["headline"]]
-        assert [row["key"] for row in told["tables"]["jobs"]["rows"]] == ["lr-0"]
-        word = {"id": "1", "do": "hold", "names": ["lr-0"]}
-        assert server.ask("/api/v1/commands", json=word).status == 200
-    (message,) = waiting(folder / QUEUE_NAME)
-    assert [(one.order.value, one.job, one.by) for one in message] == [("hold", "lr-0", "web")]
 
 
 def test_a_command_reaches_the_head_under_its_own_id(
