@@ -17,7 +17,7 @@ from typing import Any
 from orchestrator.config.load import dump_config, load_config
 from orchestrator.config.schema import Config
 from orchestrator.core.slot import NOTHING_ASKED, Rules, Slot, UserOrders, slot_state
-from orchestrator.jobs.model import Job, JobState, Kind, Record, Standing
+from orchestrator.jobs.model import Job, JobState, Record, Standing
 from orchestrator.record.events import EVENTS_NAME
 from orchestrator.record.jobs import queue_of
 from orchestrator.record.model import Row, Snapshot
@@ -195,7 +195,7 @@ FACTS = RunFacts(
 
 def make_job(name: str = "lr-0", **changed: Any) -> Job:
     """Return a training in a queue."""
-    known: dict[str, Any] = {"id": name, "kind": Kind.TRAIN, "steps": 100}
+    known: dict[str, Any] = {"id": name, "steps": 100}
     return Job(name=name, **(known | changed))
 
 

@@ -31,8 +31,9 @@ from orchestrator.core.placement import Target
 from orchestrator.errors import ArchiveError, UsageError
 from orchestrator.jobs.model import ENDED, Job, JobOrder, JobState, QueueHeld, Standing, Submitted
 from orchestrator.jobs.queue import Queue
+from orchestrator.jobs.sampler import settings_for
 from orchestrator.jobs.spec import from_words, keys_of, parse
-from orchestrator.jobs.sweep import JobFile, expand
+from orchestrator.jobs.sweep import JobFile
 from orchestrator.record.archive import StoredRun, head_of, read_run
 from orchestrator.record.command_file import any_waits
 from orchestrator.record.events import StoredEvent, read_events
@@ -49,8 +50,8 @@ from orchestrator.record.output import Follower, last_lines
 from orchestrator.record.store import RunFacts
 from orchestrator.run.earlier import fetch_weights
 from orchestrator.run.prediction import least_room_of
-from orchestrator.run.sampled_sweeps import prepared, sampled_sweeps
 from orchestrator.view import jobs as view
+from workers.command.code import code_of
 
 #: A queue ends when it is empty. This only bounds it where nothing ever ends.
 _LONGEST: Final = "365d"
@@ -91,15 +92,14 @@ def run(
     before = None if new else _queue_before(runs_dir, waits_in)
     queue = Queue() if before is None else queue_of(before.folder)
     read = None if file is None else read_file(file, base, queue.jobs)
-    jobs: Sequence[Job] = () if read is None else expand(read)
+    jobs: Sequence[Job] = () if read is None else read.jobs
+    check_sampling((*jobs, *queue.jobs))
     fetch_starts(read, runs_dir)
     if before is not None and _never_began(before, queue, jobs):
         before = None
 
     def options(added: Sequence[Job], config: Config, target: Target) -> runner.Options:
-        of_queue = runner.QueueOptions(
-            stays=stay, sweeps=sampled_sweeps(read, queue), jobs=on_target(added, config, target)
-        )
+        of_queue = runner.QueueOptions(stays=stay, jobs=submitted(added, config, target))
         return runner.Options(
             json=here.as_json, plain=here.plain, wait_for_nodes=True, queue=of_queue
         )
@@ -155,23 +155,22 @@ def submit(
         file = read_file(words[0], base, known)
     else:
         file = from_words(base, words, name=name, known=known, **options)
-    expanded = expand(file)
     fetch_starts(file, folder.parent)
-    added = not_known(expanded, known)
-    sweeps = sampled_sweeps(file, queue_of(folder))
-    if wait and (json_output or sweeps or len(expanded) != 1):
+    added = not_known(file.jobs, known)
+    check_sampling(added)
+    if wait and (json_output or len(file.jobs) != 1):
         raise UsageError("--wait is for one job, and excludes --json")
-    if added or sweeps:
-        _put(folder, [*submitted(added, base, target), *sweeps])
+    if added:
+        _put(folder, submitted(added, base, target))
     ahead = sum(standing.state not in ENDED for standing in snapshot.standings)
-    names = [*(job.name for job in added), *(sweep.name for sweep in sweeps)]
+    names = [job.name for job in added]
     if json_output:
         told = {"run_id": folder.name, "jobs": names, "queue_ahead": ahead}
         print_json({**told, "head_is_alive": _is_alive(folder)})
     elif wait:
-        raise typer.Exit(_wait_for(folder, expanded[0].name))
+        raise typer.Exit(_wait_for(folder, file.jobs[0].name))
     elif not names:
-        tell(f"all {len(expanded)} jobs of it are in the queue already")
+        tell(f"all {len(file.jobs)} jobs of it are in the queue already")
     else:
         more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
         tell(f"submitted to run {folder.name}: {', '.join(names[:_NAMED])}{more}")
@@ -376,8 +375,7 @@ def _never_began(stored: StoredRun, queue: Queue, jobs: Sequence[Job]) -> bool:
     """
     is_covered = {job.id for job in jobs}.issuperset(job.id for job in queue.jobs)
     was_refused = stored.outcome == "failed" and stored.elapsed_s == 0
-    has_more = bool(queue.sweeps) or any_waits(stored.folder / QUEUE_NAME)
-    return was_refused and is_covered and not has_more
+    return was_refused and is_covered and not any_waits(stored.folder / QUEUE_NAME)
 
 
 def _check_mode(stored: StoredRun, file: str | None, wanted: str) -> None:
@@ -422,28 +420,52 @@ def not_known(jobs: Iterable[Job], known: Iterable[Job]) -> list[Job]:
     return added
 
 
-def on_target(
-    jobs: Sequence[Job], config: Config, target: Target
-) -> Callable[[Config, Target], tuple[Submitted, ...]]:
-    """Return what makes the records of jobs for a run on the target that is found in the end.
-
-    What cannot be is refused here, before anything starts.
-    """
-    expected = submitted(jobs, config, target)
-    return lambda config, found: expected if found == target else submitted(jobs, config, found)
-
-
 def submitted(jobs: Iterable[Job], config: Config, target: Target) -> tuple[Submitted, ...]:
     """Return the records of jobs that are submitted here and now, to a run on `target`.
 
     `UsageError` where a job names what cannot be trained.
     """
     ready = prepared(jobs, None if target.one_machine else config.head_node)
-    least = least_room_of(ready, config, on_card=target.device != "cpu")
+    known = [job for job in ready if not job.awaits_settings]
+    on_card = target.device != "cpu" and any(node.gpus for node in config.nodes.values())
+    least = least_room_of(known, config, on_card=on_card)
     return tuple(
         Submitted(at_s=job.submitted_at_unix_s, job=job, least_bytes=least.get(job.name))
         for job in ready
     )
+
+
+def prepared(jobs: Iterable[Job], head_node: str | None) -> tuple[Job, ...]:
+    """Return jobs as they are submitted here and now: with the time, the folder of a command, and
+    its code.
+
+    The folders of jobs are on the head's PC. Where other PCs work too, `head_node` is its name: a
+    job that names the folder of another then runs there.
+    """
+    codes: dict[str, str | None] = {}  # to hash a folder takes too long to do it for each job
+
+    def of_here(job: Job) -> Job:
+        now = replace(job, submitted_at_unix_s=time.time())
+        command = job.command
+        texts = [*map(str, job.overrides.values())]
+        if command is not None:
+            texts += [*command.argv, *command.env.values(), command.cwd or ""]
+        if head_node is not None and not job.nodes and any(".dir}" in text for text in texts):
+            now = replace(now, nodes=(head_node,))
+        if command is None or ".dir}" in (command.cwd or ""):
+            return now
+        cwd = str(Path.cwd() / Path(command.cwd or "").expanduser())
+        if cwd not in codes:
+            codes[cwd] = code_of(cwd) if Path(cwd).is_dir() else None
+        return replace(now, command=replace(command, cwd=cwd), code=codes[cwd])
+
+    return tuple(map(of_here, jobs))
+
+
+def check_sampling(jobs: Iterable[Job]) -> None:
+    """Refuse sweeps of method optuna where it is missing: better told now than in the night."""
+    for job in {job.sweep: job for job in jobs if job.awaits_settings}.values():
+        settings_for(job, ())
 
 
 def fetch_starts(file: JobFile | None, runs_dir: Path) -> None:

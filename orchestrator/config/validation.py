@@ -84,14 +84,13 @@ def refusals(source: YamlSource, problems: Iterable[Problem]) -> ConfigError:
 
 
 def _path_of(data: object, details: ErrorDetails) -> KeyPath:
-    """Return the keys of the data that pydantic means; without the form that it has tried."""
+    """Return the keys of the data that pydantic means; without the forms that it has tried."""
     path: list[str] = []
     for part in details["loc"]:
         inner = dict(enumerate(data)) if isinstance(data, list) else data
-        if not isinstance(inner, dict) or part not in inner:
-            break
-        path.append(str(part))
-        data = inner[part]
+        if isinstance(inner, dict) and part in inner:
+            path.append(str(part))
+            data = inner[part]
     is_missing = details["type"] == "missing"
     return (*path, str(details["loc"][-1])) if is_missing else tuple(path)
 

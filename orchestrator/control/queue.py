@@ -1,6 +1,6 @@
 """Commands to a queue of jobs: what is submitted to it, and what is said of its jobs.
 
-A message is a batch of `Submitted`, `SweepSubmitted`, `UserOrder` and `QueueHeld`, and is one row
+A message is a batch of `Submitted`, `UserOrder` and `QueueHeld`, and is one row
 beside the queue (`record/command_file.py`). Its sender waits for no answer: the head may be dead. Does not
 know what the queue does about it (`jobs/queue.py`).
 """
@@ -18,10 +18,10 @@ from typing import Final, TypeAlias
 from pydantic import TypeAdapter, ValidationError
 
 from orchestrator.errors import ArchiveError, one_line
-from orchestrator.jobs.model import JobOrder, QueueHeld, Submitted, SweepSubmitted, UserOrder
+from orchestrator.jobs.model import JobOrder, QueueHeld, Submitted, UserOrder
 from orchestrator.record import command_file
 
-Sent: TypeAlias = Submitted | SweepSubmitted | UserOrder | QueueHeld
+Sent: TypeAlias = Submitted | UserOrder | QueueHeld
 Message: TypeAlias = Sequence[Sent]
 
 _MESSAGE: Final = TypeAdapter(tuple[Sent, ...])

@@ -14,12 +14,10 @@ from orchestrator.jobs.lifecycle import TAKEN_S, is_better
 from orchestrator.jobs.model import (
     AttemptEnded,
     AttemptRecalled,
-    AttemptReleased,
     AttemptStatus,
     Card,
     JobState,
     MilestoneReached,
-    Milestones,
     Record,
     SpeedMeasured,
     Standing,
@@ -37,13 +35,12 @@ def seen_of(standing: Standing, world: World) -> AttemptStatus | None:
     return seen if seen is not None and seen.attempt == standing.attempt else None
 
 
-def end_of(seen: AttemptStatus, now_s: float) -> AttemptEnded | AttemptReleased | None:
+def end_of(seen: AttemptStatus, now_s: float) -> AttemptEnded | None:
     """Return how an attempt ended, if it has: what both have of it is called alike."""
-    kind = AttemptReleased if seen.cause is None else AttemptEnded
-    if kind is AttemptReleased and not (seen.is_at_rest or seen.node_lost):
+    if seen.cause is None and not (seen.is_at_rest or seen.node_lost):
         return None
-    names = {each.name for each in fields(kind)} - {"at_s"}
-    return kind(at_s=now_s, **{name: getattr(seen, name) for name in names})
+    names = {each.name for each in fields(AttemptEnded)} - {"at_s"}
+    return AttemptEnded(at_s=now_s, **{name: getattr(seen, name) for name in names})
 
 
 def recall_of(standing: Standing, seen: AttemptStatus, world: World) -> AttemptRecalled | None:
@@ -82,7 +79,7 @@ def milestone_of(
     `reached` is of the sweep; the new one is added to it.
     """
     job, rule, value = standing.job, standing.job.milestones, seen.value
-    milestone = None if rule is None else _milestone(rule, job.steps, seen.step, standing.milestone)
+    milestone = _milestone(standing, seen.step)
     if rule is None or milestone is None or value is None:
         return []
     reached.append((job.name, milestone, value))
@@ -137,9 +134,9 @@ def _card(cards: Sequence[Card], name: str | None) -> Card | None:
     return next((card for card in cards if card.name == name), None)
 
 
-def _milestone(rule: Milestones, steps: int | None, step: int | None, last: int) -> int | None:
-    """Return the first milestone after `last`, if a job has reached it by now."""
-    for milestone in milestones.milestones_of(rule):
-        if milestone > last and (steps is None or milestone < steps):
-            return milestone if step is not None and step >= milestone else None
-    return None
+def _milestone(standing: Standing, step: int | None) -> int | None:
+    """Return the first milestone that a job has not passed, if it has reached it by now."""
+    rule, steps = standing.job.milestones, standing.job.steps
+    ahead = milestones.milestones_of(rule, steps) if rule is not None else ()
+    next_ = next((each for each in ahead if each > standing.milestone), None)
+    return next_ if next_ is not None and step is not None and step >= next_ else None

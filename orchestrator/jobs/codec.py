@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 
 from pydantic import TypeAdapter
 
-from orchestrator.jobs.model import Record, Submitted, SweepSubmitted
+from orchestrator.jobs.model import Record, Submitted
 
 _Value = TypeVar("_Value")
 
@@ -45,21 +45,15 @@ def from_json(kind: type[_Value], text: str) -> _Value:
 
 def event_of(record: Record) -> tuple[str, str | None, Mapping[str, Any]]:
     """Return how a record is told of in the event log: the event, the slot, and the details."""
-    details = {key: value for key, value in _flat(record).items() if value is not None}
+    kind: Any = type(record)
+    fields: dict[str, Any] = _adapter(kind).dump_python(record, mode="json")
+    details = {key: value for key, value in fields.items() if value is not None}
     if isinstance(record, Submitted):
         details["job"] = record.job.name
-    elif isinstance(record, SweepSubmitted):
-        del details["text"]
-    return event_name(type(record)), details.get("job"), details
+    return event_name(kind), details.get("job"), details
 
 
 def event_name(kind: type[Record]) -> str:
     """Return the event of a kind of record, such as `job_attempt_ended`."""
     words = "".join(f"_{each.lower()}" if each.isupper() else each for each in kind.__name__)
     return f"job{words}"
-
-
-def _flat(value: object) -> dict[str, Any]:
-    kind: Any = type(value)
-    fields: dict[str, Any] = _adapter(kind).dump_python(value, mode="json")
-    return fields

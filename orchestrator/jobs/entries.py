@@ -12,11 +12,25 @@ import shlex
 from collections.abc import Iterator
 from typing import Annotated, Any, Final, Literal, Self, TypeAlias
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    model_validator,
+)
 
 from orchestrator.config.duration import VALID_DURATION, parse_duration
 from orchestrator.config.schema import Gib
 from orchestrator.config.validation import in_words
+from workers.settings import CommandSpec
+
+#: More jobs than this in a file are a mistake of an exponent. A turn of the head looks at each job
+#: of the queue: at 1,000 of them for about 10 ms.
+MAX_JOBS: Final = 2_000
 
 #: What a number of YAML 1.2 looks like that YAML 1.1 reads as text: `1e-4`.
 _EXPONENT = re.compile(r"[+-]?\d{1,30}(?:\.\d{0,30})?[eE][+-]?\d{1,3}", re.ASCII)
@@ -99,6 +113,8 @@ def _expanded(quoted: re.Match[str]) -> str:
 
 
 def _env(value: object) -> dict[str, str]:
+    if value is None:
+        return {}
     if not isinstance(value, dict):
         raise ValueError(f"{in_words(value)} is not a mapping; valid: NAME: value")  # noqa: TRY004
     for name in value:
@@ -159,13 +175,41 @@ def _hours(value: object) -> tuple[int, int] | None:
     return first, last
 
 
-def _pack(value: object) -> bool | None:
+def _pack(value: object) -> bool:
     if value is None or isinstance(value, bool):
-        return value
+        return value is True
     raise ValueError(
         f"{in_words(value)} is neither true nor false: two jobs share a card only where both say "
         "so; valid: true in each of them, or leave it out"
     )
+
+
+def _single(value: object) -> object:
+    if isinstance(value, dict | list):
+        text = f"{in_words(value)} is no single value; valid: text, a number, true, false or null"
+        raise ValueError(text)  # noqa: TRY004
+    return value
+
+
+_Value: TypeAlias = Annotated[Any, AfterValidator(_single)]
+_Values: TypeAlias = Annotated[list[_Value], Field(min_length=1)]
+_Bounds: TypeAlias = Annotated[
+    list[Annotated[float, BeforeValidator(with_numbers), Field(ge=-1e300, le=1e300)]],
+    Field(min_length=2, max_length=2),
+]
+_Rows: TypeAlias = Annotated[
+    list[Annotated[dict[str, _Value], Field(min_length=1)]], Field(min_length=1)
+]
+_Keys: TypeAlias = Annotated[
+    dict[
+        str,
+        Annotated[
+            Annotated[_Values, Tag("list")] | Annotated["Interval", Tag("interval")],
+            Discriminator(lambda it: "interval" if isinstance(it, dict | BaseModel) else "list"),
+        ],
+    ],
+    Field(min_length=1),
+]
 
 
 class _Section(BaseModel):
@@ -175,22 +219,22 @@ class _Section(BaseModel):
 
 
 class Shared(_Section):
-    """What an entry may say, and `defaults` for all entries that do not. `None`: not said."""
+    """What an entry may say, and `defaults` for all entries that do not."""
 
-    retries: Annotated[int, Field(ge=0, le=1000)] | None = None
-    priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
+    retries: Annotated[int, Field(ge=0, le=1000)] = 1
+    priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
     nodes: Annotated[
-        tuple[str, ...] | None, BeforeValidator(_nodes), Field(description=f"any, {_NAMES}")
-    ] = None
+        tuple[str, ...], BeforeValidator(_nodes), Field(description=f"any, {_NAMES}")
+    ] = ()
     card: Annotated[str, Field(min_length=1, max_length=64)] | None = None
-    pack: Annotated[bool | None, BeforeValidator(_pack)] = None
-    preempt: bool | None = None
+    pack: Annotated[bool, BeforeValidator(_pack)] = False
+    preempt: bool = False
     hours: Annotated[tuple[int, int] | None, BeforeValidator(_hours)] = None
     cwd: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
-    env: Annotated[dict[str, str] | None, BeforeValidator(_env)] = None
+    env: Annotated[dict[str, str], BeforeValidator(_env)] = {}
     python: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
     time_limit: Annotated[float | None, BeforeValidator(_seconds)] = None
-    grace: Annotated[float | None, BeforeValidator(_seconds)] = None
+    grace: Annotated[float, BeforeValidator(_seconds)] = CommandSpec(argv=()).grace_s
 
 
 class Defaults(Shared):
@@ -203,13 +247,13 @@ class Defaults(Shared):
 class Stop(_Section):
     """When members of a sweep are compared; the numbers are optimiser steps."""
 
-    rule: Literal["asha", "median", "none"] = "asha"
+    rule: Literal["asha", "none"] = "asha"
     metric: Annotated[str, Field(min_length=1, max_length=64)] = "loss"
     mode: Literal["min", "max"] = "min"
     first: Annotated[int, Field(ge=1)] | None = None
     factor: Annotated[int, Field(ge=2, le=100)] = 3
     last: Annotated[int, Field(ge=1)] | None = None
-    """`None`: the steps of the shortest member."""
+    """`None`: the steps of each member."""
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -223,40 +267,97 @@ class Stop(_Section):
         return self
 
 
+class Interval(_Section):
+    """Values between two bounds, both included."""
+
+    log: _Bounds | None = None
+    """As many values in each power of ten."""
+    uniform: _Bounds | None = None
+    integer: Annotated[list[int], Field(min_length=2, max_length=2)] | None = None
+
+    @model_validator(mode="after")
+    def _increasing(self) -> Self:
+        """Refuse several forms at once, and bounds between which nothing lies."""
+        if len(self.model_fields_set) != 1:
+            raise ValueError("has several forms, or none; valid: one of log, uniform and integer")
+        kind, (low, high) = self.form
+        if low >= high or (kind == "log" and low <= 0):
+            least = "above 0 and " if kind == "log" else ""
+            raise ValueError(f"{kind} has to begin {least}below {high}; valid: [lower, upper]")
+        return self
+
+    @property
+    def form(self) -> tuple[str, list[Any]]:
+        """What kind it is, and its bounds."""
+        (kind,) = self.model_fields_set
+        return kind, getattr(self, kind) or [0, 0]
+
+
 class Sweep(_Section):
     """A rule that makes jobs."""
 
     method: Literal["grid", "random", "list", "optuna"] = "grid"
     over: Annotated[
-        Any,
+        Annotated[_Keys, Tag("keys")] | Annotated[_Rows, Tag("rows")],
+        Discriminator(lambda over: "rows" if isinstance(over, list) else "keys"),
         Field(description="KEY: [values]; for method list, a list of mappings KEY: value"),
     ]
-    """Of grid: lists of values; of random and optuna: lists or ranges; of list: mappings."""
-    count: int | None = None
+    """Of grid: lists of values; of random and optuna: lists or intervals; of list: mappings."""
+    count: Annotated[int, Field(ge=1, le=MAX_JOBS)] | None = None
     """Members of random and optuna."""
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
+
+    @model_validator(mode="after")
+    def _of_method(self) -> Self:
+        """Refuse what another method takes, and too many jobs."""
+        method, is_drawn = self.method, self.method in {"random", "optuna"}
+        if isinstance(self.over, list) != (method == "list"):
+            valid = "[{lr: 1e-4, batch: 8}, …]" if method == "list" else "KEY: [values]"
+            raise ValueError(f"over is not what method {method} takes; valid: {valid}")
+        if method == "grid" and any(isinstance(each, Interval) for each in self.ranges.values()):
+            raise ValueError("has an interval; valid: lists, or method: random with a count")
+        if (self.count is not None) != is_drawn:
+            text = f"has no count for method {method}" if is_drawn else "has a count"
+            raise ValueError(f"{text}; valid: a count with the methods random and optuna alone")
+        if self.size > MAX_JOBS:
+            size = f"{self.size:,}" if self.size < 10**18 else "over 10^18"
+            raise ValueError(f"makes {size} jobs; valid: 1 to {MAX_JOBS:,} jobs")
+        return self
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The mappings of method list."""
+        return self.over if isinstance(self.over, list) else []
+
+    @property
+    def ranges(self) -> dict[str, list[Any] | Interval]:
+        """What each key is chosen from; empty for method list."""
+        return self.over if isinstance(self.over, dict) else {}
 
     @property
     def size(self) -> int:
         """How many jobs it makes."""
-        if self.method == "grid":
-            return math.prod(len(values) for values in self.over.values())
-        return len(self.over) if self.method == "list" else self.count or 0
-
-    def cells(self) -> Iterator[tuple[tuple[str, ...], Any]]:
-        """Yield the keys below `sweep` of each list of values, range or single value, with it."""
+        if self.count is not None:
+            return self.count
         if self.method == "list":
-            for n, row in enumerate(self.over):
-                yield from ((("over", str(n), key), value) for key, value in row.items())
-        else:
-            yield from ((("over", key), values) for key, values in self.over.items())
+            return len(self.rows)
+        return math.prod(len(values) for values in self.ranges.values() if isinstance(values, list))
+
+    def cells(self) -> Iterator[tuple[tuple[str, ...], list[Any]]]:
+        """Yield the keys below `sweep` of all that a key is chosen from, with these values."""
+        for n, row in enumerate(self.rows):
+            yield from ((("over", str(n), key), [value]) for key, value in row.items())
+        for key, values in self.ranges.items():
+            yield ("over", key), form_of(values)[1]
+
+
+def form_of(values: list[Any] | Interval) -> tuple[str, list[Any]]:
+    """Return the kind of a range and its bounds or choices; a plain list is one of choices."""
+    return ("choice", values) if isinstance(values, list) else values.form
 
 
 _StopOrNull: TypeAlias = (
     Annotated[Stop, Field(description="a mapping, such as {first: 500, factor: 3}")] | None
-)
-_SweepOrNull: TypeAlias = (
-    Annotated[Sweep, Field(description="a mapping, such as {over: {lr: [1e-4, 3e-4]}}")] | None
 )
 
 
@@ -273,11 +374,13 @@ class Entry(Shared):
     command: Annotated[
         tuple[str, ...] | None, BeforeValidator(_argv), Field(description=_COMMAND)
     ] = None
-    cap: bool | None = None
-    parks: bool | None = None
+    cap: bool = True
+    parks: bool = False
     outputs: Annotated[tuple[str, ...], BeforeValidator(_patterns)] = ()
     memory_gib: Gib | None = None
-    sweep: _SweepOrNull = None
+    sweep: (
+        Annotated[Sweep, Field(description="a mapping, such as {over: {lr: [1e-4, 3e-4]}}")] | None
+    ) = None
     stop: _StopOrNull = None
     after: Annotated[tuple[str, ...], BeforeValidator(_names)] = ()
     after_any: Annotated[
@@ -326,6 +429,18 @@ class Document(_Section):
     defaults: Defaults = Defaults()
     stop: _StopOrNull = None
     jobs: Annotated[list[Entry], Field(min_length=1, description="a list with at least one entry")]
+
+    def entries(self) -> tuple[Entry, ...]:
+        """Return the entries with what the file says for all that do not say it themselves."""
+        return tuple(map(self._whole, self.jobs))
+
+    def _whole(self, entry: Entry) -> Entry:
+        unsaid = Shared.model_fields.keys() - entry.model_fields_set
+        whole: dict[str, object] = {key: getattr(self.defaults, key) for key in unsaid}
+        whole["env"] = {**self.defaults.env, **entry.env}
+        # Members of a sweep are compared: a job alone has no others.
+        whole["stop"] = entry.stop or (self.stop if entry.sweep else None)
+        return entry.model_copy(update=whole)
 
 
 #: Keys of an entry that only a command has.

@@ -8,21 +8,12 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from orchestrator.jobs.model import ENDED, IN_LINE, ON_CARD, Job, JobState, Standing
 
 #: A job, a milestone that it has reached, and its metric there.
 Reach: TypeAlias = tuple[str, int, float]
-
-
-class Needs(NamedTuple):
-    """What decides where a job may ever run."""
-
-    nodes: tuple[str, ...]
-    card: str | None
-    memory_bytes: int | None
-    least_room_bytes: int | None
 
 
 class Index:
@@ -44,13 +35,15 @@ class Index:
         """Attempts by card."""
         self.saving: list[str] = []
         self.parked: list[str] = []
-        self.paused: dict[str, dict[str, None]] = defaultdict(dict)
+        self.paused: dict[str, list[str]] = defaultdict(list)
         """By sweep."""
         self.active: Counter[str] = Counter()
         """Members of a sweep that have neither ended nor are PAUSED."""
+        self.unchosen: dict[str, list[str]] = defaultdict(list)
+        """By sweep, those of them that wait for nothing but their settings."""
         self.in_line: list[str] = []
-        self.needs: dict[Needs, list[str]] = defaultdict(list)
-        """Jobs that are to start at some time."""
+        self.needs: dict[tuple[object, ...], list[str]] = defaultdict(list)
+        """Jobs that are to start at some time, by all that decides where they may ever run."""
         self.due: dict[str, tuple[JobState, str]] = {}
         """What WAITING jobs come to whose others have ended, and SKIPPED ones whose others have
         not."""
@@ -64,10 +57,9 @@ class Index:
         """The most that one of jobs alike took."""
         reached: list[tuple[float, int, str, Reach]] = []
         for name, standing in standings.items():
-            if standing.state in ENDED:
-                if standing.state is JobState.SKIPPED:
-                    self._check(standing)
-            else:
+            if standing.state is JobState.SKIPPED:
+                self._check(standing)
+            elif standing.state not in ENDED:
                 self._add(standing)
             if standing.speeds or standing.peak_bytes:
                 self._measured(standing)
@@ -82,7 +74,7 @@ class Index:
         job, state = standing.job, standing.state
         self.open += 1
         if state is JobState.PAUSED:
-            self.paused[job.sweep or ""][job.name] = None
+            self.paused[job.sweep or ""].append(job.name)
             return
         self.active[job.sweep or ""] += 1
         if state is JobState.WAITING:
@@ -95,7 +87,7 @@ class Index:
         elif state is JobState.SAVING:
             self.saving.append(job.name)
         elif state is not JobState.HELD:
-            needs = needs_of(standing)
+            needs = (job.nodes, job.card, job.memory_bytes, standing.least_room_bytes)
             self.needs[needs].append(job.name)
             if state in IN_LINE:
                 self.in_line.append(job.name)
@@ -128,19 +120,15 @@ class Index:
 
     def _check(self, standing: Standing) -> None:
         """Look at a job that waits for others, or was skipped for their sake."""
-        found = _after(standing.job, self._standings)
+        job, found = standing.job, _after(standing.job, self._standings)
         if standing.state is JobState.SKIPPED:
-            is_again = found is None or found[0] is not JobState.SKIPPED
-            why = f"waits for {', '.join(standing.job.after)}"
-            found = (JobState.WAITING, why) if is_again else None
-        if found is not None:
-            self.due[standing.job.name] = found
-
-
-def needs_of(standing: Standing) -> Needs:
-    """Return what decides where a job may run."""
-    job = standing.job
-    return Needs(job.nodes, job.card, job.memory_bytes, standing.least_room_bytes)
+            if found is None or found[0] is not JobState.SKIPPED:
+                self.due[job.name] = JobState.WAITING, f"waits for {', '.join(job.after)}"
+        elif found is not None and found[0] is JobState.QUEUED and job.awaits_settings:
+            self.unchosen[job.sweep or ""].append(job.name)
+            self.moving += 1
+        elif found is not None:
+            self.due[job.name] = found
 
 
 def _after(job: Job, standings: Mapping[str, Standing]) -> tuple[JobState, str] | None:

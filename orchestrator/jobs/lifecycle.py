@@ -1,11 +1,12 @@
 """The lifecycle of a job as a table: (record type, state) -> how the record changes its standing.
 
+    WAITING ──SettingsChosen──> WAITING (a member of a sweep of method optuna)
     WAITING ──StateChanged──> QUEUED, PREEMPTED ──AttemptBegun──> RUNNING
 
     RUNNING ──AttemptEnded, work done──> SAVING ──StateChanged──> DONE, FAILED
     RUNNING ──AttemptEnded, else──> FAILED, QUEUED, PARKED
     RUNNING ──AttemptRecalled──> RUNNING, or MOVING where it goes on elsewhere
-    RUNNING, MOVING ──AttemptReleased──> QUEUED, PARKED, PAUSED, PREEMPTED, HELD, CANCELLED
+    RUNNING, MOVING ──AttemptEnded, at rest──> QUEUED, PARKED, PAUSED, PREEMPTED, HELD, CANCELLED
 
     PARKED, PAUSED ──StateChanged, UserOrder──> QUEUED      HELD ──UserOrder──> where it was
     any that has not ended ──UserOrder──> CANCELLED
@@ -16,8 +17,7 @@ Rules:
 1. A record of an attempt other than the present one is illegal: a late result changes nothing.
 2. What an attempt that ended leads to is decided by its cause (`causes.py`), here and nowhere else.
 3. An attempt that is recalled and fails while it saves is not counted; it goes where it was sent.
-4. An order of the user about a job on a card says where its attempt goes, however that ends. The
-   queue then has it end (`AttemptRecalled`).
+4. An order of the user about a job on a card says where its attempt goes, however that ends.
 
 Each pair is in the table: handled, ignored for a reason, or illegal. Pure. Does not decide which
 record comes next (`queue.py`).
@@ -38,13 +38,13 @@ from orchestrator.jobs.model import (
     AttemptBegun,
     AttemptEnded,
     AttemptRecalled,
-    AttemptReleased,
     Cause,
+    Job,
     JobOrder,
     JobState,
-    Kind,
     MilestoneReached,
     Record,
+    SettingsChosen,
     SpeedMeasured,
     Standing,
     StateChanged,
@@ -77,15 +77,31 @@ class IllegalRecordError(RuntimeError):
 
 def standing_of(record: Submitted, number: int) -> Standing:
     """Return how a job stands that has just come in, as that of this number."""
-    job = record.job
+    state, reason = _beginning(record.job)
     return Standing(
-        job=job,
+        job=record.job,
         number=number,
-        state=JobState.WAITING if job.after else JobState.QUEUED,
-        reason=f"waits for {', '.join(job.after)}" if job.after else "in line",
+        state=state,
+        reason=reason,
         since_s=record.at_s,
         least_room_bytes=record.least_bytes,
     )
+
+
+def _beginning(job: Job) -> tuple[JobState, str]:
+    """Return the state in which a job begins, and why."""
+    if job.after:
+        return JobState.WAITING, f"waits for {', '.join(job.after)}"
+    if job.awaits_settings:
+        return JobState.WAITING, "its settings are chosen once a place is free"
+    return JobState.QUEUED, "in line"
+
+
+def _settings_chosen(standing: Standing, record: SettingsChosen) -> Changes:
+    if not standing.job.awaits_settings:
+        raise IllegalRecordError(standing, record, "it has its settings")
+    job = standing.job.with_settings(record.settings)
+    return {"job": job, "least_room_bytes": record.least_bytes}
 
 
 def changes_of(standing: Standing, record: Record) -> Changes:
@@ -109,15 +125,11 @@ def _into(standing: Standing, state: JobState, reason: str, at_s: float, **more:
     elif before is JobState.PARKED:
         changes["parked_s"] = standing.parked_s + at_s - standing.since_s
     if state not in ON_CARD:
-        changes["card"], changes["to_recall"] = None, False
         changes.setdefault("recalled_to", None)
-        changes["ended_at_s"] = at_s if state in ENDED else None
     return changes
 
 
-def _require_same_attempt(
-    standing: Standing, record: AttemptRecalled | AttemptReleased | AttemptEnded
-) -> None:
+def _require_same_attempt(standing: Standing, record: AttemptRecalled | AttemptEnded) -> None:
     if record.attempt != standing.attempt:
         why = f"it is of attempt {record.attempt}, and {standing.attempt} is the present one"
         raise IllegalRecordError(standing, record, why)
@@ -133,7 +145,6 @@ def _assigned(standing: Standing, record: AttemptBegun) -> Changes:
         f"on {record.card}" + ("" if record.alone else ", which it may share"),
         record.at_s,
         attempt=record.attempt,
-        card=record.card,
         last_card=record.card,
         moves=standing.moves + (standing.last_card not in {None, record.card}),
         budget_bytes=record.budget_bytes,
@@ -143,38 +154,21 @@ def _assigned(standing: Standing, record: AttemptBegun) -> Changes:
 
 def _recalled(standing: Standing, record: AttemptRecalled) -> Changes:
     _require_same_attempt(standing, record)
+    changes = _sent_away(standing, record.to, record.reason, record.at_s)
     wait_s = record.wait_s
-    changes: Changes = {"reason": record.reason, "recalled_to": record.to, "to_recall": False}
     if record.least_room_bytes is not None:
         changes["least_room_bytes"] = record.least_room_bytes
         if record.to is JobState.PARKED:
             wait_s = _NO_ROOM_BACK_OFF_S * 2**standing.no_room if standing.alone else 0.0
             changes["no_room"] = standing.no_room + 1
-    changes["wake_at_s"] = record.at_s + wait_s
-    state = JobState.MOVING if record.to is JobState.QUEUED else JobState.RUNNING
-    if state is not standing.state:
-        changes = _into(standing, state, record.reason, record.at_s) | changes
-    return changes
+    return changes | {"wake_at_s": record.at_s + wait_s}
 
 
-def _after_attempt(standing: Standing, record: AttemptReleased | AttemptEnded) -> Changes:
-    changes: Changes = {}
-    if record.step is not None:
-        changes["step"] = record.step
-    if record.peak_bytes is not None:
-        changes["peak_bytes"] = max(record.peak_bytes, standing.peak_bytes or 0)
-    if record.out_of_memory:
-        changes["out_of_memory"] = standing.out_of_memory + record.out_of_memory
-    return changes
-
-
-def _rested(standing: Standing, record: AttemptReleased) -> Changes:
-    _require_same_attempt(standing, record)
-    to, more = standing.recalled_to, _after_attempt(standing, record)
-    if to is None:  # its node was lost
-        reason = f"in line again: its place on {standing.card} is gone"
-        return _into(standing, JobState.QUEUED, reason, record.at_s, **more)
-    return _into(standing, to, standing.reason, record.at_s, **more)
+def _sent_away(standing: Standing, to: JobState, reason: str, at_s: float) -> Changes:
+    """Have the attempt on a card save and end, and say where the job goes when it has."""
+    changes: Changes = {"reason": reason, "recalled_to": to}
+    state = JobState.MOVING if to is JobState.QUEUED else JobState.RUNNING
+    return _into(standing, state, reason, at_s) | changes if state != standing.state else changes
 
 
 def is_better(standing: Standing, value: float) -> bool:
@@ -195,16 +189,25 @@ def _valued(standing: Standing, value: float | None, step: int | None) -> Change
 
 def _attempt_ended(standing: Standing, record: AttemptEnded) -> Changes:
     _require_same_attempt(standing, record)
-    state, reason, more = _follows(standing, record)
-    more |= _after_attempt(standing, record) | _valued(standing, record.value, record.step)
-    more["no_room"] = 0
-    if state is JobState.PARKED and standing.recalled_to is None:
+    cause, to = record.cause, standing.recalled_to
+    more: Changes = {"out_of_memory": standing.out_of_memory + record.out_of_memory}
+    if record.step is not None:
+        more["step"] = record.step
+    if record.peak_bytes is not None:
+        more["peak_bytes"] = max(record.peak_bytes, standing.peak_bytes or 0)
+    if cause is None:
+        reason = standing.reason if to else f"in line again: its place on {standing.card} is gone"
+        return _into(standing, to or JobState.QUEUED, reason, record.at_s, **more)
+    state, reason, follows = _follows(standing, record, cause)
+    more |= follows | _valued(standing, record.value, record.step)
+    more |= {"no_room": 0, "exit_code": record.exit_code}
+    if state is JobState.PARKED and to is None:
         more |= _back_off(standing, record)
-    if record.cause is Cause.DONE:
+    if cause is Cause.DONE:
         more["sha256"] = record.sha256
-    elif record.cause is not Cause.PARKED:
-        more["last_error"] = record.text or record.cause.value
-    return _into(standing, state, reason, record.at_s, exit_code=record.exit_code, **more)
+    elif cause is not Cause.PARKED:
+        more["last_error"] = record.text or cause.value
+    return _into(standing, state, reason, record.at_s, **more)
 
 
 def _back_off(standing: Standing, record: AttemptEnded) -> Changes:
@@ -215,13 +218,15 @@ def _back_off(standing: Standing, record: AttemptEnded) -> Changes:
     return {"in_row": in_row, "wake_at_s": record.at_s + wait_s}
 
 
-def _follows(standing: Standing, record: AttemptEnded) -> tuple[JobState, str, Changes]:
+def _follows(
+    standing: Standing, record: AttemptEnded, cause: Cause
+) -> tuple[JobState, str, Changes]:
     """Return where the end of an attempt leads, why, and what else changes."""
-    cause, text, to = record.cause, record.text or record.cause.value, standing.recalled_to
+    text, to = record.text or cause.value, standing.recalled_to
     if cause is Cause.DONE:
         return JobState.SAVING, "what it leaves is put into its folder", {}
     retry = retry_of(cause, standing, text, record.step)
-    is_command = standing.job.kind is Kind.COMMAND
+    is_command = standing.job.command is not None
     if to is JobState.CANCELLED or (to is not None and (is_command or retry is not Retry.NEVER)):
         return to, standing.reason, _more_room(standing, record) if retry is Retry.LARGER else {}
     if retry is Retry.LARGER:
@@ -305,16 +310,15 @@ def _said_on_card(standing: Standing, record: UserOrder) -> Changes:
         goal, reason = JobState.QUEUED, f"released by {record.by}"
     else:
         return {}
-    return {"recalled_to": goal, "reason": reason, "to_recall": True}
+    return _sent_away(standing, goal, reason, record.at_s)
 
 
 def _said_after_end(standing: Standing, record: UserOrder) -> Changes:
     if record.order is not JobOrder.RETRY:
         return {}
-    state = JobState.WAITING if standing.job.after else JobState.QUEUED
     return _sent(
         standing,
-        state,
+        _beginning(standing.job)[0],
         f"once more for {record.by}",
         record.at_s,
         failures=0,
@@ -326,8 +330,10 @@ def _said_after_end(standing: Standing, record: UserOrder) -> Changes:
 
 #: Where `StateChanged` may lead.
 _SETTLES: Mapping[JobState, frozenset[JobState]] = {
-    JobState.WAITING: frozenset({JobState.QUEUED, JobState.SKIPPED, JobState.INFEASIBLE}),
-    JobState.QUEUED: frozenset({JobState.PARKED, JobState.INFEASIBLE}),
+    JobState.WAITING: frozenset(
+        {JobState.QUEUED, JobState.SKIPPED, JobState.INFEASIBLE, JobState.FAILED}
+    ),
+    JobState.QUEUED: frozenset({JobState.INFEASIBLE}),
     JobState.PREEMPTED: frozenset({JobState.INFEASIBLE}),
     JobState.PARKED: frozenset({JobState.QUEUED, JobState.INFEASIBLE}),
     JobState.PAUSED: frozenset({JobState.QUEUED, JobState.STOPPED}),
@@ -346,9 +352,9 @@ _ASIDE = frozenset(JobState) - ENDED - ON_CARD
 #: What a record does to a job by its state: its handler, or why it changes nothing. What is not
 #: here is illegal. Submitted and QueueHeld are the queue's.
 _TABLE: Mapping[type[Record], Mapping[JobState, Handler | str]] = {
+    SettingsChosen: {JobState.WAITING: _settings_chosen},
     AttemptBegun: dict.fromkeys(IN_LINE, _assigned),
     AttemptRecalled: dict.fromkeys(ON_CARD, _recalled),
-    AttemptReleased: dict.fromkeys(ON_CARD, _rested),
     AttemptEnded: dict.fromkeys(ON_CARD, _attempt_ended),
     MilestoneReached: dict.fromkeys(ON_CARD, _reached),
     SpeedMeasured: dict.fromkeys(ON_CARD, _measured),

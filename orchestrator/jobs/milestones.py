@@ -1,4 +1,4 @@
-"""Which members of a sweep go on at a milestone: ASHA that pauses, or the median rule.
+"""Which members of a sweep go on at a milestone: ASHA that pauses.
 
 ASHA (Li et al., 2020, arXiv 1810.05934) lets the best of every `factor` members that reached a
 milestone go on. Here the others are paused, not ended, and go on later when enough others came in
@@ -15,20 +15,17 @@ from collections.abc import Collection, Sequence
 from orchestrator.jobs.index import Reach
 from orchestrator.jobs.model import Milestones
 
-#: The median rule compares from so many members on; the first ones all go on.
-MEDIAN_FROM = 3
 
-
-def milestones_of(rule: Milestones) -> tuple[int, ...]:
-    """Return the steps at which members are compared, the smallest first.
+def milestones_of(rule: Milestones, steps: int | None) -> tuple[int, ...]:
+    """Return the steps at which members of so many steps are compared, the smallest first.
 
     The last step is not among them: a member that gets there is done.
     """
     milestones = []
-    step = rule.first
-    while step < rule.last:
+    step, last = rule.first or 0, rule.last or steps or 0
+    while 0 < step < min(last, steps or last):
         milestones.append(step)
-        step = max(step + 1, step * rule.factor)
+        step *= rule.factor
     return tuple(milestones)
 
 
@@ -78,6 +75,4 @@ def promotable(
 
 def _places(rule: Milestones, count: int) -> int:
     """Return how many of so many members at a milestone go on."""
-    if rule.rule == "median":
-        return count if count < MEDIAN_FROM else (count + 1) // 2
     return count // rule.factor

@@ -7,12 +7,15 @@ Frozen values without behaviour, except for their own checks. Which record follo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TypeAlias
 
 from workers.settings import CommandSpec, Scalar
+
+#: Values by key, such as `train.lr`.
+Settings: TypeAlias = Mapping[str, Scalar]
 
 
 class JobState(StrEnum):
@@ -70,13 +73,6 @@ ON_CARD = frozenset({JobState.RUNNING, JobState.MOVING})
 IN_LINE = frozenset({JobState.QUEUED, JobState.PREEMPTED})
 
 
-class Kind(StrEnum):
-    """What a job is."""
-
-    TRAIN = "train"
-    COMMAND = "command"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Milestones:
     """When members of a sweep are compared (ASHA; Li et al., 2020, arXiv 1810.05934).
@@ -84,14 +80,14 @@ class Milestones:
     Counted in optimiser steps, never in time, so that a slow card costs no job its place.
     """
 
-    rule: str
-    """`asha` or `median`; `none`: the members are told apart by the metric, and never paused."""
     metric: str
     """`loss`, `validation_loss`, or what a program writes into its results."""
     is_min: bool
-    first: int
-    factor: int
-    last: int
+    first: int | None = None
+    """`None`: the metric alone is named, and no member is paused."""
+    factor: int = 3
+    last: int | None = None
+    """`None`: the steps of each member."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,14 +98,18 @@ class Job:
     """Unique in its queue; the name of its slot and of its folder."""
     id: str
     """Hash of its content, with the number of its occurrence: the same file gives the same ids."""
-    kind: Kind
     sweep: str | None = None
     """The entry that made it, together with others."""
-    settings: Mapping[str, Scalar] = field(default_factory=dict)
+    settings: Settings = field(default_factory=dict)
     """What distinguishes it within its sweep, as dotted keys."""
+    ranges: Mapping[str, tuple[str, Sequence[Scalar]]] = field(default_factory=dict)
+    """Of a sweep of method optuna: the kind and the bounds or choices of each of its settings."""
+    seed: int = 0
+    """Of the same sweep."""
     overrides: Mapping[str, object] = field(default_factory=dict)
     """Of a training: dotted keys of cluster.yaml and their values."""
     command: CommandSpec | None = None
+    """`None`: it is a training."""
     after: tuple[str, ...] = ()
     after_any: bool = False
     """Whether it may start however those of `after` ended."""
@@ -137,6 +137,47 @@ class Job:
     submitted_at_unix_s: float = 0.0
     code: str | None = None
     """Git commit and hash of the files of its folder when it was submitted."""
+
+    @property
+    def awaits_settings(self) -> bool:
+        """Whether its settings are chosen when a place becomes free."""
+        return bool(self.ranges) and not self.settings
+
+    def with_settings(self, settings: Settings) -> Job:
+        """Return it with these settings: in its overrides, or in the words of its command."""
+
+        def filled(text: str) -> str:
+            for key, value in settings.items():
+                text = text.replace(f"{{{key}}}", str(value))
+            return text
+
+        if self.command is not None:
+            return replace(self.with_texts(filled), settings=settings)
+        steps: object = settings.get("train.steps", self.steps)
+        has_steps = self.steps is not None and settings.get("train.epochs") is None
+        return replace(
+            self,
+            settings=settings,
+            overrides={**self.overrides, **settings},
+            steps=steps if has_steps and isinstance(steps, int) else None,
+        )
+
+    def with_texts(self, changed: Callable[[str], str]) -> Job:
+        """Return it with another text for each of its overrides and of the words of its command."""
+        overrides = self.overrides.items()
+        command = self.command
+        if command is not None:
+            command = replace(
+                command,
+                argv=tuple(map(changed, command.argv)),
+                cwd=None if command.cwd is None else changed(command.cwd),
+                env={name: changed(text) for name, text in command.env.items()},
+            )
+        return replace(
+            self,
+            overrides={key: changed(it) if isinstance(it, str) else it for key, it in overrides},
+            command=command,
+        )
 
 
 class Cause(StrEnum):
@@ -257,18 +298,14 @@ class Submitted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SweepSubmitted:
-    """A sweep has come in whose members are asked for one after another, as places become free."""
+class SettingsChosen:
+    """The settings of a member of a sweep of method optuna."""
 
     at_s: float
-    name: str
-    count: int
-    """Members in all."""
-    origin: str
-    text: str
-    """Its job file as it was then."""
-    cwd: str
-    """The folder in which it was submitted."""
+    job: str
+    settings: Settings
+    least_bytes: int | None = None
+    """As of `Submitted`, with these settings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,26 +338,15 @@ class AttemptRecalled:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttemptReleased:
-    """A recalled attempt has saved and ended, or its node was lost."""
-
-    at_s: float
-    job: str
-    attempt: int
-    step: int | None = None
-    peak_bytes: int | None = None
-    out_of_memory: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptEnded:
-    """An attempt has ended by itself."""
+    """An attempt has ended."""
 
     at_s: float
     job: str
     attempt: int
-    cause: Cause
-    text: str
+    cause: Cause | None = None
+    """`None`: it has saved and ended as it was asked to, or its node was lost."""
+    text: str = ""
     exit_code: int | None = None
     step: int | None = None
     value: float | None = None
@@ -370,7 +396,7 @@ class StateChanged:
     at_s: float
     job: str
     to: JobState
-    """QUEUED, SKIPPED, INFEASIBLE, STOPPED, PARKED; of one that was SAVING also DONE, FAILED."""
+    """QUEUED, WAITING, SKIPPED, INFEASIBLE, STOPPED, FAILED; of one that was SAVING also DONE."""
     reason: str
 
 
@@ -394,16 +420,16 @@ class HeadAway:
 
 #: What happens to one job that is in the queue.
 JobRecord: TypeAlias = (
-    AttemptBegun
+    SettingsChosen
+    | AttemptBegun
     | AttemptRecalled
-    | AttemptReleased
     | AttemptEnded
     | MilestoneReached
     | SpeedMeasured
     | UserOrder
     | StateChanged
 )
-Record: TypeAlias = Submitted | SweepSubmitted | JobRecord | QueueHeld | HeadAway
+Record: TypeAlias = Submitted | JobRecord | QueueHeld | HeadAway
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -419,16 +445,12 @@ class Standing:
     """When it came into this state; of one on a card later by the time without a head."""
     attempt: int = 0
     """Of the last or present one; 0 before the first."""
-    card: str | None = None
-    """Where its attempt is."""
     last_card: str | None = None
     """Where its present or last attempt is or was."""
     budget_bytes: int | None = None
     alone: bool = True
     recalled_to: JobState | None = None
     """Where it goes once its attempt is at rest."""
-    to_recall: bool = False
-    """Whether a user has said where it goes, and its attempt is not asked to rest yet."""
     wake_at_s: float = 0.0
     """While PARKED: not before."""
     failures: int = 0
@@ -460,9 +482,18 @@ class Standing:
     """Its milestones: the step, the value of its metric, and the world's time."""
     exit_code: int | None = None
     sha256: str | None = None
-    ended_at_s: float | None = None
     expected_start_s: float | None = None
     """World seconds; not stored."""
+
+    @property
+    def card(self) -> str | None:
+        """Where its attempt is; `None` where it has none now."""
+        return self.last_card if self.state in ON_CARD else None
+
+    @property
+    def ended_at_s(self) -> float | None:
+        """When it ended; `None`: it has not."""
+        return self.since_s if self.state in ENDED else None
 
     @property
     def milestone(self) -> int:

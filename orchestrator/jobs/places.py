@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from orchestrator.config.duration import format_duration
-from orchestrator.jobs.model import Card, Job, Kind
+from orchestrator.jobs.model import Card, Job
 from workers.units import GIB, MIB
 
 #: Work of a job, in seconds at speed 1, where no length is known: only ratios of cards matter then.
@@ -201,7 +201,7 @@ def plain(card: str) -> str:
 
 def likeness(job: Job) -> str | None:
     """Return what jobs have in common whose steps cost the same; `None`: nothing says that."""
-    if job.kind is not Kind.TRAIN or job.steps is None:
+    if job.command is not None or job.steps is None:
         return None
     cost = {key: value for key, value in job.overrides.items() if key not in _SAME_STEP_KEYS}
     return json.dumps(cost, sort_keys=True, default=str)

@@ -20,10 +20,9 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import cast, get_args
 
 from orchestrator.jobs import attempts, lifecycle, milestones, places
-from orchestrator.jobs.index import Index, Needs, Reach
+from orchestrator.jobs.index import Index, Reach
 from orchestrator.jobs.lifecycle import IllegalRecordError
 from orchestrator.jobs.model import (
     IN_LINE,
@@ -34,15 +33,12 @@ from orchestrator.jobs.model import (
     Cause,
     HeadAway,
     Job,
-    JobRecord,
     JobState,
-    Kind,
     QueueHeld,
     Record,
     Standing,
     StateChanged,
     Submitted,
-    SweepSubmitted,
     UserOrder,
     World,
 )
@@ -69,10 +65,9 @@ _OF_ONE_JOB = frozenset(
 )
 #: A training that had no room on the largest card is tried there so often.
 _NO_ROOM_TRIES = 6
-_OF_A_JOB = frozenset(get_args(JobRecord))
 
 #: Orders of a user that are known, so that one that comes twice is obeyed once.
-_SAID_KEPT = 1_000
+_OBEYED_KEPT = 1_000
 
 _CHANGING = re.compile(r"0x[0-9a-f]+|\d+")
 
@@ -84,7 +79,7 @@ def node_lost_s(job: Job) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueFacts:
-    """What there is of a queue besides its jobs and sweeps, as it is stored."""
+    """What there is of a queue besides its jobs, as it is stored."""
 
     held: str | None = None
     """Why nothing starts."""
@@ -94,47 +89,22 @@ class QueueFacts:
     """A text, and a job that failed with it soon after its start."""
 
 
-class _Standings(Mapping[str, Standing]):
-    """The standings with what the last plan says about those that wait."""
-
-    def __init__(self, queue: Queue) -> None:
-        self._queue = queue
-
-    def __getitem__(self, name: str) -> Standing:
-        return self._queue.shown(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._queue.names)
-
-    def __len__(self) -> int:
-        return len(self._queue.names)
-
-
 _NO_FACTS = QueueFacts()
 
 
 class Queue:
     """All jobs of a run, and what comes next. See the module."""
 
-    def __init__(
-        self,
-        standings: Iterable[Standing] = (),
-        sweeps: Iterable[SweepSubmitted] = (),
-        facts: QueueFacts = _NO_FACTS,
-    ) -> None:
+    def __init__(self, standings: Iterable[Standing] = (), facts: QueueFacts = _NO_FACTS) -> None:
         """Begin with what was stored of it, the jobs in order of submission."""
         self.held = facts.held
         """Why nothing starts; `None`: it does."""
         self.unsaved: dict[str, None] = {}
         """Jobs whose standing has changed since it was stored; who stores it empties this."""
-        self.sweeps = {sweep.name: sweep for sweep in sweeps}
-        """Those whose members are asked for, by name; of one that came twice, the last."""
-        self._members: dict[str, list[str]] = {}
-        """Jobs by sweep, in order of submission."""
         self._standings: dict[str, Standing] = {}
         self._likeness: dict[str, str | None] = {}
         """By job, what is the same of jobs whose steps cost the same."""
-        self._said = dict.fromkeys(facts.said)
+        self._obeyed = dict.fromkeys(facts.said)
         self._alike: dict[str, dict[str, None]] = {}
         """Jobs that failed soon after their start: by the cause of a full disk alone, or by another
         cause and what they said.
@@ -145,21 +115,14 @@ class Queue:
         self._world: World | None = None
         """The last one that it was asked about: why jobs wait is worked out for those who look."""
         self._plan: Plan | None = None
-        self._fitting_cards: tuple[Card, ...] = ()
-        self._fitting: dict[Needs, str | None] = {}
-        """Why needs are never met on these cards: only so that it is not asked again."""
         for standing in standings:
-            self._add(standing)
+            self._put(standing)
+        self.unsaved.clear()
 
     @property
     def standings(self) -> Mapping[str, Standing]:
-        """By job, in order of submission. Each is a value that does not change later."""
-        return _Standings(self)
-
-    @property
-    def names(self) -> Collection[str]:
-        """Of all jobs, in order of submission."""
-        return self._standings.keys()
+        """As they are stored, by job, in order of submission."""
+        return self._standings
 
     @property
     def jobs(self) -> tuple[Job, ...]:
@@ -178,25 +141,19 @@ class Queue:
 
     @property
     def is_over(self) -> bool:
-        """Whether every job has ended, and every sweep has been asked for all its members."""
-        return self.is_over_without(())
+        """Whether every job has ended."""
+        return self._indexed().open == 0
 
-    def is_over_without(self, sweeps: Collection[str]) -> bool:
-        """Return the same, but as if nothing more were asked of `sweeps`."""
-        return self._indexed().open == 0 and not any(
-            self._left(name) for name in self.sweeps if name not in sweeps
-        )
-
-    def members(self, sweep: str) -> tuple[Standing, ...]:
-        """Return the members of a sweep that there are, in order of submission."""
-        return tuple(self._standings[name] for name in self._members.get(sweep, ()))
-
-    def wants_member(self, sweep: str, places: int) -> bool:
-        """Return whether a sweep has more members to come, and fewer than `places` at work."""
-        return self._left(sweep) > 0 and self._indexed().active[sweep] < places
-
-    def _left(self, sweep: str) -> int:
-        return self.sweeps[sweep].count - len(self._members.get(sweep, ()))
+    def unchosen(self, places: int) -> Iterator[tuple[Job, list[Standing]]]:
+        """Yield the next member of each sweep of method optuna of which fewer than `places` are at
+        work, with the members that have their settings already.
+        """
+        index = self._indexed()
+        for sweep, names in index.unchosen.items():
+            if index.active[sweep] - len(names) < places:
+                members = (each for each in self._standings.values() if each.job.sweep == sweep)
+                chosen = [each for each in members if not each.job.awaits_settings]
+                yield self._standings[names[0]].job, chosen
 
     def shown(self, name: str) -> Standing:
         """Return how a job stands; where it is in line, with the reason and the expected start."""
@@ -215,72 +172,65 @@ class Queue:
         return replace(standing, reason=reason, expected_start_s=expected_s)
 
     def why_refused(self, record: Record) -> str | None:
-        """Return why a record of a user is not taken; `None`: it is."""
+        """Return why a record of a user, or of no job there is, is not taken; `None`: it is."""
         if isinstance(record, Submitted):
             there = self._standings.get(record.job.name)
-            if there is not None and there.job.id == record.job.id:
+            if there is None:
+                return None
+            if there.job.id == record.job.id:
                 return f"{record.job.name} has been submitted already"
-            return None if there is None else self._taken(record.job.name)
-        if isinstance(record, SweepSubmitted):
-            return self._why_sweep_refused(record)
-        if isinstance(record, UserOrder | QueueHeld) and record.id in self._said:
+            return f"there is another job called {record.job.name} ({there.job.origin})"
+        if isinstance(record, UserOrder | QueueHeld) and record.id in self._obeyed:
             return "it has been obeyed already"
-        if isinstance(record, UserOrder) and record.job not in self._standings:
+        if not isinstance(record, QueueHeld | HeadAway) and record.job not in self._standings:
             return f"there is no job called {record.job}"
         return None
 
-    def _why_sweep_refused(self, record: SweepSubmitted) -> str | None:
-        there = self.sweeps.get(record.name)
-        if there is not None:
-            is_same = (there.text, there.cwd) == (record.text, record.cwd)
-            return f"the sweep {record.name} has been submitted already" if is_same else None
-        names = (f"{record.name}-{number}" for number in range(record.count))
-        taken = next((name for name in names if name in self._standings), None)
-        return None if taken is None else self._taken(taken)
-
-    def _taken(self, name: str) -> str:
-        return f"there is another job called {name} ({self._standings[name].job.origin})"
-
     def apply(self, record: Record) -> None:
-        """Add a record. One that has been taken already changes nothing.
+        """Add a record.
 
         Raises:
             IllegalRecordError: It cannot happen as things stand; nothing has changed.
         """
-        self._index = None
-        if type(record) in _OF_A_JOB:
-            self._apply_to_job(cast("JobRecord", record))
-        elif isinstance(record, Submitted):
-            self._submit(record)
-        elif isinstance(record, SweepSubmitted):
-            self.sweeps[record.name] = record
+        if (why := self.why_refused(record)) is not None:
+            raise IllegalRecordError(None, record, why)
+        if isinstance(record, Submitted):
+            self._put(lifecycle.standing_of(record, len(self._standings)))
         elif isinstance(record, QueueHeld):
             self.held = record.reason
             self._alike.clear()
-            if record.id is not None:
-                self._said[record.id] = None
         elif isinstance(record, HeadAway):
             self._leave_out(record)
+        else:
+            standing = self._standings[record.job]
+            changed = replace(standing, **lifecycle.changes_of(standing, record))
+            if isinstance(record, AttemptEnded) and record.cause is not None:
+                self._note_alike(standing, record, record.cause)
+            self._put(changed)
+        if isinstance(record, UserOrder | QueueHeld) and record.id is not None:
+            self._obeyed[record.id] = None
+        self._index = None
+
+    def _put(self, standing: Standing) -> None:
+        name = standing.job.name
+        if name not in self._standings or standing.job is not self._standings[name].job:
+            self._likeness[name] = likeness(standing.job)
+        self._standings[name] = standing
+        self.unsaved[name] = None
 
     def _leave_out(self, gap: HeadAway) -> None:
         """Have a time without a head not count as worked."""
         began_s = gap.at_s - gap.away_s
-        for name, standing in self._standings.items():
+        for standing in list(self._standings.values()):
             if standing.state in ON_CARD and standing.since_s <= began_s:
-                since_s = standing.since_s + gap.away_s
-                self._standings[name] = replace(standing, since_s=since_s)
-                self.unsaved[name] = None
-
-    def stored(self, name: str) -> Standing:
-        """Return what is to be stored of a job."""
-        return self._standings[name]
+                self._put(replace(standing, since_s=standing.since_s + gap.away_s))
 
     @property
     def facts(self) -> QueueFacts:
         """What is to be stored of the queue itself; of orders, only the last ones."""
         return QueueFacts(
             held=self.held,
-            said=tuple(self._said)[-_SAID_KEPT:],
+            said=tuple(self._obeyed)[-_OBEYED_KEPT:],
             alike=tuple((text, job) for text, jobs in self._alike.items() for job in jobs),
         )
 
@@ -300,62 +250,22 @@ class Queue:
                 return tuple(records)
         return ()
 
-    # What records add up to
-
     def _indexed(self) -> Index:
         """Return the index, made anew after a change."""
         if self._index is None:
             self._index = Index(self._standings, self._likeness)
         return self._index
 
-    def _number(self, name: str) -> int:
-        return self._standings[name].number
-
-    def _submit(self, record: Submitted) -> None:
-        name = record.job.name
-        there = self._standings.get(name)
-        if there is not None:
-            if there.job.id != record.job.id:
-                raise IllegalRecordError(there, record, "another job has its name")
-            return
-        self._add(lifecycle.standing_of(record, len(self._standings)))
-        self.unsaved[name] = None
-
-    def _add(self, standing: Standing) -> None:
-        name, sweep = standing.job.name, standing.job.sweep
-        self._standings[name] = standing
-        self._likeness[name] = likeness(standing.job)
-        if sweep is not None:
-            self._members.setdefault(sweep, []).append(name)
-
-    def _standing(self, record: JobRecord) -> Standing:
-        standing = self._standings.get(record.job)
-        if standing is None:
-            raise IllegalRecordError(None, record, f"there is no job called {record.job}")
-        return standing
-
-    def _apply_to_job(self, record: JobRecord) -> None:
-        name, standing = record.job, self._standing(record)
-        if isinstance(record, UserOrder) and record.id in self._said:
-            return
-        changes = lifecycle.changes_of(standing, record)
-        if isinstance(record, UserOrder):
-            self._said[record.id] = None
-        if isinstance(record, AttemptEnded):
-            self._note_alike(standing, record)
-        self._standings[name] = replace(standing, **changes)
-        self.unsaved[name] = None
-
-    def _note_alike(self, standing: Standing, record: AttemptEnded) -> None:
+    def _note_alike(self, standing: Standing, record: AttemptEnded, cause: Cause) -> None:
         """Note a job that failed soon after its start."""
         name, ran_s = standing.job.name, record.at_s - standing.since_s
-        if record.cause is Cause.DISK_FULL:
-            self._alike.setdefault(record.cause, {})[name] = None
-        elif record.cause is Cause.DONE or ran_s > _ALIKE_WITHIN_S:
+        if cause is Cause.DISK_FULL:
+            self._alike.setdefault(cause, {})[name] = None
+        elif cause is Cause.DONE or ran_s > _ALIKE_WITHIN_S:
             self._alike.clear()
-        elif record.cause not in _OF_ONE_JOB and standing.recalled_to is None:
+        elif cause not in _OF_ONE_JOB and standing.recalled_to is None:
             text = _CHANGING.sub("#", record.text.replace(name, "JOB").lower())[:300]
-            self._alike.setdefault(f"{record.cause}: {text}", {})[name] = None
+            self._alike.setdefault(f"{cause}: {text}", {})[name] = None
 
     # What follows
 
@@ -384,8 +294,6 @@ class Queue:
             ended = None if seen is None else attempts.end_of(seen, world.now_s)
             if ended is not None:
                 records.append(ended)
-            elif standing.to_recall and to is not None:
-                records.append(attempts.recalled(standing, world, to, standing.reason))
             elif seen is None or to is not None:
                 continue
             elif (recall := attempts.recall_of(standing, seen, world)) is not None:
@@ -402,13 +310,9 @@ class Queue:
         """Return what jobs without an attempt come to."""
         index = self._indexed()
         found: dict[str, tuple[JobState, str]] = dict(index.due)
-        lasting = tuple(replace(card, closed=None, speed=1.0) for card in world.cards)
-        if lasting != self._fitting_cards:
-            self._fitting.clear()
-            self._fitting_cards = lasting
-        known = self._fitting
-        for needs, names in index.needs.items() if lasting else ():
-            why = known[needs] if needs in known else self._never_fits(needs, names)
+        for names in index.needs.values() if world.cards else ():
+            first = self._standings[names[0]]
+            why = places.never_fits(first.job, first.least_room_bytes, world.cards)
             if why is not None:
                 found.update(dict.fromkeys(names, (JobState.INFEASIBLE, why)))
         for name in index.saving:
@@ -423,14 +327,8 @@ class Queue:
             found.update(self._promoted(sweep, paused, index, is_idle=False))
         return [
             StateChanged(at_s=world.now_s, job=name, to=found[name][0], reason=found[name][1])
-            for name in sorted(found, key=self._number)
+            for name in sorted(found, key=lambda name: self._standings[name].number)
         ]
-
-    def _never_fits(self, needs: Needs, names: Collection[str]) -> str | None:
-        job = self._standings[min(names)].job
-        why = places.never_fits(job, needs.least_room_bytes, self._fitting_cards)
-        self._fitting[needs] = why
-        return why
 
     def _wakes(self, name: str, world: World) -> tuple[JobState, str] | None:
         """Return what a PARKED job comes to by now."""
@@ -454,10 +352,10 @@ class Queue:
         return None
 
     def _promoted(
-        self, sweep: str, paused: Mapping[str, None], index: Index, *, is_idle: bool
+        self, sweep: str, paused: Sequence[str], index: Index, *, is_idle: bool
     ) -> dict[str, tuple[JobState, str]]:
         """Return the member of a sweep that goes on by now, or all of them as stopped."""
-        rule = self._standings[next(iter(paused))].job.milestones
+        rule = self._standings[paused[0]].job.milestones
         if rule is None:
             return {}
         # Where nothing else can move, its members that wait do so for its paused ones.
@@ -562,6 +460,6 @@ def _place(standing: Standing, world: World) -> Place:
         priority=standing.job.priority,
         yields=seen is not None
         and standing.recalled_to is None
-        and (standing.job.parks or standing.job.kind is Kind.TRAIN),
+        and (standing.job.parks or standing.job.command is None),
         leaves=standing.recalled_to is not None,
     )

@@ -10,98 +10,65 @@ from __future__ import annotations
 import contextlib
 import importlib
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
 
 from orchestrator.errors import UsageError
-from orchestrator.jobs.entries import Sweep, with_numbers
-from orchestrator.jobs.sweep import Settings, dotted_key, range_of
+from orchestrator.jobs.model import ENDED, Job, JobState, Settings, Standing
 from workers.settings import Scalar
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
-    """What the queue knows of a member."""
-
-    settings: Settings
-    """Of `Job.settings`."""
-    value: float | None = None
-    """Its best; `None` or no number of a member that has ended: it failed."""
-    has_ended: bool = False
+#: What members in these states have reached tells something of their settings.
+_TOLD: Final = frozenset({JobState.DONE, JobState.STOPPED})
 
 
-def require_optuna() -> Any:  # noqa: ANN401  # optuna need not be there
-    """Return the package.
+def settings_for(member: Job, before: Iterable[Standing]) -> Settings:
+    """Return settings for a member of a sweep, given those that have theirs already, in the order
+    of their numbers.
+
+    Members that have not ended count as bad ones, so that two at a time do not try the same.
 
     Raises:
-        UsageError: It is not installed.
+        UsageError: Optuna is not installed.
     """
     try:
-        return importlib.import_module("optuna")
+        optuna: Any = importlib.import_module("optuna")
     except ImportError:
         raise UsageError(
             "a sweep of method optuna needs the package optuna; type: pip install '.[sweep]', "
             "or say method: random"
         ) from None
-
-
-class Sampler:
-    """Asks for the next member of one sweep of method optuna.
-
-    Raises:
-        UsageError: Optuna is not installed.
-    """
-
-    def __init__(self, sweep: Sweep, *, is_min: bool, is_train: bool) -> None:
-        self._optuna = require_optuna()
-        self._optuna.logging.set_verbosity(self._optuna.logging.WARNING)
-        self._seed = sweep.seed
-        self._direction = "minimize" if is_min else "maximize"
-        self._ranges = {
-            dotted_key(key) if is_train else key: self._range_of(
-                with_numbers(values) if is_train else values
-            )
-            for key, values in sweep.over.items()
-        }
-
-    def ask(self, trials: Sequence[Trial]) -> dict[str, Scalar]:
-        """Return settings for member number `len(trials)`, given all before it in their order.
-
-        Members that have not ended count as bad ones, so that two at a time do not try the same.
-        """
-        # Each question has its own seed: the answer does not depend on how many this process asked.
-        seed = (self._seed + len(trials) * 1_000_003) % 2**32
-        sampler = self._optuna.samplers.TPESampler(seed=seed, constant_liar=True)
-        study = self._optuna.create_study(direction=self._direction, sampler=sampler)
-        for trial in trials:
-            self._add(study, trial)
-        asked: dict[str, Scalar] = study.ask(self._ranges).params
-        return asked
-
-    def _add(self, study: Any, trial: Trial) -> None:  # noqa: ANN401  # optuna need not be there
-        states = self._optuna.trial.TrialState
-        value = trial.value if trial.value is not None and math.isfinite(trial.value) else None
-        if not trial.has_ended:
-            state, value = states.RUNNING, None
-        else:
-            state = states.FAIL if value is None else states.COMPLETE
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    members, rule = tuple(before), member.milestones
+    ranges = {key: _range(optuna, *form) for key, form in member.ranges.items()}
+    # Each question has its own seed: the answer does not depend on how many this process asked.
+    seed = (member.seed + len(members) * 1_000_003) % 2**32
+    study = optuna.create_study(
+        direction="minimize" if rule is None or rule.is_min else "maximize",
+        sampler=optuna.samplers.TPESampler(seed=seed, constant_liar=True),
+    )
+    for each in members:
+        has_ended, best = each.state in ENDED, each.best
+        value = best if each.state in _TOLD and best is not None and math.isfinite(best) else None
+        states = optuna.trial.TrialState
+        state = states.FAIL if value is None else states.COMPLETE
         # A member of before the ranges were changed tells nothing about the new ones.
         with contextlib.suppress(ValueError):
             study.add_trial(
-                self._optuna.trial.create_trial(
-                    state=state,
-                    params=dict(trial.settings),
-                    distributions=self._ranges,
+                optuna.trial.create_trial(
+                    state=state if has_ended else states.RUNNING,
+                    params=dict(each.job.settings),
+                    distributions=ranges,
                     value=value,
                 )
             )
+    asked: Settings = study.ask(ranges).params
+    return asked
 
-    def _range_of(self, values: Any) -> Any:  # noqa: ANN401  # a list or a range; optuna's
-        kind, bounds = range_of(values)
-        ranges = self._optuna.distributions
-        if kind == "choice":
-            return ranges.CategoricalDistribution(bounds)
-        if kind == "integer":
-            return ranges.IntDistribution(*bounds)
-        return ranges.FloatDistribution(*bounds, log=kind == "log")
+
+def _range(optuna: Any, kind: str, bounds: Sequence[Scalar]) -> Any:  # noqa: ANN401 - optuna's
+    ranges = optuna.distributions
+    if kind == "choice":
+        return ranges.CategoricalDistribution(bounds)
+    if kind == "integer":
+        return ranges.IntDistribution(*bounds)
+    return ranges.FloatDistribution(*bounds, log=kind == "log")

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 
 from orchestrator.errors import NothingStoredError
 from orchestrator.jobs.codec import from_json
-from orchestrator.jobs.model import ON_CARD, JobState, Standing, SweepSubmitted
+from orchestrator.jobs.model import ON_CARD, JobState, Standing
 from orchestrator.jobs.queue import Queue, QueueFacts
 from orchestrator.record.model import Row
 from orchestrator.record.store import reading
@@ -49,7 +49,7 @@ def queue_of(folder: Path) -> Queue:
         ArchiveError: It cannot be read, or is of another version.
     """
     stored = _stored(folder)
-    return Queue(stored.standings, stored.sweeps, stored.facts)
+    return Queue(stored.standings, stored.facts)
 
 
 def queue_snapshot(
@@ -79,7 +79,6 @@ def queue_snapshot(
 
 class _Stored(NamedTuple):
     standings: Sequence[Standing] = ()
-    sweeps: Sequence[SweepSubmitted] = ()
     facts: QueueFacts = QueueFacts()
     outlook: Mapping[str, Any] = MappingProxyType({})
 
@@ -88,11 +87,9 @@ def _stored(folder: Path) -> _Stored:
     try:
         with reading(folder) as store:
             jobs = store.execute("SELECT value FROM jobs ORDER BY number").fetchall()
-            sweeps = store.execute("SELECT value FROM sweeps ORDER BY rowid").fetchall()
             told = dict(store.execute("SELECT key, value FROM run").fetchall())
             return _Stored(
                 [from_json(Standing, text) for (text,) in jobs],
-                [from_json(SweepSubmitted, text) for (text,) in sweeps],
                 from_json(QueueFacts, told.get("queue", "{}")),
                 json.loads(told.get("outlook", "{}")),
             )
@@ -110,4 +107,4 @@ def _expected(standing: Standing, outlook: Mapping[str, Any]) -> Standing:
 def _without_head(standing: Standing) -> Standing:
     if standing.state not in ON_CARD:
         return standing
-    return replace(standing, state=JobState.PARKED, reason="its head is not running", card=None)
+    return replace(standing, state=JobState.PARKED, reason="its head is not running")

@@ -24,7 +24,7 @@ from typing import Any, Final, TypeAlias
 from orchestrator.core.slot import NOTHING_ASKED, UserOrders
 from orchestrator.errors import ArchiveError, NothingStoredError
 from orchestrator.jobs.codec import as_json, from_json
-from orchestrator.jobs.model import ENDED, ON_CARD, Standing, SweepSubmitted
+from orchestrator.jobs.model import ENDED, ON_CARD, Standing
 from orchestrator.jobs.queue import Queue, QueueFacts
 from orchestrator.record.events import harmless
 from orchestrator.record.model import FIELDS, Row, Snapshot, finite
@@ -32,7 +32,7 @@ from workers.messages import ResumeState
 
 STORE_NAME: Final = "run.sqlite"
 """The store's file in the run folder."""
-SCHEMA_VERSION: Final = 3
+SCHEMA_VERSION: Final = 4
 """Counts up when a reader of the version before could misunderstand the tables."""
 
 SAMPLE_EVERY_S: Final = 1.0
@@ -65,7 +65,6 @@ _KEYS: Final = {
     "run": "key TEXT",
     "slots": "slot TEXT",
     "jobs": "number INTEGER",
-    "sweeps": "name TEXT",
     "commands": "id TEXT",
 }
 _CREATE: Final = (
@@ -194,7 +193,6 @@ class RunStore:
         self._has_begun = False
         self._status = RunStatus()
         self._slots: dict[str, SlotRecord] = {}
-        self._sweeps: dict[str, SweepSubmitted] = {}
         self._queue_facts: QueueFacts | None = None
         self._waiting: dict[_Key, str] = {}
         """What the next commit writes: the newest value of each row."""
@@ -234,13 +232,9 @@ class RunStore:
     def queue(self, queue: Queue) -> None:
         """Take what is new of a queue."""
         for name in queue.unsaved:
-            standing = queue.stored(name)
+            standing = queue.standings[name]
             self._put("jobs", standing.number, standing)
         queue.unsaved.clear()
-        for name, sweep in queue.sweeps.items():
-            if self._sweeps.get(name) is not sweep:
-                self._put("sweeps", name, sweep)
-                self._sweeps[name] = sweep
         if queue.facts != self._queue_facts:
             self._queue_facts = queue.facts
             self._put("run", "queue", queue.facts)
@@ -339,9 +333,7 @@ class RunStore:
 
     def _write(self, connection: sqlite3.Connection) -> None:
         # A job that was ended or begun must not come back; what a slot counted may.
-        is_of_queue = any(
-            table in {"jobs", "sweeps"} or key == "queue" for table, key in self._waiting
-        )
+        is_of_queue = any(table == "jobs" or key == "queue" for table, key in self._waiting)
         connection.execute(f"PRAGMA synchronous = {'FULL' if is_of_queue else 'NORMAL'}")
         connection.execute("BEGIN IMMEDIATE")
         for (table, key), text in self._waiting.items():

@@ -12,7 +12,7 @@ from typing import Final
 
 from orchestrator.core.slot import Hold, Phase, Slot
 from orchestrator.jobs import causes
-from orchestrator.jobs.model import AttemptStatus, Cause, Job, Kind, Standing
+from orchestrator.jobs.model import AttemptStatus, Cause, Job, Standing
 from orchestrator.jobs.queue import node_lost_s
 from workers.messages import STARVED, Status
 from workers.units import GIB
@@ -140,7 +140,7 @@ def _end(slot: Slot, job: Job) -> tuple[Cause | None, str, int | None]:
     ended = None if slot.status is None else slot.status.ended
     if ended is not None:
         return causes.cause_of(ended), slot.reason, ended.exit_code
-    if slot.phase is Phase.DONE and job.kind is Kind.TRAIN:
+    if slot.phase is Phase.DONE and job.command is None:
         return Cause.DONE, slot.reason, None
     if slot.phase is Phase.DONE:
         return Cause.KILLED, "the head ended before it knew how the program had ended", None

@@ -23,7 +23,7 @@ from orchestrator.config.schema import Config
 from orchestrator.control.queue import NoMessageError, message_of
 from orchestrator.core.placement import SlotPlan, Target
 from orchestrator.core.slot import Slot
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, UsageError
 from orchestrator.jobs.codec import event_of
 from orchestrator.jobs.lifecycle import IllegalRecordError
 from orchestrator.jobs.model import (
@@ -32,21 +32,21 @@ from orchestrator.jobs.model import (
     AttemptBegun,
     AttemptEnded,
     AttemptRecalled,
-    AttemptReleased,
     AttemptStatus,
     Card,
     Cause,
     HeadAway,
     Job,
     JobState,
-    Kind,
     Record,
+    SettingsChosen,
     Standing,
     StateChanged,
-    Submitted,
+    UserOrder,
     World,
 )
 from orchestrator.jobs.queue import Queue
+from orchestrator.jobs.sampler import settings_for
 from orchestrator.record.command_file import Incoming, Row
 from orchestrator.record.events import EventLog
 from orchestrator.record.jobs import QueueSnapshot
@@ -54,9 +54,8 @@ from orchestrator.record.store import RunStore
 from orchestrator.run.attempts_seen import AttemptsSeen
 from orchestrator.run.background import Background
 from orchestrator.run.job_files import JobFiles
-from orchestrator.run.job_plans import JobPlans, cards_of
+from orchestrator.run.job_plans import JobPlans
 from orchestrator.run.prediction import least_room_of
-from orchestrator.run.sampled_sweeps import SampledSweeps
 from orchestrator.view.jobs import summary_line
 from workers.units import MIB
 
@@ -142,7 +141,6 @@ class Dispatcher:
             self.config,
             self.target,
             run_id=self.folder.parent.name,
-            names=lambda: self.queue.names,
             folder_of=self._files.of,
         )
         on_card = self.target.device != "cpu"
@@ -152,26 +150,20 @@ class Dispatcher:
             }
         )
         self._threads = Background(1, "prediction")
-        self._predicting: tuple[tuple[Job, ...], Future[dict[str, int]]] | None = None
-        """Jobs that a sweep asks for, and what each needs at least of a card."""
+        self._choosing: tuple[Job, Future[dict[str, int]]] | None = None
+        """A member of a sweep with its settings, and what it needs at least of a card."""
         self._least_room_of = partial(least_room_of, config=self.config, on_card=on_card, known={})
         self._faults: dict[str, list[str]] = {}
         """By card, the jobs whose attempts have ended with a driver fault since any other end."""
         self._closed: dict[str, tuple[float, str]] = {}
         """Until when a card gets no job, and why: other programs have it, or its driver fails."""
         self._headline = -math.inf, ""
-        self._sweeps = SampledSweeps(
-            queue=self.queue,
-            config=self.config,
-            head_node=None if self.target.one_machine else self.config.head_node,
-            cards=sum(max(1, node.gpus) for node in self.config.nodes.values()),
-        )
 
     @property
     def is_over(self) -> bool:
         """Whether there is nothing to do any more, and all that was decided is stored."""
-        is_over = self.queue.is_over_without(self._sweeps.problems)
-        return self._has_looked and self.problem is None and is_over and not self.stays
+        is_over = self.queue.is_over and not self.stays
+        return self._has_looked and self.problem is None and is_over
 
     def resumed(self) -> Iterator[SlotPlan]:
         """Yield the slot of each job that has a place on a card, for a head that begins."""
@@ -181,7 +173,7 @@ class Dispatcher:
 
     def rests(self) -> frozenset[str]:
         """Return the jobs whose attempts are to come to rest."""
-        return frozenset(it for it in self.queue.on_card if self.queue.shown(it).recalled_to)
+        return frozenset(it for it in self.queue.on_card if self.queue.standings[it].recalled_to)
 
     def at_work(self) -> frozenset[str]:
         """Return the jobs that have a place on a card, and are to keep it."""
@@ -208,7 +200,7 @@ class Dispatcher:
         self.problem, self._has_looked = None, True
         if self._at_s - self._outlook_at_s >= _OUTLOOK_EVERY_S:
             self._outlook_at_s = self._at_s
-            self.store.outlook(self.queue.standings.values())
+            self.store.outlook(map(self.queue.shown, self.queue.standings))
         return orders
 
     def note_ends(self, slots: Mapping[str, Slot], nodes: Collection[str]) -> None:
@@ -227,11 +219,7 @@ class Dispatcher:
             self._take([HeadAway(at_s=self._at_s, away_s=away_s)])
         self._take_commands()
         world = self._world(slots, nodes)
-        # Asked first: a member that is paused must not find that it was the last.
-        while records := self._asked() or self.queue.next_records(world):
-            goals = {getattr(record, "to", None) for record in records}
-            if self._predicting and JobState.STOPPED in goals:
-                break  # a member that is paused is not the last: another comes in a moment
+        while records := self._chosen() or self.queue.next_records(world):
             self._take(records)
             # Not all of it anew: what is to begin just now has a slot that has ended before.
             seen = {**world.seen, **self._never_begun()}
@@ -259,21 +247,35 @@ class Dispatcher:
             taken.clear()
         return orders
 
-    def _asked(self) -> tuple[Record, ...]:
-        """Return the next jobs of sweeps whose members are asked for, once their memory is
+    def _chosen(self) -> tuple[Record, ...]:
+        """Return the settings of the next member of a sweep that wants some, once its memory is
         predicted: the head goes on meanwhile.
+
+        One more than there are cards is at work, so that none of them waits for the next answer.
         """
-        if self._predicting is None:
-            if not (jobs := self._sweeps.next_jobs()):
-                return ()
-            self._predicting = jobs, self._threads.submit(self._least_room_of, jobs)
-        jobs, future = self._predicting
-        if not future.done():
+        if self._choosing is None:
+            for member, before in self.queue.unchosen(len(self._plans.cards(())) + 1):
+                try:
+                    job = member.with_settings(settings_for(member, before))
+                except UsageError as error:
+                    why, failed = f"its settings cannot be chosen: {error}", JobState.FAILED
+                    return (StateChanged(at_s=self._at_s, job=member.name, to=failed, reason=why),)
+                self._choosing = job, self._threads.submit(self._least_room_of, [job])
+                break
+        if self._choosing is None or not self._choosing[1].done():
             return ()
-        self._predicting = None
+        (job, future), self._choosing = self._choosing, None
+        if self.queue.standings[job.name].state is not JobState.WAITING:
+            return ()  # a user has said otherwise meanwhile
         least = {} if future.exception() is not None else future.result()
-        new = (Submitted(at_s=self._at_s, job=job, least_bytes=least.get(job.name)) for job in jobs)
-        return tuple(each for each in new if self.queue.why_refused(each) is None)
+        return (
+            SettingsChosen(
+                at_s=self._at_s,
+                job=job.name,
+                settings=job.settings,
+                least_bytes=least.get(job.name),
+            ),
+        )
 
     def _take_commands(self) -> None:
         """Have the queue take all that users ask; what it refuses changes nothing."""
@@ -285,13 +287,10 @@ class Dispatcher:
                 self.events.write("job_message_refused", reason=str(error))
                 continue
             for record in message:
-                why = self.queue.why_refused(record)
                 try:
-                    self._take([replace(record, at_s=self._at_s)] if why is None else [])
+                    self._take([replace(record, at_s=self._at_s)])
                 except IllegalRecordError as error:
-                    why = str(error)
-                if why is not None:
-                    self.events.write("job_message_refused", reason=why)
+                    self.events.write("job_message_refused", reason=str(error))
 
     def _take(self, records: Iterable[Record]) -> None:
         """Have the queue take records, and note what follows from them.
@@ -300,22 +299,23 @@ class Dispatcher:
             IllegalRecordError: One cannot be, and has changed nothing.
         """
         for record in records:
-            before = self.queue.shown(record.job) if isinstance(record, AttemptEnded) else None
+            if isinstance(record, AttemptEnded) and record.job in self.queue.standings:
+                self._note_end(record, self.queue.standings[record.job])
             self.queue.apply(record)
-            if isinstance(record, AttemptEnded) and before is not None:
-                self._note_end(record, before)
             self._records.append(record)
             self._orders.extend(self._orders_of(record))
 
     def _note_end(self, ended: AttemptEnded, standing: Standing) -> None:
         """Close the card of an attempt for a while if the card, or its driver, is what fails."""
         card = str(standing.card)
+        if ended.cause is None:
+            return
         if ended.cause is not Cause.DRIVER:
             self._faults.pop(card, None)
             return
         jobs = self._faults.setdefault(card, [])
         jobs.append(ended.job)
-        if len(jobs) >= _FAULTS and (standing.job.kind is Kind.TRAIN or len(set(jobs)) > 1):
+        if len(jobs) >= _FAULTS and (standing.job.command is None or len(set(jobs)) > 1):
             why = (
                 f"{len(jobs)} attempts, one after the other, ended with a driver fault "
                 f"({ended.text[-200:]}); look for Xid in dmesg; it is tried again every "
@@ -325,7 +325,7 @@ class Dispatcher:
             self.events.write("card_closed", card=card, reason=why)
 
     def _cards(self, nodes: Collection[str]) -> Iterator[Card]:
-        for card in cards_of(self.config, nodes):
+        for card in self._plans.cards(nodes):
             until_s, why = self._closed.get(card.name, (-math.inf, ""))
             yield replace(card, closed=card.closed or why) if self._at_s < until_s else card
 
@@ -336,17 +336,19 @@ class Dispatcher:
                 plan = self._planned(self.queue.standings[record.job])
                 if plan is not None:
                     yield Begin(plan=plan)
-            case AttemptRecalled(to=JobState.HELD):  # its slot says HELD itself
-                yield Rest(slot=record.job, why=record.reason)
-            case AttemptRecalled():
-                yield Rest(slot=record.job, why=f"{record.to}: {record.reason}")
-            case AttemptReleased():
+            case AttemptRecalled() | UserOrder():
+                standing = self.queue.standings[record.job]
+                to, why = standing.recalled_to, standing.reason
+                if to is not None and standing.state in ON_CARD:
+                    # A slot says HELD itself.
+                    yield Rest(slot=record.job, why=why if to is JobState.HELD else f"{to}: {why}")
+            case AttemptEnded(cause=None):
                 # After a node was lost nothing was recalled, and its slot must not come back.
-                yield Rest(slot=record.job, why=self.queue.shown(record.job).reason)
+                yield Rest(slot=record.job, why=self.queue.standings[record.job].reason)
 
     def _world(self, slots: Mapping[str, Slot], nodes: Collection[str]) -> World:
         local = datetime.fromtimestamp(self._unix_s).astimezone()
-        on_card = {name: self.queue.shown(name) for name in self.queue.on_card}
+        on_card = {name: self.queue.standings[name] for name in self.queue.on_card}
         seen = self._attempts.look(on_card, slots, self._at_s)
         for name, each in seen.items():
             if each.taken is not None:
@@ -366,7 +368,7 @@ class Dispatcher:
         return {
             name: AttemptStatus(
                 job=name,
-                attempt=self.queue.shown(name).attempt,
+                attempt=self.queue.standings[name].attempt,
                 cause=Cause.BAD_CONFIG,
                 text=why,
             )
@@ -417,7 +419,6 @@ class Dispatcher:
     def notices(self) -> Iterator[str]:
         """Yield a line for what a person may want to do something about."""
         yield from filter(None, (self.problem, self._incoming.problem))
-        yield from self._sweeps.problems.values()
         for name, why in self._files.problems.items():
             if self.queue.standings[name].state not in ENDED:
                 yield f"job {name}: {why}"
@@ -429,7 +430,6 @@ class Dispatcher:
 
     def shortfalls(self) -> Iterator[str]:
         """Yield a sentence for each job that did not end well, once the run has ended."""
-        yield from self._sweeps.problems.values()
         for name, standing in self.queue.standings.items():
             if standing.state not in {JobState.DONE, JobState.STOPPED, JobState.CANCELLED} and (
                 standing.state in ENDED or self.queue.is_over

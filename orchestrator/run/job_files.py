@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from orchestrator.errors import OrchestratorError, one_line
-from orchestrator.jobs.model import Job, JobState, Kind
+from orchestrator.jobs.model import Job, JobState
 from orchestrator.record.events import EventLog
 from orchestrator.run.background import Background
 from orchestrator.run.child import ask_child
@@ -64,7 +64,7 @@ class JobFiles:
         `None`: the answer is not known yet. SAVING: it cannot be written, and why; that is tried
         again. FAILED: it never can be.
         """
-        if job.kind is Kind.COMMAND and self._one_machine:
+        if job.command is not None and self._one_machine:
             return JobState.DONE, "done"  # it has written them itself
         key = (job.name, attempt)
         if key not in self._under_way:
@@ -101,7 +101,7 @@ class JobFiles:
     def _fill(self, job: Job, spec: WorkerSpec) -> None:
         place = self.of(job.name)
         place.mkdir(parents=True, exist_ok=True)
-        if job.kind is Kind.COMMAND:
+        if job.command is not None:
             self._fetch(spec, place)
             return
         checkpoint, state = place / CHECKPOINT, self._state(job.name)

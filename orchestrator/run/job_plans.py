@@ -7,16 +7,16 @@ that a configuration has. Does not decide which card a job gets (`jobs/places.py
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 
 from orchestrator.config.gpu_specs import PROFILES, peak_tflops
 from orchestrator.config.schema import Config
-from orchestrator.core.fleet import Reservation
 from orchestrator.core.placement import NodeBudget, SlotPlan, Target, node_budget, plan_slots
-from orchestrator.jobs.model import Card, Standing
+from orchestrator.jobs.model import Card, Job, Standing
 from orchestrator.jobs.queue import COMMAND_LEASE_S
+from orchestrator.jobs.sweep import FOLDER
 from orchestrator.run.prediction import job_config
 from workers.command.code import CODE
 from workers.command.launch import ATTEMPT, JOB_DIR, RESUME
@@ -31,19 +31,32 @@ class JobPlans:
         config: Config,
         target: Target,
         run_id: str,
-        names: Callable[[], Collection[str]],
         folder_of: Callable[[str], Path],
     ) -> None:
-        """Make none yet; `names` are those of all jobs, `folder_of` is by the name of a job."""
+        """Make none yet; `folder_of` is by the name of a job."""
         self._config = config
         self._target = target
         self._run_id = run_id
-        self._names = names
         self._folder_of = folder_of
         self.budgets = {
             name: node_budget(name, node, config) for name, node in config.nodes.items()
         }
         """By node."""
+
+    def cards(self, nodes: Collection[str]) -> tuple[Card, ...]:
+        """Return the cards of the configuration, closed where the node is not one of `nodes`."""
+        return tuple(
+            Card(
+                name=name if node.gpus <= 1 else f"{name}:{index}",
+                node=name,
+                title=PROFILES[node.gpu].product if node.gpu in PROFILES else node.gpu,
+                room_bytes=self.budgets[name].card_budget_bytes,
+                speed=_speed(node.gpu, self.budgets[name]),
+                closed=None if name in nodes else f"{name} is not there",
+            )
+            for name, node in self._config.nodes.items()
+            for index in range(max(1, node.gpus))
+        )
 
     def plan_of(self, standing: Standing) -> SlotPlan:
         """Return the slot of a job that has a place, or had one.
@@ -51,14 +64,11 @@ class JobPlans:
         Raises:
             ConfigError: Its configuration is not possible any more.
         """
-        job, card = standing.job, str(standing.card or standing.last_card)
-        node = card.partition(":")[0]
-        budget_bytes = standing.budget_bytes or 0
-        overrides = {
-            key: self._with_folders(value) if isinstance(value, str) else value
-            for key, value in job.overrides.items()
-        }
-        config = job_config(self._config, replace(job, overrides=overrides))
+        job = standing.job.with_texts(
+            lambda text: FOLDER.sub(lambda named: str(self._folder_of(named[1])), text)
+        )
+        node, budget_bytes = str(standing.last_card).partition(":")[0], standing.budget_bytes or 0
+        config = job_config(self._config, job)
         plan = next(each for each in plan_slots(config, self._target) if each.spec.node == node)
         share, whole = self.budgets[node], self.budgets[node].card_budget_bytes
         part = 1.0 if standing.alone else min(1.0, budget_bytes / whole)
@@ -77,20 +87,22 @@ class JobPlans:
             else max(1, share.gpus),
             workload=replace(plan.spec.workload, seed=config.workload.seed),
             run_id=self._run_id,
-            command=None if job.command is None else self._command(standing, job.command, node),
+            command=job.command and self._command(job, job.command, standing.attempt, node),
         )
-        reserved = self._reserved(node, part)
-        return replace(plan, spec=spec, num_cpus=reserved.num_cpus, num_gpus=reserved.num_gpus)
+        return replace(
+            plan,
+            spec=spec,
+            num_cpus=share.cpus_per_worker * max(1, int(share.workers_per_card * part)),
+            num_gpus=math.floor(1e4 * part) / 1e4 if share.gpus else 0.0,
+        )
 
     def spec_of(self, standing: Standing) -> WorkerSpec:
         """Return what the process of the slot is told; see `plan_of`."""
         return self.plan_of(standing).spec
 
-    def _command(self, standing: Standing, command: CommandSpec, node: str) -> CommandSpec:
-        """Return a command with the folders of other jobs, and what its attempt is told."""
-        job, attempt = standing.job, standing.attempt
-        env = {name: self._with_folders(value) for name, value in command.env.items()}
-        env[ATTEMPT] = str(attempt)
+    def _command(self, job: Job, command: CommandSpec, attempt: int, node: str) -> CommandSpec:
+        """Return a command with what its attempt is told."""
+        env = {**command.env, ATTEMPT: str(attempt)}
         if attempt > 1:
             env[RESUME] = "1"
         if job.code is not None:
@@ -99,42 +111,7 @@ class JobPlans:
             env[JOB_DIR] = str(self._folder_of(job.name))
         # The head's own PC cannot be cut off from it.
         is_remote = not self._target.one_machine and node != self._config.head_node
-        return replace(
-            command,
-            lease_s=COMMAND_LEASE_S if is_remote else None,
-            argv=tuple(self._with_folders(word) for word in command.argv),
-            cwd=None if command.cwd is None else self._with_folders(command.cwd),
-            env=env,
-        )
-
-    def _with_folders(self, text: str) -> str:
-        for name in self._names() if ".dir}" in text else ():
-            text = text.replace(f"{{{name}.dir}}", str(self._folder_of(name)))
-        return text
-
-    def _reserved(self, node: str, part: float) -> Reservation:
-        """Return what a job with this part of a card reserves."""
-        share = self.budgets[node]
-        return Reservation(
-            node=node,
-            num_cpus=share.cpus_per_worker * max(1, int(share.workers_per_card * part)),
-            num_gpus=math.floor(1e4 * part) / 1e4 if share.gpus else 0.0,
-        )
-
-
-def cards_of(config: Config, nodes: Collection[str]) -> Iterator[Card]:
-    """Yield the cards of a configuration, closed where the node is not one of `nodes`."""
-    for name, node in config.nodes.items():
-        budget, profile = node_budget(name, node, config), PROFILES.get(node.gpu)
-        for index in range(max(1, node.gpus)):
-            yield Card(
-                name=name if node.gpus <= 1 else f"{name}:{index}",
-                node=name,
-                title=profile.product if profile is not None else node.gpu,
-                room_bytes=budget.card_budget_bytes,
-                speed=_speed(node.gpu, budget),
-                closed=None if name in nodes else f"{name} is not there",
-            )
+        return replace(command, lease_s=COMMAND_LEASE_S if is_remote else None, env=env)
 
 
 def _speed(gpu: str, budget: NodeBudget) -> float:

@@ -12,7 +12,7 @@ from typing import Any, Final
 from orchestrator.config.load import config_from_data
 from orchestrator.config.schema import Config
 from orchestrator.errors import UsageError, one_line
-from orchestrator.jobs.model import Job, Kind
+from orchestrator.jobs.model import Job
 from orchestrator.jobs.places import SAME_STEP
 from orchestrator.run.child import ask_child
 from workers.settings import ASSUMED_CONTEXT_BYTES
@@ -34,7 +34,7 @@ def job_config(base: Config, job: Job) -> Config:
     # On any node; and the state of a training must be able to move to another PC.
     workers = sum(node.workers for node in base.nodes.values())
     fixed: dict[str, object] = {"train.slots": workers}
-    if job.kind is Kind.TRAIN:
+    if job.command is None:
         fixed |= {"workload.name": "train", "train.checkpoints": "head"}
     data: dict[str, Any] = base.model_dump()
     for dotted, value in {**job.overrides, **fixed}.items():
@@ -74,7 +74,7 @@ def least_room_of(
     known = {} if known is None else known
     least_bytes = {}
     for job in jobs:
-        if job.kind is not Kind.TRAIN:
+        if job.command is not None:
             continue
         own = job_config(config, job)
         key = own.train.model_dump_json(exclude=set(SAME_STEP))

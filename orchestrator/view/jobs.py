@@ -217,7 +217,7 @@ def job_object(standing: Standing, snapshot: QueueSnapshot) -> dict[str, Any]:
     return {
         "job_id": job.id,
         "job_name": job.name,
-        "job_kind": job.kind.value,
+        "job_kind": "train" if job.command is None else "command",
         "job_sweep": job.sweep,
         "job_settings": dict(job.settings),
         "job_state": standing.state.value,

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from orchestrator.cli import jobs as verbs
-from orchestrator.cli.jobs import on_target, read_file
+from orchestrator.cli.jobs import read_file
 from orchestrator.control.queue import waiting
 from orchestrator.core.placement import Target
 from orchestrator.jobs.codec import event_of
@@ -33,7 +33,6 @@ from orchestrator.jobs.model import (
     Record,
     StateChanged,
     Submitted,
-    SweepSubmitted,
     UserOrder,
 )
 from orchestrator.jobs.sweep import expand
@@ -267,17 +266,15 @@ jobs:
 """
 
 
-def test_a_sweep_of_optuna_is_submitted_as_its_file(command: Command, folder: Path) -> None:
+def test_all_members_of_a_sweep_of_optuna_are_submitted(command: Command, folder: Path) -> None:
     pytest.importorskip("optuna", reason="optuna is not installed (extra sweep)")
-    text = OPTUNA.format("hp", "hp")
-    Path("hp.yaml").write_text(text)
+    Path("hp.yaml").write_text(OPTUNA.format("hp", "hp"))
     done = command("jobs", "submit", "hp.yaml")
     assert done.returncode == 0, done.stderr
-    assert "submitted to run 20261126-010203-0b76: hp\n" in done.stdout
-    (record,) = taken(folder)
-    assert isinstance(record, SweepSubmitted)
-    assert (record.name, record.count, record.text) == ("hp", 3, text)
-    assert record.cwd == str(Path.cwd())
+    assert "submitted to run 20261126-010203-0b76: hp-0, hp-1, hp-2, after\n" in done.stdout
+    jobs = [record.job for record in taken(folder) if isinstance(record, Submitted)]
+    assert [job.awaits_settings for job in jobs] == [True, True, True, False]
+    assert jobs[-1].after == ("hp-0", "hp-1", "hp-2")
 
 
 @pytest.mark.usefixtures("folder")
@@ -343,19 +340,29 @@ def test_a_sweep_whose_members_names_are_taken_is_refused(command: Command) -> N
     Path("lr.yaml").write_text(OPTUNA.format("lr", "lr"))
     done = command("jobs", "submit", "lr.yaml")
     assert done.returncode == 2
-    assert "lr.yaml: there is another job called lr-0" in done.stderr
+    assert "lr.yaml:2: the queue has another job lr-0" in done.stderr
 
 
 @pytest.mark.usefixtures("nowhere")
-def test_what_a_job_needs_depends_on_its_target(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("device", "node", "expected"),
+    [
+        (None, {"gpu": "rtx-3090"}, 7),
+        ("cpu", {"gpu": "rtx-3090"}, 3),
+        (None, {"gpu": "cpu", "gpus": 0, "vram_per_worker_gib": 1.0}, 3),
+    ],
+)
+def test_what_a_job_needs_depends_on_its_target(
+    monkeypatch: pytest.MonkeyPatch, device: str | None, node: dict[str, object], expected: int
+) -> None:
     """The prediction, which takes seconds, is a stand-in: 7 on a card, 3 on a processor."""
 
     def least_room_of(jobs: Sequence[Job], _: object, *, on_card: bool) -> dict[str, int]:
         return {job.name: 7 if on_card else 3 for job in jobs}
 
     monkeypatch.setattr(verbs, "least_room_of", least_room_of)
-    config = config_of({"pc1": {"gpu": "rtx-3090"}})
+    config = config_of({"pc1": node})
     Path("one.yaml").write_text("jobs: [{name: a, train: {lr: 1e-3}}]")
-    records = on_target(expand(read_file("one.yaml", config)), config, Target())
-    targets = Target(), Target(device="cpu")
-    assert [records(config, target)[0].least_bytes for target in targets] == [7, 3]
+    jobs = expand(read_file("one.yaml", config))
+    (record,) = verbs.submitted(jobs, config, Target(device=device))
+    assert record.least_bytes == expected

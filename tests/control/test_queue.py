@@ -12,11 +12,10 @@ from pydantic import TypeAdapter
 
 from orchestrator.control.queue import NoMessageError, message_of, put, waiting
 from orchestrator.jobs.model import (
-    AttemptReleased,
+    AttemptEnded,
     JobOrder,
     QueueHeld,
     Submitted,
-    SweepSubmitted,
     UserOrder,
 )
 from orchestrator.record import command_file
@@ -28,7 +27,7 @@ def submitted(name: str) -> Submitted:
 
 
 SAID = UserOrder(at_s=1.0, id="m", order=JobOrder.HOLD, job="a", by="ann")
-SWEEP = SweepSubmitted(at_s=1.0, name="s", count=3, origin="s.yaml:1", text="jobs: é", cwd="/")
+MEMBER = training("hp-0", sweep="hp", ranges={"train.lr": ("log", [1e-5, 1.0])}, seed=3)
 
 
 def test_messages_come_as_they_were_in_the_order_of_their_putting(tmp_path: Path) -> None:
@@ -40,13 +39,14 @@ def test_messages_come_as_they_were_in_the_order_of_their_putting(tmp_path: Path
         (Submitted(at_s=1.0, job=odd),),
         (submitted("a"), Submitted(at_s=2, job=trained)),
         (SAID,),
-        (SWEEP, QueueHeld(at_s=1.0, reason=None, id="r")),
+        (Submitted(at_s=1.0, job=MEMBER), QueueHeld(at_s=1.0, reason=None, id="r")),
     ]
 
     for message in messages:
         put(tmp_path, message)
 
     assert waiting(tmp_path) == messages
+    assert MEMBER.awaits_settings
 
 
 def told(**changes: Any) -> bytes:
@@ -76,8 +76,8 @@ def test_what_is_no_message_blocks_nothing(tmp_path: Path, content: bytes | str)
 
 
 def test_only_users_records_are_taken() -> None:
-    content = b"[%s]" % TypeAdapter(AttemptReleased).dump_json(
-        AttemptReleased(at_s=0.0, job="a", attempt=1)
+    content = b"[%s]" % TypeAdapter(AttemptEnded).dump_json(
+        AttemptEnded(at_s=0.0, job="a", attempt=1)
     )
     with pytest.raises(NoMessageError):
         message_of(content)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from orchestrator.config.yaml_source import read_text
 from orchestrator.errors import ConfigError, Problem
 from orchestrator.jobs.spec import from_words, parse
 from tests.factories import REFERENCE
@@ -176,26 +173,3 @@ def problems_of(typed: str | tuple[list[str], dict[str, Any]]) -> tuple[Problem,
     except ConfigError as error:
         return error.problems
     raise AssertionError(f"accepted: {typed}")
-
-
-def files_on_disk(folder: Path) -> dict[str, Path]:
-    """Return what is no text of a job file, by what it is."""
-    makers: dict[str, Callable[[Path], object]] = {
-        "no such file": lambda path: path,
-        "a folder": lambda path: path.mkdir(),
-        "50 MB of spaces": lambda path: path.write_bytes(b" " * 50_000_000),
-        "a binary file": lambda path: path.write_bytes(b"\x7fELF\0\1\2"),
-        "Latin-1": lambda path: path.write_bytes(b"jobs:\n  - name: \xe9\n"),
-        "a file where a folder should be": lambda path: path.write_bytes(b"jobs: []"),
-    }
-    found = {}
-    for number, (what, make) in enumerate(makers.items()):
-        found[what] = folder / f"night{number}.yaml"
-        make(found[what])
-    found["a file where a folder should be"] /= "night.yaml"
-    return found
-
-
-def text_of(path: Path) -> str:
-    """Return the text of a job file."""
-    return read_text(str(path), "jobs.yaml", "jobs run PATH", "the path of a job file")

@@ -15,7 +15,6 @@ from orchestrator.jobs.model import (
     Job,
     JobOrder,
     JobState,
-    Kind,
     Milestones,
     Record,
     Standing,
@@ -29,16 +28,16 @@ from workers.units import GIB
 
 BIG = Card(name="pc1", node="pc1", title="RTX 3090", room_bytes=20 * GIB, speed=1.75)
 SMALL = Card(name="pc2", node="pc2", title="RTX 3070", room_bytes=6 * GIB, speed=1.0)
-ASHA = Milestones(rule="asha", metric="loss", is_min=True, first=100, factor=3, last=900)
+ASHA = Milestones(metric="loss", is_min=True, first=100, factor=3, last=900)
 
 
 def training(name: str, **more: Any) -> Job:
-    return Job(**{"name": name, "id": f"id-{name}", "kind": Kind.TRAIN, "steps": 1000, **more})
+    return Job(**{"name": name, "id": f"id-{name}", "steps": 1000, **more})
 
 
 def command(name: str, **more: Any) -> Job:
     spec = CommandSpec(argv=("python", "train.py"))
-    return Job(**{"name": name, "id": f"id-{name}", "kind": Kind.COMMAND, "command": spec, **more})
+    return Job(**{"name": name, "id": f"id-{name}", "command": spec, **more})
 
 
 class Scene:
@@ -96,11 +95,11 @@ class Scene:
     def next_head(self) -> None:
         """Go on with the queue as another head reads it."""
         before = self.queue
-        texts = [as_json(before.stored(name)) for name in before.names]
+        texts = [as_json(each) for each in before.standings.values()]
         rows = [from_json(Standing, text) for text in texts]
         facts = from_json(QueueFacts, as_json(before.facts))
-        self.queue = Queue(rows, before.sweeps.values(), facts)
-        assert texts == [as_json(self.queue.stored(name)) for name in self.queue.names]
+        self.queue = Queue(rows, facts)
+        assert texts == [as_json(each) for each in self.queue.standings.values()]
 
     def say(self, order: JobOrder, job: str, message: str = "") -> list[Record]:
         id_ = message or f"message-{len(self.records)}"
@@ -114,7 +113,7 @@ class Scene:
         return self.turn()
 
     def standing(self, job: str) -> Standing:
-        return self.queue.standings[job]
+        return self.queue.shown(job)
 
     def state(self, job: str) -> str:
         return self.queue.standings[job].state.value

@@ -16,7 +16,7 @@ from orchestrator.jobs.causes import (
     least_room_bytes,
     retry_of,
 )
-from orchestrator.jobs.model import Cause, Job, JobState, Kind, Standing
+from orchestrator.jobs.model import Cause, Job, JobState, Standing
 from workers import oom
 from workers.messages import Ending, VerdictCause
 
@@ -203,9 +203,7 @@ def test_words_of_ours_in_a_program_say_nothing(ours: str) -> None:
     assert retry_of(Cause.KILLED, STANDING, ours) is Retry.AS_IS
 
 
-STANDING = Standing(
-    job=Job(name="a", id="1", kind=Kind.COMMAND), state=JobState.RUNNING, reason="", since_s=0.0
-)
+STANDING = Standing(job=Job(name="a", id="1"), state=JobState.RUNNING, reason="", since_s=0.0)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from orchestrator.jobs.model import (
     AttemptBegun,
     AttemptEnded,
     AttemptRecalled,
-    AttemptReleased,
     Cause,
     JobOrder,
     JobState,
@@ -29,7 +28,7 @@ from tests.jobs.scene import training
 RECORDS: tuple[Record, ...] = (
     AttemptBegun(at_s=20.0, job="a", attempt=4, card="pc1", budget_bytes=1, alone=True),
     AttemptRecalled(at_s=20.0, job="a", attempt=3, to=JobState.HELD, reason="held"),
-    AttemptReleased(at_s=20.0, job="a", attempt=3),
+    AttemptEnded(at_s=20.0, job="a", attempt=3),
     AttemptEnded(at_s=20.0, job="a", attempt=3, cause=Cause.DONE, text=""),
     MilestoneReached(at_s=20.0, job="a", milestone=100, value=1.0),
     SpeedMeasured(at_s=20.0, job="a", card_title="RTX 3090", steps_per_s=1.0),
@@ -42,15 +41,19 @@ LEGAL = {
     **{
         s: {
             "AttemptRecalled",
-            "AttemptReleased",
             "AttemptEnded",
             "MilestoneReached",
             "SpeedMeasured",
         }
         for s in ON_CARD
     },
-    JobState.QUEUED: {"AttemptBegun", "StateChanged PARKED", "StateChanged INFEASIBLE"},
-    JobState.WAITING: {"StateChanged QUEUED", "StateChanged SKIPPED", "StateChanged INFEASIBLE"},
+    JobState.QUEUED: {"AttemptBegun", "StateChanged INFEASIBLE"},
+    JobState.WAITING: {
+        "StateChanged QUEUED",
+        "StateChanged SKIPPED",
+        "StateChanged INFEASIBLE",
+        "StateChanged FAILED",
+    },
     JobState.PARKED: {"StateChanged QUEUED", "StateChanged INFEASIBLE"},
     JobState.PREEMPTED: {"AttemptBegun", "StateChanged INFEASIBLE"},
     JobState.PAUSED: {"StateChanged QUEUED", "StateChanged STOPPED"},
@@ -60,9 +63,8 @@ LEGAL = {
 
 
 def standing_in(state: JobState) -> Standing:
-    card = "pc1" if state in ON_CARD else None
     return Standing(
-        job=training("a"), state=state, reason="before", since_s=10.0, attempt=3, card=card
+        job=training("a"), state=state, reason="before", since_s=10.0, attempt=3, last_card="pc1"
     )
 
 
@@ -103,7 +105,6 @@ def test_only_retry_begins_what_has_ended(state: JobState) -> None:
 def test_a_record_of_another_attempt_is_illegal(attempt: int) -> None:
     late: tuple[Record, ...] = (
         AttemptRecalled(at_s=20.0, job="a", attempt=attempt, to=JobState.HELD, reason="held"),
-        AttemptReleased(at_s=20.0, job="a", attempt=attempt),
         AttemptEnded(at_s=20.0, job="a", attempt=attempt, cause=Cause.DONE, text=""),
     )
     for record in late:
@@ -111,18 +112,11 @@ def test_a_record_of_another_attempt_is_illegal(attempt: int) -> None:
             advance(standing_in(JobState.RUNNING), record)
 
 
-def test_an_attempt_follows_the_one_before() -> None:
-    record = AttemptBegun(at_s=20.0, job="a", attempt=5, card="pc1", budget_bytes=1, alone=True)
-
-    with pytest.raises(IllegalRecordError, match=r"a: AttemptBegun .*does not follow"):
-        advance(standing_in(JobState.QUEUED), record)
-
-
 def test_time_on_a_card_and_parked_is_added_up() -> None:
     standing = advance(standing_in(JobState.QUEUED), RECORDS[0])
     recalled = AttemptRecalled(at_s=25.0, job="a", attempt=4, to=JobState.PARKED, reason="hours")
     standing = advance(standing, recalled)
-    standing = advance(standing, AttemptReleased(at_s=30.0, job="a", attempt=4))
+    standing = advance(standing, AttemptEnded(at_s=30.0, job="a", attempt=4))
     standing = advance(standing, StateChanged(at_s=37.0, job="a", to=JobState.QUEUED, reason=""))
 
     assert (standing.ran_s, standing.parked_s) == (10.0, 7.0)

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from orchestrator.jobs.milestones import goes_on, milestones_of, promotable, ranking
 from orchestrator.jobs.model import Milestones
 
-ASHA = Milestones(rule="asha", metric="loss", is_min=True, first=500, factor=3, last=13500)
-MEDIAN = replace(ASHA, rule="median")
+ASHA = Milestones(metric="loss", is_min=True, first=500, factor=3, last=13500)
 
 
 def at_first(*values: float) -> list[tuple[str, int, float]]:
@@ -21,7 +20,9 @@ def at_first(*values: float) -> list[tuple[str, int, float]]:
 
 
 def test_milestones_grow_by_the_factor_up_to_the_last_step() -> None:
-    assert milestones_of(ASHA) == (500, 1500, 4500)
+    assert milestones_of(ASHA, None) == (500, 1500, 4500)
+    assert milestones_of(replace(ASHA, last=None), 4500) == (500, 1500)
+    assert milestones_of(replace(ASHA, first=None), 4500) == ()
 
 
 def test_the_best_third_goes_on() -> None:
@@ -62,12 +63,6 @@ def test_values_that_are_no_numbers_rank_last() -> None:
 
     assert ranking(ASHA, reached, 500)[0] == "c"
     assert ranking(replace(ASHA, is_min=False), reached, 500)[0] == "c"
-
-
-def test_the_median_rule_pauses_the_worse_half() -> None:
-    assert goes_on(MEDIAN, at_first(1.0, 2.0), "b", 500)
-    assert goes_on(MEDIAN, at_first(1.0, 3.0, 2.0), "c", 500)
-    assert not goes_on(MEDIAN, at_first(1.0, 2.0, 3.0), "c", 500)
 
 
 @given(st.lists(st.sampled_from([1.0, 2.0, math.nan]), min_size=1, max_size=12))

@@ -19,7 +19,6 @@ from orchestrator.jobs.model import (
     Card,
     Cause,
     Job,
-    Kind,
     SpeedMeasured,
 )
 from orchestrator.jobs.places import Candidate, Place, Plan, likeness, never_fits, plan
@@ -193,7 +192,7 @@ def test_a_closed_card_takes_nothing() -> None:
 
 
 def test_a_job_that_never_fits_is_told_the_sum() -> None:
-    job = Job(name="a", id="1", kind=Kind.TRAIN)
+    job = Job(name="a", id="1")
 
     assert never_fits(job, 24 * GIB, CARDS) == (
         "needs at least 24.0 GiB; the largest card here gives 23.0 GiB (pc1)"
@@ -205,7 +204,7 @@ def test_a_job_that_never_fits_is_told_the_sum() -> None:
 
 
 def test_a_card_that_is_not_here_is_named() -> None:
-    job = Job(name="a", id="1", kind=Kind.TRAIN, card="4090", nodes=("pc1",))
+    job = Job(name="a", id="1", card="4090", nodes=("pc1",))
 
     assert never_fits(job, None, CARDS) == (
         "asks for a card called '4090' on pc1; the cards here: RTX 3090 (pc1), RTX 3070 (pc2)"
@@ -229,17 +228,6 @@ def test_two_that_both_say_so_share_a_card_with_their_own_budgets() -> None:
 def test_no_two_share_a_card_where_one_does_not_say_so() -> None:
     for jobs in ([packable("a"), job_of("b", memory_bytes=4 * GIB)], [job_of("a"), packable("b")]):
         assert len(plan(jobs, (FAST,), (), 0.0).starts) == 1
-
-
-def test_what_was_measured_is_what_a_packed_job_gets_with_a_reserve() -> None:
-    jobs = [
-        replace(packable("a"), measured_bytes=2 * GIB),
-        replace(packable("b"), measured_bytes=GIB),
-    ]
-
-    found = plan(jobs, (FAST,), (), 0.0)
-
-    assert [start.budget_bytes for start in found.starts] == [2 * GIB + 256 * MIB, GIB + 256 * MIB]
 
 
 def test_a_job_joins_one_that_is_packed() -> None:
@@ -331,12 +319,6 @@ def test_both_of_a_shared_card_leave() -> None:
     there = [*running(9 * HOUR, "a", **shared), *running(9 * HOUR, "b", **shared, leaves=True)]
 
     assert plan([urgent()], (FAST,), there, 0.0).recalls == {"a": "urgent"}
-
-
-def test_of_two_that_may_preempt_each_gets_a_card() -> None:
-    jobs = [urgent(), replace(urgent(), job=training("late", priority=1, preempt=True))]
-
-    assert plan(jobs, CARDS, on_both(), 0.0).recalls == {"a": "urgent", "b": "late"}
 
 
 # --- how long all take

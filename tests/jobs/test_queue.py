@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.jobs.lifecycle import IllegalRecordError
 from orchestrator.jobs.model import (
     ON_CARD,
     AttemptEnded,
     AttemptRecalled,
-    AttemptReleased,
     Cause,
     Job,
     JobOrder,
@@ -18,7 +16,6 @@ from orchestrator.jobs.model import (
     QueueHeld,
     SpeedMeasured,
     StateChanged,
-    UserOrder,
 )
 from tests.jobs.scene import ASHA, BIG, Scene, command, starts, training
 from workers.units import GIB, MIB
@@ -31,42 +28,6 @@ def test_what_cannot_fit_is_infeasible_at_submit() -> None:
 
     assert scene.state("a") == "INFEASIBLE"
     assert "25.0 GiB" in scene.standing("a").reason
-
-
-def test_what_fits_only_a_card_that_is_away_waits() -> None:
-    scene = Scene(training("a"), least=10 * GIB)
-    scene.close("pc1", "its node is away")
-
-    assert scene.state("a") == "QUEUED"
-    assert starts(scene.close("pc1", None)) == {"a": "pc1"}
-
-
-def test_a_training_without_room_goes_to_a_larger_card() -> None:
-    scene = Scene(training("b"), training("a"))
-    scene.turn()
-    assert scene.standing("a").card == "pc2"
-
-    recalled = scene.see("a", has_no_room=True)
-    assert [
-        (each.to, each.least_room_bytes) for each in recalled if isinstance(each, AttemptRecalled)
-    ] == [(JobState.QUEUED, 6 * GIB + 1)]
-    assert scene.state("a") == "MOVING"
-    scene.see("a", is_at_rest=True, step=40)
-    assert (scene.state("a"), scene.standing("a").moves) == ("QUEUED", 0)
-    assert starts(scene.end("b"))["a"] == "pc1"
-    assert scene.standing("a").moves == 1
-
-
-def test_a_job_with_nothing_left_takes_the_card_that_is_free() -> None:
-    """The length of what runs on the faster card is unknown."""
-    scene = Scene(training("a"), command("b", nodes=("pc1",), priority=-1))
-    scene.turn()
-    scene.see("a", step=100, steps_per_s=1.75)
-    scene.say(JobOrder.HOLD, "a")
-    scene.see("a", is_at_rest=True, step=1000)
-    assert scene.standing("b").card == "pc1"
-    scene.say(JobOrder.RELEASE, "a")
-    assert scene.standing("a").card == "pc2"
 
 
 def test_a_training_without_room_on_the_largest_card_parks() -> None:
@@ -105,16 +66,6 @@ def test_a_card_that_others_have_makes_no_job_infeasible() -> None:
     assert scene.state("a") == "PARKED"
     assert scene.standing("a").reason == "other programs hold 20.0 GiB of pc1"
     assert scene.standing("a").least_room_bytes is None
-
-
-def test_a_command_without_memory_for_others_sake_starts_again() -> None:
-    scene = Scene(command("a", retries=0), cards=(BIG,))
-    scene.turn()
-
-    scene.end("a", Cause.CARD_TAKEN, "other programs hold 20.0 GiB of pc1")
-
-    assert (scene.state("a"), scene.standing("a").least_room_bytes) == ("PARKED", None)
-    assert starts(scene.turn(600.0)) == {"a": "pc1"}
 
 
 def test_a_command_out_of_memory_gets_a_larger_card() -> None:
@@ -159,18 +110,6 @@ def test_the_same_exception_at_the_same_step_is_final() -> None:
 
     assert scene.state("a") == "FAILED"
     assert scene.standing("a").reason == "ValueError"
-
-
-def test_a_result_of_an_older_attempt_is_refused() -> None:
-    scene = Scene(training("a"))
-    scene.turn()
-    scene.end("a", Cause.KILLED)
-    scene.turn(5.0)
-
-    assert scene.see("a", attempt=1, cause=Cause.DONE) == []
-    with pytest.raises(IllegalRecordError, match="attempt 1"):
-        scene.take(AttemptEnded(at_s=0.0, job="a", attempt=1, cause=Cause.DONE, text=""))
-    assert scene.state("a") == "RUNNING"
 
 
 def test_a_held_queue_goes_on_when_it_is_released() -> None:
@@ -303,15 +242,6 @@ def test_a_card_that_closes_parks_its_job() -> None:
     assert starts(scene.close("pc1", None)) == {"a": "pc1"}
 
 
-def test_a_job_whose_node_is_silent_is_left_alone() -> None:
-    scene = Scene(training("a"))
-    scene.turn()
-    scene.seen.clear()
-
-    assert scene.close("pc1", "its node is away") == []
-    assert scene.state("a") == "RUNNING"
-
-
 def test_a_job_after_a_failed_one_is_skipped() -> None:
     scene = Scene(
         training("a", retries=0),
@@ -362,27 +292,6 @@ def test_after_a_retry_what_was_skipped_waits_again() -> None:
     assert starts(scene.end("b")) == {"c": "pc1"}
 
 
-def test_a_retry_and_a_dead_head_wake_what_was_skipped() -> None:
-    scene = Scene(training("a", retries=0), training("b", after=("a",)))
-    scene.turn()
-    scene.end("a", Cause.EXCEPTION, "ValueError")
-    scene.take(UserOrder(at_s=0.0, id="m", order=JobOrder.RETRY, job="a", by="ann"))
-
-    scene.next_head()
-    scene.turn()
-
-    assert scene.state("b") == "WAITING"
-
-
-def test_the_highest_priority_is_first_however_long_others_wait() -> None:
-    scene = Scene(training("old"), cards=())
-    scene.now_s += 24 * 3600.0
-    scene.submit(training("young", priority=1))
-    scene.cards = (BIG,)
-
-    assert list(starts(scene.turn())) == ["young"]
-
-
 def test_the_longest_is_first_once_a_job_alike_was_measured() -> None:
     jobs = [training(name, steps=steps) for name, steps in (("a", 10), ("short", 20), ("long", 90))]
     scene = Scene(*jobs, cards=(BIG,))
@@ -422,21 +331,6 @@ def test_a_speed_is_recorded_when_it_is_new_or_changes() -> None:
     assert scene.standing("a").speeds == {"RTX 3090": 7.0}
 
 
-def test_jobs_beyond_the_first_know_their_place() -> None:
-    scene = Scene(*(training(f"j{i}") for i in range(100)))
-
-    scene.turn()
-
-    assert scene.standing("j90").reason == "56 jobs go first on pc1"
-
-
-def test_asking_changes_nothing() -> None:
-    scene = Scene(training("a"), training("b", after=("a",)))
-
-    assert scene.queue.next_records(scene.world()) == scene.queue.next_records(scene.world())
-    assert scene.state("a") == "QUEUED"
-
-
 def test_a_stopped_member_does_not_skip_what_follows_a_sweep() -> None:
     scene = Scene(
         *(training(f"lr-{i}", sweep="lr") for i in range(2)),
@@ -446,7 +340,7 @@ def test_a_stopped_member_does_not_skip_what_follows_a_sweep() -> None:
     scene.turn()
     scene.take(
         AttemptRecalled(at_s=0.0, job="lr-1", attempt=1, to=JobState.PAUSED, reason=""),
-        AttemptReleased(at_s=0.0, job="lr-1", attempt=1),
+        AttemptEnded(at_s=0.0, job="lr-1", attempt=1),
         StateChanged(at_s=0.0, job="lr-1", to=JobState.STOPPED, reason="others were better"),
     )
     scene.turn()
@@ -488,22 +382,6 @@ def test_a_program_that_does_not_say_that_it_parks_is_not_preempted() -> None:
 
     assert scene.turn() == []
     assert scene.standing("urgent").reason == "pc1 runs low"
-
-
-def test_what_is_preempted_may_be_held_and_cancelled() -> None:
-    scene = Scene(training("low"), cards=(BIG,))
-    scene.turn()
-    scene.see("low", step=40)
-    scene.submit(training("urgent", priority=1, preempt=True))
-    scene.turn()
-    scene.see("low", is_at_rest=True)
-
-    scene.say(JobOrder.HOLD, "low")
-    assert scene.state("low") == "HELD"
-    scene.say(JobOrder.RELEASE, "low")
-    assert scene.state("low") == "QUEUED"
-    scene.say(JobOrder.CANCEL, "low")
-    assert scene.state("low") == "CANCELLED"
 
 
 @pytest.mark.parametrize(("cause", "ends"), [(Cause.KILLED, "FAILED"), (Cause.PARKED, "RUNNING")])

@@ -36,8 +36,8 @@ from tests.jobs.scene import training
 folder = Path(sys.argv[1])
 store, queue = RunStore(folder / STORE_NAME), queue_of(folder)
 for name in ("a", "b"):
-    queue.apply(Submitted(at_s=0.0, job=training(name)))
-    if queue.shown(name).attempt == 0:
+    if name not in queue.standings:
+        queue.apply(Submitted(at_s=0.0, job=training(name)))
         queue.apply(AttemptBegun(at_s=0.0, job=name, attempt=1, card=name, budget_bytes=1, alone=True))
 store.queue(queue)
 assert store.commit()
@@ -84,7 +84,7 @@ def test_a_stored_queue_is_the_same(tmp_path: Path) -> None:
 
     again = queue_of(tmp_path)
 
-    rows = [[as_json(each.stored(name)) for name in each.names] for each in (scene.queue, again)]
+    rows = [list(map(as_json, each.standings.values())) for each in (scene.queue, again)]
     assert rows[0] == rows[1]
     assert again.facts == scene.queue.facts
     assert again.next_records(scene.world()) == scene.queue.next_records(scene.world())
@@ -134,13 +134,13 @@ def test_what_the_disk_refuses_is_stored_later(tmp_path: Path) -> None:
     store.queue(queue)
     assert not store.commit()
     assert "disk is full" in str(store.problem)
-    assert list(queue_of(tmp_path).names) == ["a"]
+    assert list(queue_of(tmp_path).standings) == ["a"]
 
     clock.now_s += 1.0
     queue.apply(Submitted(at_s=0.0, job=training("c")))
     store.queue(queue)
     assert store.commit()
-    assert list(queue_of(tmp_path).names) == ["a", "b", "c"]
+    assert list(queue_of(tmp_path).standings) == ["a", "b", "c"]
     store.close()
 
 

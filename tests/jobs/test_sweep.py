@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from random import Random
-
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from orchestrator.jobs.milestones import milestones_of
 from orchestrator.jobs.model import Job
@@ -76,7 +72,7 @@ def test_a_command_alone_may_name_its_metric() -> None:
     (job,) = expand(read(text))
     assert job.milestones is not None
     assert (job.milestones.metric, job.milestones.is_min) == ("accuracy", False)
-    assert list(milestones_of(job.milestones)) == []
+    assert milestones_of(job.milestones, job.steps) == ()
 
 
 def test_a_changed_job_changes_no_other_id() -> None:
@@ -135,22 +131,9 @@ jobs:
 """
 
 
-def test_members_of_a_sampler_come_as_they_are_sampled() -> None:
-    file = read(OPTUNA)
-    sampled = [{"train.lr": 1e-4}, {"train.lr": 2e-4}, {"train.lr": 3e-4}]
-    names = [[job.name for job in expand(file, {"hp": sampled[:n]})] for n in range(4)]
-    assert names[:3] == [[], ["hp-0", "eval-0"], ["hp-0", "hp-1", "eval-0", "eval-1"]]
-    assert names[3][-1] == "sum"
-
-
-@settings(max_examples=40)
-@given(st.integers(2, 12), st.randoms(use_true_random=False))
-def test_followers_exist_whatever_the_order_of_entries(count: int, draw: Random) -> None:
-    leads = {n: draw.sample(range(n), draw.randint(0, min(n, 2))) for n in range(count)}
-    order = draw.sample(range(count), count)
-    entries = "".join(
-        f"- {{name: j{n}, command: x, after: [{', '.join(f'j{lead}' for lead in leads[n])}]}}\n"
-        for n in order
-    )
-    jobs = {job.name: job.after for job in expand(read(f"jobs:\n{entries}"))}
-    assert jobs == {f"j{n}": tuple(f"j{lead}" for lead in leads[n]) for n in order}
+def test_members_of_a_sampler_have_no_settings_yet() -> None:
+    jobs = {job.name: job for job in expand(read(OPTUNA))}
+    assert [name for name, job in jobs.items() if job.awaits_settings] == ["hp-0", "hp-1", "hp-2"]
+    assert (jobs["eval-2"].after, jobs["sum"].after) == (("hp-2",), ("hp-0", "hp-1", "hp-2"))
+    chosen = jobs["hp-1"].with_settings({"train.lr": 2e-4})
+    assert (chosen.overrides["train.lr"], chosen.id) == (2e-4, jobs["hp-1"].id)

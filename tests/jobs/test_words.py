@@ -6,9 +6,10 @@ import pytest
 
 from orchestrator.jobs.lifecycle import IllegalRecordError
 from orchestrator.jobs.model import (
-    AttemptRecalled,
     Cause,
     JobOrder,
+    JobState,
+    Record,
     Submitted,
     UserOrder,
 )
@@ -19,9 +20,8 @@ def test_a_running_job_is_held_after_it_has_saved() -> None:
     scene = Scene(training("a"))
     scene.turn()
 
-    (recalled,) = scene.say(JobOrder.HOLD, "a")
-    assert isinstance(recalled, AttemptRecalled)
-    assert scene.say(JobOrder.HOLD, "a") != [], "said again: it is told again"
+    scene.say(JobOrder.HOLD, "a")
+    assert (scene.state("a"), scene.standing("a").recalled_to) == ("RUNNING", JobState.HELD)
     scene.see("a", is_at_rest=True)
 
     assert (scene.state("a"), scene.standing("a").reason) == ("HELD", "held by ann")
@@ -72,36 +72,25 @@ def test_retry_begins_again_with_all_its_retries() -> None:
     assert starts(scene.end("a", Cause.EXCEPTION, "KeyError")) == {"a": "pc1"}
 
 
-def test_a_word_that_comes_twice_is_obeyed_once() -> None:
-    scene = Scene(training("a"))
+@pytest.mark.parametrize(
+    ("record", "why"),
+    [
+        (UserOrder(at_s=0.0, id="m1", order=JobOrder.HOLD, job="a", by="ann"), "obeyed already"),
+        (UserOrder(at_s=0.0, id="m3", order=JobOrder.HOLD, job="x", by="ann"), "no job called x"),
+        (Submitted(at_s=0.0, job=training("a", origin="night.yaml:7")), "submitted already"),
+        (
+            Submitted(at_s=0.0, job=training("a", id="other")),
+            r"another job called a \(night.yaml:7\)",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_and_changes_nothing(record: Record, why: str) -> None:
+    scene = Scene(training("a", origin="night.yaml:7"))
     scene.say(JobOrder.HOLD, "a", "m1")
     scene.say(JobOrder.RELEASE, "a", "m2")
-    said = UserOrder(at_s=0.0, id="m1", order=JobOrder.HOLD, job="a", by="ann")
+    before = dict(scene.queue.standings)
 
-    assert scene.queue.why_refused(said) == "it has been obeyed already"
-    scene.take(said)
+    with pytest.raises(IllegalRecordError, match=why):
+        scene.queue.apply(record)
 
-    assert scene.state("a") != "HELD"
-
-
-def test_a_word_about_a_job_that_there_is_not_is_refused() -> None:
-    said = UserOrder(at_s=0.0, id="m1", order=JobOrder.HOLD, job="x", by="ann")
-    assert Scene(training("a")).queue.why_refused(said) == "there is no job called x"
-
-
-def test_a_job_that_comes_twice_is_one() -> None:
-    scene = Scene(training("a"))
-    again = Submitted(at_s=0.0, job=training("a"))
-
-    assert scene.queue.why_refused(again) == "a has been submitted already"
-    scene.take(again)
-    assert list(scene.queue.standings) == ["a"]
-
-
-def test_another_job_with_the_same_name_is_refused() -> None:
-    scene = Scene(training("a", origin="night.yaml:7"))
-    other = Submitted(at_s=0.0, job=training("a", id="other"))
-
-    assert scene.queue.why_refused(other) == "there is another job called a (night.yaml:7)"
-    with pytest.raises(IllegalRecordError, match="another job"):
-        scene.queue.apply(other)
+    assert scene.queue.standings == before

@@ -6,7 +6,6 @@ import fcntl
 import json
 import os
 import random
-import resource
 import signal
 import subprocess
 import sys
@@ -14,8 +13,6 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.factories import KEY, NOW_S, limit
 from tests.scene import ROOT
@@ -208,28 +205,6 @@ def test_a_damaged_file_is_told_and_written_anew(
     assert sizes(store) == [4]
 
 
-@pytest.fixture(scope="session")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """A good file."""
-    store = LimitStore(tmp_path_factory.mktemp("whole") / "limits.json")
-    store.remember(limit(1), limit(2, card="another"))
-    return store.path.read_bytes()
-
-
-@given(
-    at=st.integers(min_value=0, max_value=700),
-    hole=st.integers(0, 40),
-    filling=st.binary(max_size=40),
-)
-def test_no_change_of_a_file_makes_a_reader_raise(
-    at: int, hole: int, filling: bytes, whole: bytes, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    path = tmp_path_factory.getbasetemp() / "changed.json"
-    path.write_bytes(whole[:at] + filling + whole[at + hole :])
-    store = LimitStore(path)
-    assert len(store.all(NOW_S)) <= 4
-
-
 @pytest.fixture(params=["pipe", "link"])
 def strange(request: pytest.FixtureRequest, path: Path) -> Path:
     """Put something that is no file in the place of the store."""
@@ -251,24 +226,6 @@ def test_what_is_no_regular_file_is_not_touched(strange: Path, store: LimitStore
         assert not call()
         assert "no regular file" in (store.problem or "")
     assert (strange.lstat().st_ino, strange.lstat().st_mode) == (before.st_ino, before.st_mode)
-
-
-def test_a_file_that_cannot_grow_costs_a_sentence(path: Path, store: LimitStore) -> None:
-    """As on a full disk, after the file was made."""
-    store.remember(limit(1))
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1, before[1]))
-    try:
-        store.remember(limit(2, card="x"))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert "File too large" in (store.problem or "")
-    assert "ORCHESTRATOR_STATE_DIR" in (store.problem or "")
-    assert sizes(store) == [1]
-    assert {found.name for found in path.parent.iterdir()} == {
-        "limits.json",
-        "limits.json.lock",
-    }
 
 
 def test_without_a_home_no_folder_is_made_in_this_one(

@@ -19,7 +19,6 @@ from orchestrator.core.user_commands import Command, Do, events_of
 from orchestrator.jobs.model import (
     AttemptBegun,
     AttemptEnded,
-    AttemptReleased,
     Cause,
     Job,
     JobOrder,
@@ -274,7 +273,8 @@ class JobsRun(HeadScene):
         queue = queue_of(folder)
         self.store.note(queue, [] if history is None else history)
         for job in jobs:
-            queue.apply(Submitted(at_s=self.began_unix_s, job=job))
+            if job.name not in queue.standings:
+                queue.apply(Submitted(at_s=self.began_unix_s, job=job))
         self.store.queue(queue)
         self.store.commit()
         self.fleet = JobsFleet(self.clock, queue)
@@ -375,7 +375,7 @@ class JobsRun(HeadScene):
     # What is seen
 
     def standing(self, name: str) -> Standing:
-        return self.dispatcher.queue.standings[name]
+        return self.dispatcher.queue.shown(name)
 
     def standings(self) -> dict[str, Standing]:
         """Return how the jobs stand, by what is stored alone."""
@@ -418,7 +418,7 @@ def check_ends(run: JobsRun) -> None:
         if standing.job.steps is not None and standing.job.command is None:
             assert standing.sha256 == hash_after(name, standing.job.steps)
     on_card: dict[str, str] = {}
-    for record in run.records((AttemptBegun, AttemptEnded, AttemptReleased)):  # type: ignore[arg-type]
+    for record in run.records((AttemptBegun, AttemptEnded)):  # type: ignore[arg-type]
         if isinstance(record, AttemptBegun):
             assert record.card not in on_card.values(), record
             on_card[record.job] = record.card

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -15,22 +16,22 @@ from orchestrator.jobs.model import (
     AttemptBegun,
     AttemptEnded,
     AttemptRecalled,
-    AttemptReleased,
     Cause,
     JobOrder,
     JobState,
     MilestoneReached,
     Milestones,
     QueueHeld,
+    SettingsChosen,
     Submitted,
     UserOrder,
 )
 from orchestrator.jobs.queue import COMMAND_LEASE_S
 from orchestrator.jobs.spec import parse
+from orchestrator.jobs.sweep import expand
 from orchestrator.record import command_file
 from orchestrator.record.archive import read_run
 from orchestrator.record.command_file import any_waits
-from orchestrator.run.sampled_sweeps import sampled_sweeps
 from tests.factories import CPU, MEMORY, REFERENCE
 from tests.jobs.scene import command
 from tests.run.jobs_scene import HeadDiesError, JobsMaker, check_ends, hash_after, short
@@ -350,12 +351,23 @@ jobs:
 def test_of_a_member_that_is_asked_for_memory_is_predicted(new_jobs: JobsMaker) -> None:
     pytest.importorskip("optuna", reason="optuna is not installed (extra sweep)")
     run = new_jobs(stays=True)
-    (sweep,) = sampled_sweeps(parse(OPTUNA, "hp.yaml", REFERENCE), run.dispatcher.queue)
-    put(run.queue_folder, [sweep])
+    jobs = expand(parse(OPTUNA, "hp.yaml", REFERENCE))
+    put(run.queue_folder, [Submitted(at_s=0.0, job=job) for job in jobs])
     run.until(2.0)
-    found = [record.least_bytes for record in run.records(Submitted)]
+    found = [record.least_bytes for record in run.records(SettingsChosen)]
     assert len(found) == 2
     assert all(least_bytes is not None and least_bytes > 10 * MIB for least_bytes in found)
+
+
+def test_a_sweep_that_cannot_be_asked_keeps_no_run_going(
+    new_jobs: JobsMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    run = new_jobs(*expand(parse(OPTUNA, "hp.yaml", REFERENCE)), short("other"))
+    standings = run.finish()
+    assert standings["other"].state is JobState.DONE
+    assert {standings[name].state for name in ("hp-0", "hp-1")} == {JobState.FAILED}
+    assert "type: pip install '.[sweep]'" in standings["hp-0"].reason
 
 
 def test_what_cannot_be_is_refused_before_it_is_written(new_jobs: JobsMaker) -> None:
@@ -486,29 +498,15 @@ def test_a_record_that_cannot_be_stops_no_later_head(
 ) -> None:
     """A defect of the queue is planted: it ends an attempt that never began."""
     run = new_jobs(short("one"), short("two"))
-    wrong = AttemptReleased(at_s=0.0, job="two", attempt=1)
+    wrong = AttemptEnded(at_s=0.0, job="two", attempt=1)
     monkeypatch.setattr(run.dispatcher.queue, "next_records", lambda _: (wrong,))
-    with pytest.raises(IllegalRecordError, match="two: AttemptReleased cannot be"):
+    with pytest.raises(IllegalRecordError, match="two: AttemptEnded cannot be"):
         run.until(5.0)
     run.die()
     assert run.standings()["two"].state is JobState.QUEUED, "what was not checked is not stored"
     run = new_jobs.next_head(run)
     run.finish()
     check_ends(run)
-
-
-def test_a_word_that_cannot_be_is_refused_and_gone(
-    new_jobs: JobsMaker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first check is planted away; the second is that of the queue."""
-    run = new_jobs(short("one"))
-    run.say(JobOrder.CANCEL, "ghost")
-    monkeypatch.setattr(run.dispatcher.queue, "why_refused", lambda _: None)
-    run.finish()
-    check_ends(run)
-    (refused,) = run.events("job_message_refused")
-    assert "there is no job called ghost" in str(refused)
-    assert not any_waits(run.queue_folder)
 
 
 def test_what_waits_is_stored_at_once(new_jobs: JobsMaker) -> None:
@@ -524,7 +522,7 @@ def test_what_waits_is_stored_at_once(new_jobs: JobsMaker) -> None:
 
 
 def test_at_a_milestone_others_get_the_card(new_jobs: JobsMaker) -> None:
-    rule = Milestones(rule="asha", metric="loss", is_min=True, first=40, factor=3, last=360)
+    rule = Milestones(metric="loss", is_min=True, first=40, factor=3, last=360)
     jobs = [short(f"lr-{n}", 360, sweep="lr", milestones=rule) for n in range(9)]
     run = new_jobs(*jobs)
     run.fleet.curve = lambda slot, step: (1 + int(slot[-1])) / (1 + step)

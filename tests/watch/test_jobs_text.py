@@ -27,7 +27,14 @@ from workers.messages import Progress, WorkerState
 NOW_S = STARTED_UNIX_S + 3600.0
 HOSTILE = "a\x1b[2Jb\nc<script>"
 TRAINED = make_standing(
-    "lr-0", "RUNNING", card="pc1", step=40, value=3.5, best=3.4, best_step=30, speeds={"3090": 0.5}
+    "lr-0",
+    "RUNNING",
+    last_card="pc1",
+    step=40,
+    value=3.5,
+    best=3.4,
+    best_step=30,
+    speeds={"3090": 0.5},
 )
 
 
@@ -92,7 +99,7 @@ def test_a_job_that_never_began_has_no_files() -> None:
 
 def test_what_was_done_again_counts_in_seconds() -> None:
     """20 of 100 steps in 500 s were done again after a kill."""
-    done = make_standing("lr-0", "DONE", step=80, ran_s=500.0, ended_at_s=NOW_S)
+    done = make_standing("lr-0", "DONE", step=80, ran_s=500.0, since_s=NOW_S)
     row = make_row(slot="lr-0", progress=Progress(train_step=80, redone_steps=20))
     queue = queue_of(done, rows={"lr-0": row})
     assert view.job_object(done, queue)["job_redone_s"] == 100.0
@@ -108,7 +115,7 @@ def test_the_line_counts_states_and_says_when_the_last_job_ends() -> None:
 
 def test_work_that_is_left_is_shared_among_the_cards_that_work() -> None:
     """60 steps at 0.5/s are 120 s on pc1; two jobs like it come after, on two cards."""
-    beside = replace(TRAINED, job=make_job("b"), card="pc2")
+    beside = replace(TRAINED, job=make_job("b"), last_card="pc2")
     waits = [make_standing(name) for name in "cd"]
     told = queue_object(queue_of(TRAINED, beside, *waits))
     assert told["queue_eta_s"] == pytest.approx(240.0)
@@ -117,13 +124,13 @@ def test_work_that_is_left_is_shared_among_the_cards_that_work() -> None:
 def test_a_job_of_unknown_length_takes_as_long_as_those_that_tell_theirs() -> None:
     """What is done was short. Two share a card and have no speed of their own."""
     short = make_standing("first", "DONE", ran_s=20.0)
-    there = [make_standing(name, "RUNNING", card="pc1", step=200) for name in ("a", "b")]
+    there = [make_standing(name, "RUNNING", last_card="pc1", step=200) for name in ("a", "b")]
     queue = queue_of(short, *there, make_standing("c"), etas_s={"a": 400.0, "b": 400.0})
     assert queue_object(queue)["queue_eta_s"] == pytest.approx((400 + 400 + 400) / 2)
 
 
 def test_the_line_of_a_queue_of_unknown_length_names_no_end() -> None:
-    fresh = make_standing("a", "RUNNING", card="pc1")
+    fresh = make_standing("a", "RUNNING", last_card="pc1")
     line = view.summary_line(queue_of(fresh, make_standing("b")))
     assert line == "1 running, 1 queued"
 
@@ -160,7 +167,7 @@ def test_a_job_in_full_tells_its_attempts() -> None:
 
 
 def results_of(*, is_min: bool) -> list[str]:
-    rule = Milestones(rule="asha", metric="score", is_min=is_min, first=1, factor=3, last=9)
+    rule = Milestones(metric="score", is_min=is_min, first=1, factor=3, last=9)
     job = make_job(milestones=rule)
     standings = [
         make_standing(
