@@ -235,8 +235,6 @@ _LEVERS: Final = (
     _Lever("recompute", "none", ("all",), _EXACT),
     _Lever("activations_on_host", False, (True,), _EXACT),
     _Lever("states_on_host", 0, (50, 100), _EXACT),
-    _Lever("attention", "auto", ("math", "efficient", "flash", "cudnn"), _NUMERIC, ("cudnn",)),
-    _Lever("channels_last", False, (True,), _NUMERIC),
     _Lever("loader_workers", 0, (1, 2), _EXACT),
     _Lever("prefetch", 2, (4,), _EXACT, beside={"loader_workers": 1}),
     _Lever("pin", True, (False,), _EXACT, (True, False)),

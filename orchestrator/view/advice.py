@@ -22,7 +22,7 @@ from workers.units import MIB
 _REMEDIES: Final[Mapping[str, str]] = {
     "data": "it waited for data; prepare them in processes of their own (train.loader_workers), "
     "or make samples cheaper: smaller, decoded once, or kept in RAM (train.ram_cache)",
-    "copies": "batches were copied to it; copy while it computes (train.non_blocking), or send "
+    "copies": "batches were copied to it; copy while it computes (train.pin), or send "
     "small number types and larger parts of a batch",
     "gaps": "it had work and waited for the host; compile blocks into fewer and larger kernels "
     "(train.compile), or give it more at once, by a larger size or batch",

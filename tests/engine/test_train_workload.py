@@ -61,9 +61,7 @@ def test_states_go_to_the_host_while_memory_is_short(in_child: InChild, tmp_path
     shares = [each.detail["states_on_host_pct"] for each in told]
     assert shares[-1] == 0, "and back"
     assert max(int(share or 0) for share in shares) >= 25
-    bought = {int(each.detail["bought_bytes"] or 0) > 0 for each in told}
-    assert bought == {True, False}, "bytes are bought, and given back"
-    assert all(each.detail["time_cost_pct"] is not None for each in told)
+    assert all(int(each.detail["peak_bytes"] or 0) > 0 for each in told)
     assert reports[-1].progress is not None
     assert alone[-1].progress is not None
     assert reports[-1].progress.weights_sha256 == alone[-1].progress.weights_sha256 is not None
@@ -71,7 +69,6 @@ def test_states_go_to_the_host_while_memory_is_short(in_child: InChild, tmp_path
 
 def test_levers_of_the_model_work_together(in_child: InChild, tmp_path: Path) -> None:
     model = {
-        "attention": "cudnn",
         "activations_on_host": True,
         "adapter": "dora",
         "adapter_rank": 4,
@@ -81,7 +78,7 @@ def test_levers_of_the_model_work_together(in_child: InChild, tmp_path: Path) ->
     (report,) = in_child(trained, str(tmp_path), spec(**levers), [WHOLE])
     assert report.verdict is Verdict.DONE
     (attention,) = events(report, "attention")
-    assert attention.detail == {"asked": "cudnn", "ran": "flash"}, "a CPU has no cuDNN"
+    assert attention.detail == {"ran": "flash"}
     (adapter,) = events(report, "adapter")
     # Of four blocks of width 64: rank 4 for 64 to 192, 64 to 64, 64 to 256 and 256 to 64, and a
     # length for each row.

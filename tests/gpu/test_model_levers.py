@@ -65,12 +65,6 @@ def test_what_waits_on_the_host_changes_no_bit(in_child: Callable[..., Any]) -> 
     assert levered["peak_bytes"] < 0.8 * plain["peak_bytes"]
 
 
-@pytest.mark.parametrize("kernel", ["flash", "efficient", "cudnn", "math"])
-def test_the_kernel_that_is_asked_for_runs_in_half_precision(
-    in_child: Callable[..., Any], kernel: str
-) -> None:
-    if kernel in {"flash", "cudnn"} and torch.cuda.get_device_capability() < (8, 0):
-        pytest.skip(f"{kernel} needs an Ampere card or a later one")
-    found = in_child(trained, {"attention": kernel})
-    assert found["ran"] == kernel
-    assert found["losses"] == pytest.approx(in_child(trained, {})["losses"], rel=5e-3)
+def test_the_kernel_of_attention_that_runs_is_told(in_child: Callable[..., Any]) -> None:
+    found = in_child(trained, {})
+    assert set(found["ran"].split("+")) <= {"flash", "efficient", "cudnn"}

@@ -57,7 +57,7 @@ def stored(*records: SlotRecord, folder: Path = Path("runs/x"), **changes: objec
     [
         (["workload.name=train"], 0),
         (["workload.name=train", "train.compile=block"], 600),
-        (["workload.name=train", "train.compile=model", "train.compile_mode=max-autotune"], 1800),
+        (["workload.name=train", "train.compile=model"], 600),
         (["train.compile=model"], 0),  # of the built-in product
     ],
 )

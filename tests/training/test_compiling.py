@@ -16,7 +16,6 @@ from torch.utils.data import TensorDataset
 from tests.training.scene import CPU, gap, settings, train, trainer
 from workers.training.errors import TaskError
 from workers.training.model_levers import Compiling
-from workers.training.schedule import offered_micro_batches
 from workers.training.settings import TrainSettings
 from workers.training.tasks import TrainTask
 from workers.training.trainer import Trainer
@@ -146,9 +145,3 @@ def test_an_error_of_the_model_itself_is_not_the_compilers() -> None:
 def test_blocks_that_a_task_does_not_name_cannot_be_compiled() -> None:
     with pytest.raises(TaskError, match=r"set train\.compile: model"):
         Compiling(settings(compile="block"), nn.Linear(8, 1), [])
-
-
-def test_few_sizes_are_offered_to_what_is_compiled() -> None:
-    offered = offered_micro_batches(TrainSettings(batch=64, compile="block"))
-    assert (len(offered), offered[0], offered[-1]) == (6, 1, 64)
-    assert offered_micro_batches(TrainSettings(batch=4, compile="block")) == [1, 2, 4]

@@ -30,8 +30,8 @@ EXACT: list[tuple[str, dict[str, Any]]] = [
     (CNN, {"activations_on_host": True, "ema_on": "host"}),
 ]
 NUMERIC: list[tuple[str, dict[str, Any]]] = [
-    (GPT, {"attention": "math"}),
-    (CNN, {"channels_last": True}),
+    (GPT, {"precision": "bf16"}),
+    (GPT, {"optimizer": "adamw-foreach"}),
 ]
 
 
@@ -191,13 +191,7 @@ def test_what_waits_on_the_host_comes_back_as_it_was() -> None:
 
 
 def test_the_kernel_of_attention_that_really_ran_is_told() -> None:
-    ran = {
-        asked: trainer(GPT, attention=asked).attention_kernels()
-        for asked in ("auto", "math", "flash", "cudnn")
-    }
-    assert ran == {"auto": "flash", "math": "math", "flash": "flash", "cudnn": "flash"}, (
-        "a CPU has these two alone"
-    )
+    assert trainer(GPT).attention_kernels() == "flash"
     assert trainer(CNN).attention_kernels() == ""
 
 
@@ -215,9 +209,15 @@ def test_cudnn_tries_its_kernels_where_sizes_are_few(keys: dict[str, Any], searc
     assert TrainSettings(**keys).searches_kernels is searches
 
 
-def test_what_changes_bits_is_refused_with_deterministic() -> None:
-    with pytest.raises(ValidationError, match="deterministic: true promises the same bits"):
-        TrainSettings(deterministic=True, attention="cudnn")
+def test_keys_of_earlier_versions_are_refused_with_what_holds_instead() -> None:
+    for key, value in {"attention": "math", "channels_last": True, "non_blocking": False}.items():
+        with pytest.raises(
+            ValidationError, match=f"{key}: {value} is of an earlier version; leave"
+        ):
+            TrainSettings(**{key: value})
+    as_it_was = {"attention": "auto", "channels_last": "auto", "compile_mode": "default"}
+    assert TrainSettings(**as_it_was) == TrainSettings(), "a run of before can be exported"
+    assert TrainSettings().fingerprint()["attention"] == "'auto'", "and gone on from"
 
 
 def test_heads_that_share_keys_are_counted() -> None:

@@ -19,7 +19,7 @@ from workers.training.elastic import ElasticStep
 from workers.training.errors import TaskError
 from workers.training.memory_plan import _LiveBytes
 from workers.training.parts import PartsError, check_parts
-from workers.training.trainer import Trainer, hazards
+from workers.training.trainer import Trainer
 
 Batch = tuple[Tensor, Tensor]
 Loss = Callable[[nn.Module], Callable[[Batch], Tensor]]
@@ -374,7 +374,7 @@ def test_parts_that_stay_make_only_torchs_random_numbers_a_hazard() -> None:
 @pytest.mark.parametrize("kind", [GPT, CNN])
 def test_the_presets_have_none_and_are_left_as_they_are(kind: str) -> None:
     probed, alone = preset_trainer(kind, steps=2), preset_trainer(kind, steps=2)
-    assert hazards(probed) == []
+    assert probed.find_hazards() == []
     for each in (probed, alone):
         replay(each, [[12, 0, 2]])
     assert probed.weights_sha256() == alone.weights_sha256()
@@ -408,7 +408,7 @@ def test_a_hazard_is_named_alone_and_the_model_stays_as_it_was(
     own = replace(task(GPT), model=model, blocks=lambda _: ())
     run = Trainer(own, settings(precision="bf16"), CPU, 1)
     before = run.weights_sha256()
-    (sentence,) = hazards(run)
+    (sentence,) = run.find_hazards()
     assert re.search(named, sentence)
     assert run.weights_sha256() == before
 
@@ -426,5 +426,5 @@ def test_it_is_found_in_the_memory_of_a_part_that_recomputes() -> None:
 
     of_part = peak_bytes(lambda: run._part(0, 4, 8, "fp32", 1.0))
     assert peak_bytes(lambda: run._part(0, 4, 0, "fp32", 1.0)) > 2 * of_part
-    assert peak_bytes(lambda: hazards(run, 4, 8)) < 1.5 * of_part
+    assert peak_bytes(lambda: run.find_hazards(4, 8)) < 1.5 * of_part
     assert peak_bytes(run.attention_kernels) < of_part

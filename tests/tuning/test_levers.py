@@ -19,7 +19,7 @@ def trials(*, on_card: bool = False, **train: object) -> dict[str, Trial]:
 def test_what_the_file_has_is_tried_off_and_auto_stands_for_the_usual() -> None:
     assert "precision=fp32" in trials(precision="bf16")
     assert "precision=bf16" not in trials(precision="bf16")
-    for key, usual in (("micro", "16"), ("recompute", "none"), ("channels_last", "false")):
+    for key, usual in (("micro", "16"), ("recompute", "none")):
         assert f"{key}={usual}" not in trials(**{key: "auto"})
 
 
@@ -28,9 +28,9 @@ def test_a_lever_brings_along_the_key_that_it_needs() -> None:
     assert trials(dropout=0.2)["r_drop=0.5"].changes == {"r_drop": 0.5}
 
 
-def test_a_rehearsal_tries_a_dozen_keys_that_are_quick_and_may_be_chosen() -> None:
+def test_a_rehearsal_tries_ten_keys_that_are_quick_and_may_be_chosen() -> None:
     found = levers.for_rehearsal(list(trials().values()))
-    assert len(found) >= 12
+    assert len(found) >= 10
     assert len({each.lever for each in found}) == len(found)
     assert all(each.parity_class in CHOSEN and each.lever != "compile" for each in found)
     assert not any(each.verdict is LeverVerdict.UNAVAILABLE for each in found)

@@ -66,7 +66,7 @@ def trains(**changed: float) -> dict[str, Any]:
             "55% data: it waited for data; prepare them in processes of their own",
             "(train.loader_workers)",
         ),
-        ([trains(copies_pct=38.0)], STEADY, "38% copies: ", "(train.non_blocking)"),
+        ([trains(copies_pct=38.0)], STEADY, "38% copies: ", "(train.pin)"),
         (
             [{"duty_measured": 0.3, "utilisation_pct": 48.5}],
             HOT,

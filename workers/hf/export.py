@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from torch import nn
 
 from workers.files import flush
-from workers.training.checkpoints import Identity, RefusedError, newest_good, read_number
+from workers.training.checkpoints import Identity, RefusedError, newest_of
 from workers.training.errors import TrainingError
 from workers.training.lora import load_weights, merge, new_model, peft_layers
 from workers.training.settings import TrainSettings
@@ -66,7 +66,7 @@ def export(request: Request) -> dict[str, Any]:
         TrainingError: The task of the run cannot be made on this machine.
         OSError: The disk refuses.
     """
-    path, saved, told = newest([Path(name) for name in request.checkpoints])
+    path, saved, told = newest_of([Path(name) for name in request.checkpoints])
     settings = TrainSettings.model_validate(dict(request.settings))
     task = find_task(settings, request.seed)
     model = _trained(task, settings, saved, path, average=request.average)
@@ -94,18 +94,6 @@ def export(request: Request) -> dict[str, Any]:
 
     size_bytes = write_whole(Path(request.to), fill)
     return {"step": saved["step"], "form": form, "bytes": size_bytes, "told": told}
-
-
-def newest(paths: Sequence[Path]) -> tuple[Path, dict[str, Any], list[str]]:
-    """Return the newest checkpoint that is whole, and a sentence for each newer one that is not.
-
-    Raises:
-        RefusedError: There is none.
-    """
-    good, refused = newest_good({path: read_number(path) for path in paths if path.exists()})
-    if good is None:
-        raise RefusedError("; ".join(refused) or "there is no checkpoint")
-    return *good, refused
 
 
 def write_whole(to: Path, fill: Callable[[Path], object]) -> int:

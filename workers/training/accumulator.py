@@ -1,17 +1,21 @@
 """The gradient of an effective batch, added up over its parts in memory that exists before its
 first part.
 
-`autograd.grad` returns new tensors and changes none, so a part that fails leaves the finished ones
-as they were. The loss of the effective batch is the sum over its items divided by their count,
-which is known before the first part. A parameter that no part gave a gradient has none, as after
-`backward`: the optimiser then leaves it alone.
+Each gradient of a part goes into its sum as soon as the backward pass has it, and is freed: beside
+the sums, the gradients of a part never live all at once. A part may run out of memory when some of
+its gradients are in their sums already. So each sum says up to which row of the batch it counts:
+where it holds those of a part, it does not take them again, and no part reaches across such a row.
+
+The loss of the effective batch is the sum over its items divided by their count, which is known
+before the first part. A parameter that no part gave a gradient has none, as after `backward`: the
+optimiser then leaves it alone.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import reduce
+from functools import partial, reduce
 from typing import Final
 
 import torch
@@ -35,8 +39,9 @@ class Accumulator:
         self.parameters: list[nn.Parameter] = []
         """Those that are trained, in the order of their sums."""
         self.gradients: list[Tensor] = []
-        """The sums, by parameter. What they hold counts where a gradient was `_given`."""
-        self._given: list[bool] = []
+        """The sums, by parameter. What they hold counts up to the row that `_held` says."""
+        self._held: list[int] = []
+        """For each sum the last row whose gradient is in it; 0: what it holds means nothing."""
         #: A list, so that it can be parked like the gradients.
         self.loss: list[Tensor] = []
         self.hold(parameters)
@@ -56,7 +61,7 @@ class Accumulator:
             held[each] if each in held and _fits(each, held[each]) else _zeros(each)
             for each in parameters
         ]
-        self.parameters, self._given = list(parameters), [False] * len(parameters)
+        self.parameters, self._held = list(parameters), [0] * len(parameters)
         self.used = set[int]()
         """The places of parameters that a loss has depended on."""
         self._fewest = len(parameters) + 1
@@ -66,8 +71,8 @@ class Accumulator:
     @property
     def pairs(self) -> list[tuple[nn.Parameter, Tensor]]:
         """The parameters that have a gradient, each with its sum."""
-        held = zip(self.parameters, self.gradients, self._given, strict=True)
-        return [(parameter, own) for parameter, own, given in held if given]
+        sums = zip(self.parameters, self.gradients, self._held, strict=True)
+        return [(parameter, own) for parameter, own, held in sums if held]
 
     def totals(self) -> list[tuple[nn.Parameter, Tensor]]:
         """Return the same after the hooks of each parameter, which are called once in a batch.
@@ -95,72 +100,110 @@ class Accumulator:
         self._rows = rows
         self._count = count
         self.done = 0
-        """Rows in the sums. With 0, what the sums hold means nothing."""
-        self._adding = self._follows = False
+        """Rows of the finished parts, of which all sums hold what there is."""
+        self._held = [0] * len(self.parameters)
+        self._follows = False
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether a part has failed when some of its gradients were in their sums. What is computed
+        next completes it, as long as it would give those gradients again.
+        """
+        return any(held > self.done for held in self._held)
 
     @property
     def remaining(self) -> int:
         """Rows that are still missing; 0: only the update is left."""
         return self._rows - self.done
 
-    def next_rows(self, limit: int) -> int:
-        """Return the size of the next part, 0 after the last. A cut addition begins all again."""
-        if self._adding:
-            self.begin(self._rows, self._count)
-        return schedule.next_part(self.remaining, limit) if self.remaining else 0
+    def next_rows(self, most_rows: int) -> int:
+        """Return the size of the next part, 0 after the last. It ends at the latest where a part
+        ended that failed after some of its gradients were in their sums.
+        """
+        end = min((held for held in self._held if held > self.done), default=self._rows)
+        return schedule.next_part(end - self.done, most_rows) if self.remaining else 0
 
-    def gradients_of(self, loss: Tensor, scale: float = 1.0) -> list[Tensor | None]:
-        """Return the gradients of a part's summed loss; `None`: the parameter has none.
+    def add(
+        self,
+        rows: int,
+        loss: Tensor,
+        scale: float = 1.0,
+        changed: Callable[[nn.Parameter, Tensor], Tensor] = lambda _, gradient: gradient,
+    ) -> None:
+        """Add a part, of which this is the summed loss. It may fail at any place, and then the part,
+        or smaller ones that end where it ends, are added instead.
+
+        `changed` sees each gradient of a parameter, and returns what is added.
+
+        Raises:
+            TaskError: A gradient is sparse.
+        """
+        end = self.done + rows
+
+        def take(place: int, gradient: Tensor) -> None:
+            if self._held[place] >= end:  # of an attempt that failed later
+                return
+            own, gradient = self.gradients[place], changed(self.parameters[place], gradient)
+            if self._held[place]:
+                own.add_(gradient)
+            else:
+                own.copy_(gradient)
+            self._held[place] = end
+
+        self.backward(loss, scale, take)
+        with torch.no_grad():
+            total = loss.detach()
+            self.loss[0].copy_(self.loss[0] + total if self.done else total)
+        self._follows = self._follows or any(self._held)
+        self.done = end
+
+    def backward(self, loss: Tensor, scale: float, take: Callable[[int, Tensor], object]) -> None:
+        """Compute the gradients of a part's summed loss, and hand over each, with the place of its
+        parameter, when it is there. Gradients and hooks of the parameters stay as they were.
 
         Raises:
             TaskError: A gradient is sparse.
         """
         self._follows = self._follows or loss.requires_grad
         if not loss.requires_grad or not self.parameters:  # of a part; others may
-            return [None] * len(self.parameters)
+            return
         seed = torch.full_like(loss, scale / self._count)
-        hooks = [(each, each._backward_hooks) for each in self.parameters if each._backward_hooks]
+        before = [(each, each.grad, each._backward_hooks) for each in self.parameters]
+        given = set[int]()
+
+        def taken(place: int, parameter: Tensor) -> None:
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is None:
+                return
+            if gradient.is_sparse:
+                raise TaskError(
+                    "the gradient of an embedding is sparse, and sums of parts are dense; make the "
+                    "embedding with sparse=False, and train it with an optimiser for dense "
+                    "gradients"
+                )
+            given.add(place)
+            take(place, gradient)
+
+        hooks = [
+            each.register_post_accumulate_grad_hook(partial(taken, place))  # type: ignore[no-untyped-call]
+            for place, each in enumerate(self.parameters)
+        ]
         try:
-            for parameter, _ in hooks:
-                parameter._backward_hooks = None
-            found = torch.autograd.grad(loss, self.parameters, grad_outputs=seed, allow_unused=True)
+            for parameter, *_ in before:
+                parameter.grad = parameter._backward_hooks = None
+            torch.autograd.backward(loss, seed, inputs=self.parameters)
         except RuntimeError:
             _refuse_reentrant(loss)
             raise
         finally:
-            for parameter, each in hooks:
-                parameter._backward_hooks = each
-        given = [place for place, each in enumerate(found) if each is not None]
+            for hook in hooks:
+                hook.remove()
+            for parameter, gradient, own_hooks in before:
+                parameter.grad, parameter._backward_hooks = gradient, own_hooks
         if len(given) < self._fewest:
             _refuse_reentrant(loss)
             self._fewest = len(given)
         self.used.update(given)
-        if any(each is not None and each.is_sparse for each in found):
-            raise TaskError(
-                "the gradient of an embedding is sparse, and sums of parts are dense; make the "
-                "embedding with sparse=False, and train it with an optimiser for dense gradients"
-            )
-        return list(found)
-
-    @torch.no_grad()
-    def add(self, rows: int, loss: Tensor, gradients: Sequence[Tensor | None]) -> None:
-        """Add a part. The first gradient of each parameter replaces what was there."""
-        self._adding = True
-        if self.done == 0:
-            self._given = [False] * len(self.gradients)
-            self.loss[0].zero_()
-        pairs = list(zip(self.gradients, gradients, self._given, strict=True))
-        first = [(own, new) for own, new, given in pairs if new is not None and not given]
-        more = [(own, new) for own, new, given in pairs if new is not None and given]
-        if first:
-            torch._foreach_copy_([own for own, _ in first], [new for _, new in first])
-        if more:
-            torch._foreach_add_([own for own, _ in more], [new for _, new in more])
-        self._given = [given or new is not None for _, new, given in pairs]
-        self._follows = self._follows or any(self._given)
-        self.loss[0].add_(loss)
-        self.done += rows
-        self._adding = False
 
     @torch.no_grad()
     def finish(

@@ -173,6 +173,8 @@ class BatchInParts:
         """
         self.draws = False
         """Whether a user accepts that samples draw from torch's own random numbers."""
+        self.repeats = True
+        """Whether samples that are computed again, or in other parts, have the same gradients."""
 
     def is_due(self, batch: Batch, rows: int, *others: object) -> bool:
         """Whether no batch of this form was checked, of this model in this mode."""
@@ -189,7 +191,7 @@ class BatchInParts:
         self,
         batch: Batch,
         value: Callable[[Batch, int, int], Tensor],
-        limit: int,
+        most_rows: int,
         *,
         is_mean: bool,
         is_cut: bool,
@@ -209,7 +211,7 @@ class BatchInParts:
                 lambda part, at: value(part, at, rows_of(part)),
                 weight=rows_of if is_mean else None,
                 counted=self._counted,
-                rows=limit,
+                rows=most_rows,
                 accumulator=self.sums,
                 buffers=self._changing,
             )
@@ -225,6 +227,7 @@ class BatchInParts:
         if found and (self._on_hazard is None or found[0].cause == "unknown"):
             raise found[0]
         self.draws = any(each.cause == "dropout" for each in found)
+        self.repeats &= not found
         for sentence in self.check.done(map(str, found)):
             if self._on_hazard is not None:
                 self._on_hazard(sentence)
@@ -257,12 +260,14 @@ class _OneBatch(Generic[R]):
         self._at_first = self._now = Snapshot([])
         """Those to which it adds something of each sample."""
 
-    def advance(self, limit: int) -> list[R]:
+    def advance(self, most_rows: int) -> list[R]:
         """Compute one part of at most so many rows; after the last one return what comes of it."""
         owner, sums = self.owner, self.owner.sums
-        fits, limit = limit, min(limit, owner.most_rows or limit)
-        each_pass = self._each_pass or self._begin(fits, is_cut=limit < self.rows)
-        if rows := sums.next_rows(limit):
+        fits, most_rows = most_rows, min(most_rows, owner.most_rows or most_rows)
+        each_pass = self._each_pass or self._begin(fits, is_cut=most_rows < self.rows)
+        if sums.is_torn and not owner.repeats:
+            sums.begin(self.rows, self.items)
+        if rows := sums.next_rows(most_rows):
             at = sums.done
             owner.parts = owner.parts if at else []
             # Undo what a failed part has changed, and what the part before did once for all.
@@ -270,13 +275,12 @@ class _OneBatch(Generic[R]):
             (self._now if at else self._at_first).restore()
             part = self.batch if self.uncut else part_of(self.batch, at, rows)
             total = self._value(part, at, rows) * (rows if self.is_mean else 1)
-            gradients = sums.gradients_of(total, self.scale)
+            sums.add(rows, total, self.scale)
             if len(sums.used) > self._used:  # than any batch before: of that nothing is known
                 owner.check.forget()
                 self.undo()
                 return []
-            sums.add(rows, total.detach(), gradients)
-            del total, gradients  # the update needs their memory
+            del total  # the update needs its memory
             self._now = Snapshot(self._adding)
             self._passed |= each_pass.changed()
             owner.parts.append(rows)
@@ -293,16 +297,16 @@ class _OneBatch(Generic[R]):
             self._at_first.restore()
             self._each_pass = None
 
-    def _begin(self, limit: int, *, is_cut: bool) -> Snapshot:
+    def _begin(self, most_rows: int, *, is_cut: bool) -> Snapshot:
         owner = self.owner
         owner.hold()
         code = getattr(self.loss, "__code__", type(self.loss))
         if (
             self.uncut is None
-            and min(limit, self.rows) > 1
+            and min(most_rows, self.rows) > 1
             and owner.is_due(self.batch, self.rows, self.is_mean, code)
         ):
-            owner.refuse(self.batch, self._value, limit, is_mean=self.is_mean, is_cut=is_cut)
+            owner.refuse(self.batch, self._value, most_rows, is_mean=self.is_mean, is_cut=is_cut)
         owner.sums.begin(self.rows, self.items)
         self._used = len(owner.sums.used)
         once, self._adding = owner.buffers

@@ -98,11 +98,9 @@ def picked(batch: Batch, places: Sequence[int]) -> Batch:
     return _cut(batch, pick, rows_of(batch), "batch")
 
 
-def on_device(batch: Batch, device: torch.device, *, non_blocking: bool = True) -> Batch:
+def on_device(batch: Batch, device: torch.device) -> Batch:
     """Copy a batch. From pinned memory the copy does not wait for the card."""
-    return map_tensors(
-        lambda tensor: tensor.to(device, non_blocking=non_blocking and tensor.is_pinned()), batch
-    )
+    return map_tensors(lambda tensor: tensor.to(device, non_blocking=tensor.is_pinned()), batch)
 
 
 def _mapped(tree: Mapping[Any, Any], change: Callable[[Any, Any], Any]) -> Any:  # noqa: ANN401

@@ -25,7 +25,7 @@ import threading
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any, Final, TypeAlias, cast
@@ -487,6 +487,18 @@ def newest_good(
             return (path, content), refused
         refused.append(f"the checkpoint {path} is not used: {reason}")
     return None, refused
+
+
+def newest_of(paths: Sequence[Path]) -> tuple[Path, dict[str, Any], list[str]]:
+    """Return the newest file that is whole, what it holds, and a sentence for each newer one.
+
+    Raises:
+        RefusedError: There is none.
+    """
+    good, refused = newest_good({path: read_number(path) for path in paths if path.exists()})
+    if good is None:
+        raise RefusedError("; ".join(refused) or "there is no checkpoint")
+    return *good, refused
 
 
 def read_file(path: Path) -> dict[str, Any]:

@@ -20,9 +20,8 @@ from workers.training import lora
 from workers.training.checkpoints import (
     Identity,
     RefusedError,
-    newest_good,
+    newest_of,
     read_file,
-    read_number,
     write_file,
 )
 from workers.training.errors import TaskError
@@ -44,10 +43,7 @@ def take_out(paths: Sequence[Path], to: Path) -> dict[str, Any]:
         RefusedError: No file can be used.
         OSError: They cannot be written.
     """
-    good, told = newest_good({path: read_number(path) for path in paths})
-    if good is None:
-        raise RefusedError("; ".join(told))
-    path, saved = good
+    path, saved, told = newest_of(paths)
     levers = {key: saved["identity"]["levers"][key] for key in _KEYS}
     weights = saved["state"]["weights"]
     to.parent.mkdir(parents=True, exist_ok=True)

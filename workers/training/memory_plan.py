@@ -145,7 +145,7 @@ class MemoryPlanner:
             self._parameters = trained_parameters(task, self._model)
             self._accumulator = Accumulator(self._parameters)
             held.append(self._live.now_bytes)
-            self._optimizer = task.new_optimizer(self._model, settings, planned=True)
+            self._optimizer = task.new_optimizer(self._model, settings)
             allocate_states(self._optimizer)
             held.append(self._live.now_bytes)
             if settings.ema_decay is not None and settings.ema_on == "device":
@@ -269,10 +269,9 @@ class MemoryPlanner:
         part = map_tensors(lambda one: one.new_empty((micro, *one.shape[1:])), self._batch_of_one)
         self._dropouts.key(0, micro, cpu)
         self._accumulator.begin(micro, 1)
-        with self._levers.region():
-            with precision.autocast(self._settings.precision, cpu), self._levers.saving():
-                loss = self._task.loss(self._model, self._levers.ordered(part))
-            self._accumulator.add(micro, loss.detach(), self._accumulator.gradients_of(loss))
+        with precision.autocast(self._settings.precision, cpu), self._levers.saving():
+            loss = self._task.loss(self._model, self._levers.ordered(part))
+        self._accumulator.add(micro, loss)
 
     def _states_bytes(self, parameter: nn.Parameter) -> int:
         states = states_of(self._optimizer, parameter).values()

@@ -1,5 +1,5 @@
-"""How a model is computed, as far as `train:` says so: recomputed blocks, attention, the order of
-pictures, where activations wait, torch.compile.
+"""How a model is computed, as far as `train:` says so: recomputed blocks, where activations wait,
+torch.compile; and the order of pictures, which the device decides.
 
 The training and the plan of its memory use the same levers, so that both do the same.
 """
@@ -21,7 +21,6 @@ import psutil
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -38,14 +37,6 @@ T = TypeVar("T")
 
 _Shape: TypeAlias = Sequence[int]
 
-#: In the order in which torch itself takes them on a card that has all.
-_KERNELS: Final = {
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "math": SDPBackend.MATH,
-}
-
 #: Operators, and the kernel that each one is. The last one is called by torch's `math` alone.
 _OPERATORS: Final = {
     "aten::_scaled_dot_product_flash_attention": "flash",
@@ -57,17 +48,6 @@ _OPERATORS: Final = {
 #: Smaller activations stay: a page of host memory and a copy each would be worth more than they
 #: are.
 _LEAST_BYTES: Final = 4096
-
-#: Through these a weight becomes what autocast computes with, and what a product saves of it.
-_CASTS: Final = {
-    "ToCopyBackward0",
-    "TBackward0",
-    "TransposeBackward0",
-    "PermuteBackward0",
-    "ViewBackward0",
-}
-
-_NARROW: Final = {torch.bfloat16, torch.float16}
 
 #: Graphs of one piece of code, for blocks that are alike or for one model. A training needs two:
 #: without and with recomputation. With more, something that changes in every step is compiled into
@@ -84,12 +64,12 @@ _NEEDED_BYTES: Final = 256 * MIB
 
 
 class ModelLevers:
-    """The levers of one model that say which kernels are used and where tensors are."""
+    """Where the tensors of one model are: in which order, and which wait on the host."""
 
     def __init__(
         self, settings: TrainSettings, model: nn.Module, *, device_type: str, on_card: bool
     ) -> None:
-        """Put the weights of convolutions into the order that is asked for.
+        """Put the weights of convolutions into the order that the device reads fastest.
 
         Args:
             settings: Those of the training.
@@ -97,12 +77,10 @@ class ModelLevers:
             device_type: Where it really is.
             on_card: What it is computed, or planned, for.
         """
-        self._settings = settings
-        self._channels_last = settings.channels_last is True or (
-            # cuDNN's kernels for tensor cores read this order; in fp32 and on a CPU there is little
-            # to gain.
-            settings.channels_last == "auto"
-            and on_card
+        # cuDNN's kernels for tensor cores read channels last; in fp32 and on a CPU there is little
+        # to gain.
+        self._channels_last = (
+            on_card
             and settings.precision in {"bf16", "fp16"}
             and any(isinstance(module, nn.Conv2d) for module in model.modules())
         )
@@ -114,23 +92,6 @@ class ModelLevers:
             # plan cannot follow.
             for weight in (*model.parameters(), *model.buffers()):
                 weight.data = _channels_last(weight.data)
-
-    def region(self) -> AbstractContextManager[object]:
-        """Return the region for the forward and the backward pass of a part: it says which kernel
-        of attention is used, where it can. What is recomputed must choose the same one again.
-
-        A kernel that cannot compute a model's attention on this device is replaced by one after it
-        in torch's order, so that a training never fails for it; cuDNN's, whose backward pass may
-        give other bits each time, is never the replacement. `auto` leaves the choice to torch.
-        """
-        wanted = self._settings.attention
-        if wanted == "auto":
-            return nullcontext()
-        # Those before it are switched off, not put behind it: on Hopper the first attention of a
-        # process puts cuDNN first, whatever priority was set (torch, sdp_utils.cpp).
-        names = list(_KERNELS)
-        after = names[names.index(wanted) :]
-        return sdpa_kernel([_KERNELS[name] for name in after], set_priority=True)
 
     def saving(self) -> AbstractContextManager[object]:
         """Return the region of the forward pass: where what the backward pass needs is kept."""
@@ -227,10 +188,9 @@ class HostActivations:
     """Keeps what the backward pass will need in host memory: each tensor is copied there when the
     forward pass saves it, and comes back when the backward pass asks for it.
 
-    Copies change no bit. Weights stay where they are, also those that autocast has made narrower,
-    and so does what a recomputed block computes again. The host needs room for all activations of a
-    part of a batch. What a compiled graph saves does not say what it came from: there such weights
-    move.
+    As `torch.autograd.graph.save_on_cpu`, but that weights stay, that strides come back as they
+    were, and that no cap of a CPU counts the copies. Copies change no bit. What a recomputed block
+    computes again stays. The host needs room for all activations of a part of a batch.
     """
 
     def __init__(self, model: nn.Module, device_type: str) -> None:
@@ -244,56 +204,39 @@ class HostActivations:
         """Return the region for a forward pass."""
         self.waiting_bytes = 0
         weights = {parameter.untyped_storage()._cdata for parameter in self._model.parameters()}
-        # No graph leads to a frozen one, so its copy is known by its shape alone.
-        frozen = {
-            shape
-            for parameter in self._model.parameters()
-            if not parameter.requires_grad
-            for shape in (parameter.shape, parameter.shape[::-1])
-        }
-
-        def is_weight(tensor: Tensor) -> bool:
-            if tensor.untyped_storage()._cdata in weights:
-                return True
-            if not tensor.requires_grad:
-                return tensor.dtype in _NARROW and tensor.shape in frozen
-            node = tensor.grad_fn
-            while node is not None and node.name() in _CASTS:
-                node = node.next_functions[0][0]
-            leaf = getattr(node, "variable", None)  # of the node that adds up a weight's gradient
-            return leaf is not None and leaf.untyped_storage()._cdata in weights
 
         def pack(tensor: Tensor) -> Tensor | Callable[[], Tensor]:
             if (
                 tensor.nbytes < _LEAST_BYTES
                 or tensor.device.type != self._device_type
-                or is_weight(tensor)
+                or tensor.untyped_storage()._cdata in weights
             ):
                 return tensor
             once = _once(tensor.detach())
             self.waiting_bytes += power_of_two(once.nbytes)
-            fill = _leave if isinstance(tensor, FakeTensor) else self._copied(once)
-            size, device = tensor.shape, tensor.device
-            # With the strides that it had, though it may take gaps: a compiled backward pass
-            # insists on them.
-            empty = partial(
-                torch.empty_strided, once.shape, tensor.stride(), dtype=tensor.dtype, device=device
-            )
-            return lambda: fill(empty()).expand(size)
+            return self._on_host(once, tensor.shape)
 
         def unpack(packed: Tensor | Callable[[], Tensor]) -> Tensor:
             return packed if isinstance(packed, Tensor) else packed()
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
-    def _copied(self, tensor: Tensor) -> Callable[[Tensor], Tensor]:
-        """Copy it to the host, and return what copies it back into another tensor."""
+    def _on_host(self, tensor: Tensor, size: torch.Size) -> Callable[[], Tensor]:
+        """Copy a tensor to the host; return what brings it back, repeated up to `size`. A plan's
+        tensors have no data: they only take the memory again.
+        """
+        # With the strides that it had, though it may take gaps: a compiled backward pass insists on
+        # them.
+        form, strides, dtype, device = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+        empty = partial(torch.empty_strided, form, strides, dtype=dtype, device=device)
+        if isinstance(tensor, FakeTensor):
+            return lambda: empty().expand(size)
         host = like(tensor) if tensor.is_cuda else self._shared(tensor)
         # Pageable memory must be written before anything reads it; pinned memory is read in the
         # order of the stream.
         fast = host.is_pinned()
         host.copy_(tensor, non_blocking=fast)
-        return lambda back: back.copy_(host, non_blocking=fast)
+        return lambda: empty().copy_(host, non_blocking=fast).expand(size)
 
     def _shared(self, tensor: Tensor) -> Tensor:
         """Return memory that no cap counts, from blocks that stay: the kernel's highest size is
@@ -320,11 +263,6 @@ def _once(tensor: Tensor) -> Tensor:
     return tensor.as_strided(size, tensor.stride())
 
 
-def _leave(tensor: Tensor) -> Tensor:
-    """Take the memory that bringing a tensor back would take; there is no data."""
-    return tensor
-
-
 class Compiling:
     """torch.compile for a model, or for each of its blocks; taken back where it fails or compiles
     again and again.
@@ -347,7 +285,7 @@ class Compiling:
         Raises:
             TaskError: Blocks shall be compiled, and the task names none.
         """
-        self._unit, self._mode, self._backend = settings.compile, settings.compile_mode, backend
+        self._unit, self._backend = settings.compile, backend
         self._pending = self._unit != "off"
         """Whether parts are to be compiled: until it fails."""
         self._on = False
@@ -400,35 +338,22 @@ class Compiling:
             return result
         # Outside the handler, so that what the failed part held is free.
         self._pending = False
-        self._forget()
-        self._tell("not_compiled", time.perf_counter() - began_s, reason=reason)
-        return compute()
-
-    def park(self) -> None:
-        """Drop CUDA graphs, which hold memory and addresses; the next part makes new ones."""
-        if self._pending and self._mode != "default":
-            self._forget()
-
-    def _forget(self) -> None:
         torch.compiler.reset()
         self._graphs = 0
+        self._tell("not_compiled", time.perf_counter() - began_s, reason=reason)
+        return compute()
 
     def _compiled(self, compute: Callable[[], T]) -> T:
         from torch._dynamo import config  # noqa: PLC0415 - takes a second, and most trainings compile nothing
         from torch._inductor import config as inductor  # noqa: PLC0415 - as above
 
         if not self._made:
-            mode = None if self._mode == "default" else self._mode
-            self._made = [
-                torch.compile(forward, backend=self._backend, mode=mode) for forward in self._eager
-            ]
+            self._made = [torch.compile(forward, backend=self._backend) for forward in self._eager]
         limits = {"recompile_limit": self._most_graphs, "fail_on_recompile_limit_hit": True}
         self._on = True
         try:
             # One thread: more are processes, and they would outlive a worker that is killed.
             with config.patch(limits), inductor.patch({"compile_threads": 1}):
-                if self._mode != "default":
-                    torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]  # torch has no types
                 return compute()
         finally:
             self._on = False
@@ -463,7 +388,7 @@ class Compiling:
             self._graphs = graphs
 
     def _tell(self, name: str, seconds: float, **figures: object) -> None:
-        common = {"unit": self._unit, "mode": self._mode, "seconds": round(seconds, 3)}
+        common = {"unit": self._unit, "seconds": round(seconds, 3)}
         self._news.append((name, {**common, **figures}))
 
 

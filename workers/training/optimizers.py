@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -31,18 +32,12 @@ _BETAS: Final = (0.9, 0.95)
 #: What makes the states of torch's Adam and AdamW.
 _ADAMS: Final = Adam._init_group.__qualname__
 
-#: Of bitsandbytes: states of smaller parameters stay in fp32; of others so many have one scale.
-_LEAST_QUANTISED: Final = 4096
-_BLOCK: Final = 256
-_STATES: Final = ("state1", "state2")
-#: What codes mean; steps do not change these.
+#: Of bitsandbytes: what codes mean; steps do not change these.
 _TABLES: Final = ("qmap1", "qmap2")
 
 
-def adamw(
-    parameters: Sequence[nn.Parameter], settings: TrainSettings, lr: float, *, planned: bool = False
-) -> Optimizer:
-    """Make AdamW, or what only has its memory if that is to be `planned`.
+def adamw(parameters: Sequence[nn.Parameter], settings: TrainSettings, lr: float) -> Optimizer:
+    """Make AdamW.
 
     Only matrices decay: biases and norms have one dimension.
 
@@ -57,7 +52,7 @@ def adamw(
         if some
     ]
     if settings.optimizer == "adamw-8bit":
-        return PlannedAdamW8bit(groups) if planned else _adamw_8bit(groups, lr)
+        return _adamw_8bit(groups, lr)
     return AdamW(
         groups,
         lr=lr,
@@ -75,36 +70,13 @@ def _adamw_8bit(groups: Sequence[dict[str, Any]], lr: float) -> Optimizer:
             f"train.optimizer is adamw-8bit, and bitsandbytes cannot be used here ({error}); "
             "pip install 'bitsandbytes>=0.50' there, or set train.optimizer: adamw-fused"
         ) from error
-    optimizer: Optimizer = kind(groups, lr=lr, betas=_BETAS)
+    with unset_fake_temporarily():  # it makes tables of numbers, also for a plan
+        optimizer: Optimizer = kind(groups, lr=lr, betas=_BETAS)
     return optimizer
 
 
-class PlannedAdamW8bit(Optimizer):
-    """Has the states of bitsandbytes' AdamW8bit, for a plan without the package; cannot step."""
-
-    def __init__(self, groups: Sequence[dict[str, Any]]) -> None:
-        super().__init__(groups, {})
-        self._table = torch.empty(256)
-
-    def init_state(self, _group: object, parameter: Tensor, _number: int, _place: int) -> None:
-        """Allocate as Optimizer2State.init_state (bitsandbytes/optim/optimizer.py, 0.50)."""
-        quantised = parameter.numel() >= _LEAST_QUANTISED
-        dtype = torch.uint8 if quantised else torch.float32
-        states: dict[str, Any] = {
-            name: torch.zeros_like(parameter, dtype=dtype) for name in _STATES
-        }
-        if quantised:
-            blocks = -(-parameter.numel() // _BLOCK)
-            for number in (1, 2):
-                states[f"absmax{number}"] = torch.zeros(blocks, device=parameter.device)
-            states |= dict.fromkeys(_TABLES, self._table)
-        self.state[parameter] = {"step": 0, **states}
-
-
 def _is_bitsandbytes(optimizer: Optimizer) -> bool:
-    """Whether it is one of bitsandbytes, or stands for it in a plan."""
-    module = type(optimizer).__module__
-    return isinstance(optimizer, PlannedAdamW8bit) or module.startswith("bitsandbytes.")
+    return type(optimizer).__module__.startswith("bitsandbytes.")
 
 
 def decay_rates(
@@ -184,11 +156,10 @@ def _is_outdated(state: Mapping[str, Any], parameter: Tensor) -> bool:
 
 def _allocate_8bit(optimizer: Any) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:  # noqa: ANN401 - bitsandbytes' own
     """Have bitsandbytes allocate its states as in its first step; yield them by parameter."""
-    if not isinstance(optimizer, PlannedAdamW8bit):
-        # The rest of what its first step does is to bring every state to the card
-        # (Optimizer8bit.step and to_gpu).
-        optimizer.check_overrides()
-        optimizer.initialized = True
+    # The rest of what its first step does is to bring every state to the card (Optimizer8bit.step
+    # and to_gpu).
+    optimizer.check_overrides()
+    optimizer.initialized = True
     for number, group in enumerate(optimizer.param_groups):
         for place, parameter in enumerate(group["params"]):
             if not optimizer.state[parameter]:

@@ -1,8 +1,8 @@
 """Whether a batch may be cut: the parts of its loss and gradient must add up to the whole.
 
 A few samples are computed at once and in two parts. Where these differ by more than rounding, the
-cause is found and named. Does not look at single parameters (`trainer.hazards` does), and cannot
-tell what only other samples would show.
+cause is found and named, and so are parameters whose gradient is nothing but rounding. Cannot tell
+what only other samples would show.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from workers.training.batches import Batch, part_of, picked, rows_of, tensors_in
 from workers.training.errors import TaskError
 from workers.units import MIB
 
-Cause: TypeAlias = Literal["mean", "sum", "count", "batch statistics", "dropout", "unknown"]
+Cause: TypeAlias = Literal[
+    "mean", "sum", "count", "batch statistics", "dropout", "rounding", "unknown"
+]
 
 Place: TypeAlias = tuple[nn.Module, str]
 """Where a buffer is: a module, and its name there."""
@@ -46,6 +48,18 @@ _SMALL_BYTES: Final = MIB
 #: How far a mean may lie from the line between its parts, as a share of that line.
 _LEAST_TURN: Final = 0.01
 
+#: To see rounding, the loss of the whole is scaled by this on the way, so that all is rounded
+#: differently, whatever the parts are.
+_OTHER_SCALE: Final = 0.7
+
+#: Two computations of an element of a gradient agree to 1e-6 or so, unless it is zero but for
+#: rounding: then they differ wholly.
+_LARGEST_DIFFERENCE: Final = 0.1
+
+#: Some elements of any gradient happen to be next to zero. A key bias that is one with query's and
+#: value's is a third.
+_LEAST_SHARE: Final = 0.1
+
 
 class PartsError(TaskError):
     """The parts of a batch do not add up; the text says why, and what to do."""
@@ -55,7 +69,7 @@ class PartsError(TaskError):
         self.cause = cause
 
 
-def check_parts(
+def check_parts(  # noqa: PLR0913 - each option has a default
     model: nn.Module,
     batch: Batch,
     loss: Callable[[Batch, int], Tensor],
@@ -65,6 +79,7 @@ def check_parts(
     rows: int = ROWS,
     accumulator: Accumulator | None = None,
     buffers: dict[Place, bool] | None = None,
+    sees_rounding: bool = False,
 ) -> list[PartsError] | None:
     """Compute up to `rows` samples of a batch at once and in two parts; compare.
 
@@ -83,11 +98,13 @@ def check_parts(
             the model, and more memory is taken.
         buffers: Is told the buffers that a pass changes, and whether it does so once, whatever its
             samples are.
+        sees_rounding: Whether parameters are looked at one by one, which takes their gradients once
+            more, on the host.
 
     Returns:
         What else makes the result depend on how a batch is cut, the gravest alone: `unknown`, or
-        `batch statistics` and `dropout`. `None`: these samples tell nothing, such as some without
-        weight.
+        `batch statistics` and `dropout`, or `rounding`. `None`: these samples tell nothing, such as
+        some without weight.
 
     Raises:
         PartsError: What is added up is a `mean` in place of a sum, a `sum` in place of a mean, or a
@@ -102,7 +119,7 @@ def check_parts(
     some = picked(batch, [*order[: rows - 1], order[-1]])
     if accumulator is None:
         accumulator = Accumulator([each for each in model.parameters() if each.requires_grad])
-    compared = _Comparison(model, loss, weight, accumulator, some)
+    compared = _Comparison(model, loss, weight, accumulator, some, sees_rounding)
     draws = False
     norms = {
         module: _named(module, name)
@@ -118,6 +135,7 @@ def check_parts(
             buffers.update(compared.kept)
         if adds_up and not compared.tells:
             return None
+        noise = compared.noise() if adds_up else []
         others = {module: _named(module, name) for module, name in compared.lost}
         others = {module: name for module, name in others.items() if module not in norms}
         if not adds_up:
@@ -134,6 +152,9 @@ def check_parts(
         found.append(PartsError(_DROPOUT + _hint(model), "dropout"))
     elif others:
         found.append(PartsError(f"{', '.join(others.values())} {_BUFFER}", "batch statistics"))
+    if noise and not found:
+        more = f" (and of {len(noise) - 1} other parameters)" if len(noise) > 1 else ""
+        found.append(PartsError(f"{noise[0]}{more} {_ROUNDING}", "rounding"))
     return found
 
 
@@ -187,6 +208,7 @@ class _Comparison:
     _weight: Callable[[Batch], float] | None
     _sums: Accumulator
     _batch: Batch
+    _sees_rounding: bool
 
     def adds_up(self, *, is_quiet: bool = False) -> bool:
         """Compute; say whether the parts add up. What is not finite tells nothing."""
@@ -197,7 +219,13 @@ class _Comparison:
         self._points: list[tuple[float, float]] = []
         self._sums.begin(2 * rows, 1)
         with _Draws(constant=False) as of_whole:
-            whole, _ = self._add(self._batch, 0, -1.0)
+            scale = _OTHER_SCALE if self._sees_rounding else 1.0
+            whole, _ = self._add(self._batch, 0, -1.0, scale)
+        #: The gradient of the whole, negative, where single parameters are looked at.
+        self._whole = [
+            (parameter, own.to("cpu", copy=True))
+            for parameter, own in (self._sums.pairs if self._sees_rounding else ())
+        ]
         after = start.changed(restore=True)
         with _Draws(constant=False) as of_part:
             first, length = self._add(part_of(self._batch, 0, half), 0, 1.0)
@@ -228,25 +256,41 @@ class _Comparison:
             and _norm([own for _, own in self._sums.pairs]) <= self._tolerance * (length + other)
         )  # fmt: skip
 
-    def _add(self, part: Batch, first: int, sign: float) -> tuple[float, float]:
+    def _add(self, part: Batch, first: int, sign: float, scale: float = 1.0) -> tuple[float, float]:
         """Add a part to the sums, or subtract the whole; return its loss and length."""
         weight = 1.0 if self._weight is None else float(self._weight(part))
         if not weight:  # of no items, which add nothing
             self._points.append((0.0, 0.0))
             return 0.0, 0.0
+        along, norms = list[Tensor](), list[Tensor]()
+
+        def seen(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
+            new = gradient if scale == 1 else gradient / scale
+            along.append(torch.dot(parameter.detach().flatten(), new.flatten()).double())
+            norms.append(torch.linalg.vector_norm(new).double())
+            return new
+
         with torch.autograd.graph.saved_tensors_hooks(self._look, lambda saved: saved):
             loss = self._loss(part, first)
-            found = self._sums.gradients_of(loss, weight * sign)
+            self._sums.add(rows_of(part), loss, weight * sign * scale, seen)
         value = float(self._look(loss.detach()))
-        self._sums.add(rows_of(part), loss.detach(), found)
-        pairs = [
-            (own.detach().flatten(), new.flatten())
-            for own, new in zip(self._sums.parameters, found, strict=True)
-            if new is not None
-        ]
-        along = float(sum(torch.dot(own, new).double() for own, new in pairs))
-        self._points.append((value, along / (weight * sign)))
-        return value * weight, _norm([new for _, new in pairs])
+        self._points.append((value, float(sum(along)) / (weight * sign)))
+        return value * weight, float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
+
+    def noise(self) -> list[str]:
+        """Return, after `adds_up`, the parameters whose gradient is nothing but rounding, with the
+        share of it that is.
+        """
+        names = {parameter: name for name, parameter in self._model.named_parameters()}
+        left, found = dict(self._sums.pairs), []
+        for parameter, whole in self._whole:
+            rest = left[parameter].cpu()  # of the parts without the whole
+            largest = torch.maximum(whole.abs(), (rest - whole).abs())
+            noise = rest.abs() > _LARGEST_DIFFERENCE * largest
+            share = int(noise.sum()) / max(1, int((largest > 0).sum()))
+            if share > _LEAST_SHARE and parameter in names:
+                found.append(f"{share:.0%} of the gradient of {names[parameter]}")
+        return found
 
     def _look(self, saved: Tensor) -> Tensor:
         """Take note of the precision that a gradient is computed in."""
@@ -489,6 +533,10 @@ _DROPOUT: Final = (
     "draw noise before the step and put it into the batch, "
     "and set dropout inside an attention to 0 (in the config of a transformers model: "
     "attention_dropout, attn_pdrop or attention_probs_dropout_prob)"
+)
+_ROUNDING: Final = (
+    "is nothing but rounding, which Adam scales up to full steps, so the result depends on the "
+    "micro-batch; a bias of the keys of an attention is such a parameter: leave it out (bias=False)"
 )
 _TIME_FIRST: Final = (
     "has batch_first=False: if the first dimension of the batch is time, hand over batches whose "

@@ -1,7 +1,7 @@
 """How an effective batch is split, which learning rate a step has, and how far a training is.
 
-Pure. A split is described by limits: "at most so many rows at once"; the parts follow from the
-limit.
+Pure. A split is described by `most_rows`, the rows (samples) computed at once, at most; the parts
+follow from it.
 """
 
 from __future__ import annotations
@@ -19,15 +19,12 @@ _LAST_SHARE: Final = 0.1
 #: change.
 _FINEST: Final = 1 / 16
 
-#: Micro-batches with torch.compile: its CUDA graphs keep memory for each size.
-_MOST_COMPILED: Final = 6
 
-
-def next_part(remaining: int, limit: int) -> int:
+def next_part(remaining: int, most_rows: int) -> int:
     """Return the size of the next part: the largest of as few and as equal parts as
-    `limit` allows.
+    `most_rows` allows.
     """
-    return -(-remaining // -(-remaining // limit))
+    return -(-remaining // -(-remaining // most_rows))
 
 
 def learning_rate(step: int, *, highest: float, steps: int, warmup_steps: int) -> float:
@@ -43,11 +40,7 @@ def offered_micro_batches(settings: TrainSettings) -> list[int]:
     most = settings.batch if settings.micro == "auto" else min(settings.micro, settings.batch)
     if settings.exact:
         return [most]
-    micros = micro_batches(settings.batch, most)
-    last = len(micros) - 1
-    if settings.compile == "off" or last < _MOST_COMPILED:
-        return micros
-    return [micros[round(place * last / (_MOST_COMPILED - 1))] for place in range(_MOST_COMPILED)]
+    return micro_batches(settings.batch, most)
 
 
 def micro_batches(batch: int, most: int) -> list[int]:

@@ -12,7 +12,6 @@ from typing import Annotated, Final, Literal, Self, TypeAlias
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 Precision: TypeAlias = Literal["fp32", "tf32", "bf16", "fp16"]
-CompileMode: TypeAlias = Literal["default", "reduce-overhead", "max-autotune"]
 
 #: `preset` names one of these, or the user's own `package.module:name`.
 PRESETS: Final = (
@@ -35,23 +34,29 @@ _Start: TypeAlias = Annotated[
     ),
 ]
 
-#: A step in which torch compiles took 22 to 47 s on an idle PC, and 83 to 168 s with max-autotune
-#: (ml-engineering, torch 2.13). Ten times that: workers compile at the same time, with one thread
-#: each.
-_COMPILING_S: Final[dict[CompileMode, float]] = {
-    "default": 600.0,
-    "reduce-overhead": 600.0,
-    "max-autotune": 1800.0,
+#: A step in which torch compiles took 22 to 47 s on an idle PC (ml-engineering, torch 2.13). Ten
+#: times that: workers compile at the same time, with one thread each.
+_COMPILING_S: Final = 600.0
+
+#: Keys of earlier versions, each with the value that it has always now, and what to do instead.
+#: With that value a key is passed over, so that runs of before can be exported and gone on from.
+_GONE: Final[dict[str, tuple[object, str]]] = {
+    "attention": ("auto", "torch takes the fastest kernel that can run"),
+    "channels_last": ("auto", "pictures have that order on a card, in bf16 and fp16"),
+    "compile_mode": ("default", "train.compile is torch.compile's default mode"),
+    "non_blocking": (True, "pinned batches are always copied while the card computes"),
 }
+
+#: Of these, what a checkpoint of before has in its fingerprint.
+_ALWAYS: Final = {key: repr(_GONE[key][0]) for key in ("attention", "channels_last")}
 
 #: Keys that do not change what is trained: a training may go on from a checkpoint that was made
 #: with other values. `documents` does; it is in the fingerprint of the text, and so not in that of
 #: trainings without one.
 _FREE: Final = {
     "slots", "documents", "steps", "epochs", "validate_every", "micro", "recompute",
-    "states_on_host", "compile", "compile_mode", "loader_workers", "prefetch", "ram_cache", "pin",
-    "non_blocking", "activations_on_host", "ema_on",
-    "save_every_s", "checkpoints",
+    "states_on_host", "compile", "loader_workers", "prefetch", "ram_cache", "pin",
+    "activations_on_host", "ema_on", "save_every_s", "checkpoints",
 }  # fmt: skip
 
 
@@ -139,9 +144,6 @@ class TrainSettings(BaseModel):
     """Learning rate of a block, as a share of that of the block after it."""
     r_drop: Annotated[float, Field(ge=0)] = 0.0
     """How much two passes with different dropout must agree."""
-    attention: Literal["auto", "flash", "efficient", "cudnn", "math"] = "auto"
-    """The kernel of attention, where it can run."""
-    channels_last: Literal["auto"] | bool = "auto"
     activations_on_host: bool = False
     """Keep what the backward pass needs in host memory."""
     precision: Precision = "bf16"
@@ -149,7 +151,6 @@ class TrainSettings(BaseModel):
     """How many blocks drop their activations and compute them again in the backward pass."""
     compile: Annotated[Literal["off", "block", "model"], BeforeValidator(_off)] = "off"
     """What torch.compile makes one graph of."""
-    compile_mode: CompileMode = "default"
     optimizer: Literal["adamw-fused", "adamw-foreach", "adamw-loop", "adamw-8bit"] = "adamw-fused"
     states_on_host: Literal["auto"] | Annotated[int, Field(ge=0, le=100)] = 0
     """Per cent of the optimiser's states in host memory; they come back for the update."""
@@ -168,10 +169,23 @@ class TrainSettings(BaseModel):
     ram_cache: bool = False
     """Keep the data set in RAM, as it was in its batches, if it fits into half of what is free."""
     pin: Literal["auto"] | bool = "auto"
-    non_blocking: bool = True
     save_every_s: Annotated[float, Field(gt=0)] = 60.0
     checkpoints: Literal["node", "head"] = "node"
     deterministic: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_gone_keys(cls, given: object) -> object:
+        """Pass over keys of earlier versions that say what holds anyway, and refuse the others."""
+        if not isinstance(given, dict):
+            return given
+        for key in given.keys() & _GONE.keys():
+            value, instead = _GONE[key]
+            _refuse_if(
+                given[key] != value,
+                f"{key}: {given[key]} is of an earlier version; leave the key out: {instead}",
+            )
+        return {key: value for key, value in given.items() if key not in _GONE}
 
     @model_validator(mode="after")
     def _together(self) -> Self:
@@ -191,11 +205,6 @@ class TrainSettings(BaseModel):
             self.exact and self.compile != "off",
             "exact: true promises the same bits at any memory, and where the compiler fails a "
             "training goes on without what it compiled; valid: compile: off, or exact: false",
-        )
-        _refuse_if(
-            self.deterministic and self.attention == "cudnn",
-            "attention: cudnn is not deterministic, and deterministic: true promises the same "
-            "bits; valid: auto, flash, efficient, math",
         )
         _refuse_if(
             self.bucketing and self.packing,
@@ -273,8 +282,9 @@ class TrainSettings(BaseModel):
     @property
     def slow_step_s(self) -> float:
         """How long (seconds) a step may take in which torch compiles; 0: nothing is compiled."""
-        return 0.0 if self.compile == "off" else _COMPILING_S[self.compile_mode]
+        return 0.0 if self.compile == "off" else _COMPILING_S
 
     def fingerprint(self) -> dict[str, str]:
         """Return what decides on the course of the training, to compare it with a checkpoint's."""
-        return {key: repr(value) for key, value in self.model_dump().items() if key not in _FREE}
+        own = {key: repr(value) for key, value in self.model_dump().items() if key not in _FREE}
+        return {**_ALWAYS, **own}

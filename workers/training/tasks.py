@@ -129,17 +129,15 @@ class TrainTask:
                 f"{', '.join(OWN_KEYS)}"
             )
 
-    def new_optimizer(
-        self, model: nn.Module, settings: TrainSettings, *, planned: bool = False
-    ) -> Optimizer:
-        """Make the optimiser of a model's trained parameters, or what only has its memory."""
+    def new_optimizer(self, model: nn.Module, settings: TrainSettings) -> Optimizer:
+        """Make the optimiser of a model's trained parameters."""
         named = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
         if self.named_optimizer is not None:
             return self.named_optimizer(named)
         parameters = [each for _, each in named]
         if self.optimizer is not None:
             return self.optimizer(parameters)
-        return adamw(parameters, settings, settings.lr or self.lr, planned=planned)
+        return adamw(parameters, settings, settings.lr or self.lr)
 
     def shortened(self, part: Batch) -> Batch:
         """Return a part on the host without what fills up all of its samples."""

@@ -3,17 +3,18 @@ last one updates.
 
     trainer = Trainer(find_task(settings, seed), settings, device, seed)
     while not trainer.finished:
-        trainer.micro_batch(limit)     # at most so many samples at once; after an out-of-memory
+        trainer.micro_batch(most_rows)     # at most so many samples at once; after an out-of-memory
         call it with fewer
 
 Does not choose sizes, catch out-of-memory, or write checkpoints. What it computes does not depend
-on the limits, but for rounding; with the same limits in the same order it is the same to the bit.
+on these numbers, but for rounding; with the same ones in the same order it is the same to the bit.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -52,7 +53,7 @@ from workers.training.optimizers import (
     forget_states,
     load_states,
 )
-from workers.training.parts import ROWS, PartsCheck, PartsError, check_parts, one_number, unchanged
+from workers.training.parts import ROWS, PartsCheck, check_parts, one_number, unchanged
 from workers.training.schedule import Course
 from workers.training.settings import PRESETS, Precision, TrainSettings
 from workers.training.tasks import TrainTask, Validation, trained_parameters
@@ -60,20 +61,8 @@ from workers.training.time_shares import Part, TimeShares
 
 _STATE_VERSION: Final = 2
 
-#: For `hazards` the loss is scaled by this a second time, so that all is rounded differently,
-#: whatever the parts are.
-_OTHER_SCALE: Final = 0.7
-
-#: Two computations of a gradient agree to 1e-6 or so, unless it is zero but for rounding: then they
-#: differ wholly.
-_LARGEST_DIFFERENCE: Final = 0.1
-
 #: The keys that make each hazard harmless.
 _KEEP: Final = "train.exact: true, and a number as train.micro"
-
-#: Some elements of any gradient happen to be next to zero. A key bias that is one with query's and
-#: value's is a third.
-_LEAST_SHARE: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,6 +140,8 @@ class Trainer:
         self.hazards: list[str] = []
         """What makes the result depend on the micro-batch, as far as that was found."""
         self._untold: list[str] = []
+        self._repeats = True
+        """Whether samples that are computed again, or in other parts, have the same gradients."""
         self.redone_steps = 0
         """Lost by rolling back, and done again."""
         self._parts = 0
@@ -186,15 +177,15 @@ class Trainer:
         hazards, self._untold = [("hazard", {"reason": each}) for each in self._untold], []
         return [*self.compiling.news(), *self._feed.loader.news(), *hazards]
 
-    def micro_batch(self, limit: int, level: int = 0) -> MicroBatch:
-        """Compute the next part of the effective batch, of at most `limit` samples, and update
+    def micro_batch(self, most_rows: int, level: int = 0) -> MicroBatch:
+        """Compute the next part of the effective batch, of at most `most_rows` samples, and update
         after the last part.
 
         When it fails, finished parts stay, and the next call goes on. An out-of-memory in the
         update itself is the exception: see `rollback`.
 
         Args:
-            limit: Samples computed at once, at most. Parts are as equal as possible.
+            most_rows: Samples computed at once, at most. Parts are as equal as possible.
             level: How many blocks to recompute, where `train.recompute` is `auto`.
 
         Raises:
@@ -205,15 +196,17 @@ class Trainer:
         """
         self._update.check()
         self._begin_batch()
-        rows = self._accumulator.next_rows(limit)
+        if self._accumulator.is_torn and not self._repeats:
+            self._accumulator.begin(self.settings.batch, self._feed.count)
+        rows = self._accumulator.next_rows(most_rows)
         level = level_of(self.settings.recompute, level, self._recomputation.most)
         if self._parts_check is not None and rows > 1 and not self._accumulator.done:
-            self._look(self._parts_check, limit, level)
+            self._look(self._parts_check, most_rows, level)
         first, arithmetic = self._accumulator.done, self.settings.precision
         self._parts = self._parts if first else 0
         if rows:
             part = partial(self._part, first, rows, level, arithmetic, self._scaler.scale)
-            self._accumulator.add(rows, *self.compiling.run(rows, part))
+            self.compiling.run(rows, part)
             self._parts += 1
         updated = self._accumulator.remaining == 0
         if updated:
@@ -239,57 +232,49 @@ class Trainer:
             optimizer_pct=self._shares.pct(Part.OPTIMIZER),
         )
 
-    def check_parts(self, rows: int = ROWS, level: int = 0) -> list[PartsError]:
-        """Return why parts of the next batch do not add up, in fp32, as `parts.check_parts` does.
+    def find_hazards(self, rows: int = ROWS, level: int = 0) -> list[str]:
+        """Return a sentence for each kind of thing that makes the training depend on how its
+        batches are split, with what removes it.
 
-        Call it between two optimiser steps. It changes nothing. `level`: blocks to recompute.
+        It is found by trying, in fp32, on samples of the next batch; the training stays as it is. A
+        user's model may hold such things without a fault of its own; a training with them is still
+        a training, but another split, or a resumed run on another card, leads it elsewhere. Call it
+        between two optimiser steps. It may run out of memory as a step may.
+
+        Args:
+            rows: Samples computed at once, at most.
+            level: Blocks to recompute: in a small memory nothing else fits.
 
         Raises:
-            PartsError: The loss is no sum of its items.
+            PartsError: The loss is no sum (or mean, if the task says so) of its items.
         """
         self._begin_batch()
-        mean = self.task.loss_is == "mean"
 
         def loss(part: Batch, first: int) -> Tensor:
             return self._loss_of(part, self.course.samples_used + first, level, "fp32")
 
+        keeps_parts = self.settings.exact
         try:
-            with self._levers.region():
-                found = check_parts(
-                    self.model,
-                    self._feed.batch,
-                    loss,
-                    weight=self.task.count if mean else None,
-                    rows=rows,
-                    accumulator=self._accumulator,
-                )
-            return found or []
+            found = check_parts(
+                self.model,
+                self._feed.batch,
+                loss,
+                weight=self.task.count if self.task.loss_is == "mean" else None,
+                rows=rows,
+                accumulator=self._accumulator,
+                sees_rounding=not keeps_parts,
+            )
         finally:
             self._accumulator.begin(self.settings.batch, self._feed.count)
-
-    def probe(self, sizes: Sequence[int], scale: float = 1.0, level: int = 0) -> dict[str, Tensor]:
-        """Return the gradient of the next batch's first samples, computed in fp32 in parts of these
-        sizes, on the host.
-
-        Call it between two optimiser steps. It changes nothing, buffers of the model included.
-        `scale` is what the loss is scaled by on the way; it is taken out again. `level`: blocks to
-        recompute.
-        """
-        self._begin_batch()
-        try:
-            self._accumulator.begin(sum(sizes), self._feed.count)
-            with unchanged(self.model):
-                for rows in sizes:
-                    part = self._part(self._accumulator.done, rows, level, "fp32", scale)
-                    self._accumulator.add(rows, *part)
-            given = dict(self._accumulator.pairs)
-            return {
-                name: given[weight].to("cpu", copy=True) / scale
-                for name, weight in self.model.named_parameters()
-                if weight in given
-            }
-        finally:
-            self._accumulator.begin(self.settings.batch, self._feed.count)
+        self._repeats &= all(each.cause == "rounding" for each in found or ())
+        # Parts that stay leave random numbers alone, which are not those of before a kill.
+        return [
+            str(each)
+            if each.cause == "dropout"
+            else f"{each}; or set {_KEEP}, which keeps the parts"
+            for each in found or ()
+            if each.cause == "dropout" or not keeps_parts
+        ]
 
     def flop_per_sample(self) -> float:
         """Count the operations that the model takes for a sample, forward and backward, without
@@ -302,13 +287,11 @@ class Trainer:
         self._begin_batch()
         # On a CPU only the matrix products of the plain kernel are counted; on a card its own
         # kernels, whose memory is planned, too.
-        kernel = (
-            self._levers.region() if self.device.type == "cuda" else sdpa_kernel(SDPBackend.MATH)
-        )
+        kernel = nullcontext() if self.device.type == "cuda" else sdpa_kernel(SDPBackend.MATH)
         counter = FlopCounterMode(display=False, custom_mapping=FLOP_OF_ATTENTION)
         with unchanged(self.model), kernel, counter:
             loss = self._loss(0, 1, 0, self.settings.precision)
-            self._accumulator.gradients_of(loss)
+            self._accumulator.backward(loss, 1.0, lambda *_: None)
         flop = float(counter.get_total_flops())
         if self.task.shorten is None:
             return flop
@@ -325,7 +308,7 @@ class Trainer:
         """
         self._begin_batch()
         # All blocks recomputed, so that nothing is kept of them: the smallest step may take that.
-        with unchanged(self.model), self._levers.region(), KernelWatch() as watch:
+        with unchanged(self.model), KernelWatch() as watch:
             self._loss(0, 1, self._recomputation.most, self.settings.precision)
         return str(watch.ran)  # its base class has no types
 
@@ -422,7 +405,6 @@ class Trainer:
         Between this and `unpark` only `state` and `progress` may be called.
         """
         self._dropouts.forget()
-        self.compiling.park()
         states = self._update.optimizer.state.values()
         held = [*states, self._accumulator.gradients, self._accumulator.loss]
         if self._average is not None and not self._average.on_host:
@@ -485,18 +467,14 @@ class Trainer:
             self._feed.take()
             self._accumulator.begin(self.settings.batch, self._feed.count)
 
-    def _part(
-        self, first: int, rows: int, level: int, arithmetic: Precision, scale: float
-    ) -> tuple[Tensor, list[Tensor | None]]:
-        """Compute loss and gradients of so many samples from `first` on. Changes nothing."""
-        with self._levers.region():
-            loss = self._loss(first, rows, level, arithmetic)
-            if self.task.loss_is == "mean":
-                items = self.task.count(part_of(self._feed.batch, first, rows))
-                if not items:  # the mean of none is not a number, and adds nothing
-                    return torch.zeros_like(loss), [None] * len(self.parameters)
-                loss = loss * items
-            return loss.detach(), self._accumulator.gradients_of(loss, scale)
+    def _part(self, first: int, rows: int, level: int, arithmetic: Precision, scale: float) -> None:
+        """Compute loss and gradients of so many samples from `first` on, and add them up."""
+        loss = self._loss(first, rows, level, arithmetic)
+        if self.task.loss_is == "mean":
+            items = self.task.count(part_of(self._feed.batch, first, rows))
+            # The mean of none is not a number, and adds nothing.
+            loss = loss * items if items else torch.zeros_like(loss)
+        self._accumulator.add(rows, loss, scale)
 
     def _loss(self, first: int, rows: int, level: int, arithmetic: Precision) -> Tensor:
         """Return the task's loss of these samples, with so many blocks that are recomputed.
@@ -511,22 +489,20 @@ class Trainer:
         self._recomputation.level = level
         rows = rows_of(samples)
         with self._shares.timing(Part.COPIES):
-            part = on_device(
-                self.task.shortened(samples), self.device, non_blocking=self.settings.non_blocking
-            )
+            part = on_device(self.task.shortened(samples), self.device)
         # By the number of each sample in the whole training.
         self._dropouts.key(number, rows, self.device)
         with precision.autocast(arithmetic, self.device), self._levers.saving():
             return one_number(self.task.loss(self.model, self._levers.ordered(part)))
 
-    def _look(self, check: PartsCheck, limit: int, level: int) -> None:
+    def _look(self, check: PartsCheck, most_rows: int, level: int) -> None:
         """Look for hazards in a batch of a form that was not seen yet, with so many recomputed
         blocks: in a small memory nothing else fits.
         """
         # It is computed in fp32, which takes twice the memory of half precision.
-        rows = limit // 2 if self.settings.precision in {"bf16", "fp16"} else limit
+        rows = most_rows // 2 if self.settings.precision in {"bf16", "fp16"} else most_rows
         if rows > 1 and check.due(self._feed.batch, self.settings.batch):
-            new = check.done(hazards(self, min(rows, ROWS), level))
+            new = check.done(self.find_hazards(min(rows, ROWS), level))
             self.hazards += new
             self._untold += new
 
@@ -545,49 +521,3 @@ class Trainer:
         self._accumulation = self._parts
         self._feed.batch = None
         self._accumulator.begin(self.settings.batch, 1)
-
-
-def hazards(trainer: Trainer, rows: int = ROWS, level: int = 0) -> list[str]:
-    """Return a sentence for each kind of thing that makes a training depend on how its batches are
-    split, with what removes it.
-
-    It is found by trying, on samples of the next batch; the training stays as it is. A user's
-    model may hold such things without a fault of its own; a training with them is still a training,
-    but another split, or a resumed run on another card, leads it elsewhere. Call it between two
-    optimiser steps. It computes so many samples four times, in fp32, and may run out of memory as a
-    step may.
-
-    Raises:
-        PartsError: The loss is no sum (or mean, if the task says so) of its items.
-    """
-    rows = min(rows, trainer.settings.batch)
-    found = trainer.check_parts(rows, level)
-    drawn = [str(each) for each in found if each.cause == "dropout"]
-    others = [str(each) for each in found if each.cause != "dropout"]
-    if trainer.settings.exact:  # the parts stay, and random numbers are not those of before a kill
-        return drawn
-    if rows > 1 and not found:
-        apart = trainer.probe([1] * rows, _OTHER_SCALE, level)
-        others = _rounding(trainer.probe([rows], level=level), apart)
-    return [*drawn, *(f"{each}; or set {_KEEP}, which keeps the parts" for each in others)]
-
-
-def _rounding(together: dict[str, Tensor], apart: dict[str, Tensor]) -> list[str]:
-    """Return one sentence for all parameters of which the gradient is nothing but rounding."""
-    found = []
-    for name, one in together.items():
-        other = apart[name]
-        largest = torch.maximum(one.abs(), other.abs())
-        noise = (one - other).abs() > _LARGEST_DIFFERENCE * largest
-        share = int(noise.sum()) / max(1, int((largest > 0).sum()))
-        if share > _LEAST_SHARE:
-            found.append(f"{share:.0%} of the gradient of {name}")
-    if not found:
-        return []
-    others = f" (and of {len(found) - 1} other parameters)" if len(found) > 1 else ""
-    sentence = (
-        f"{found[0]}{others} is nothing but rounding, which Adam scales up to full steps, so the "
-        "result depends on the micro-batch; a bias of the keys of an attention is such a "
-        "parameter: leave it out (bias=False)"
-    )
-    return [sentence]

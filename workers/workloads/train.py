@@ -41,7 +41,7 @@ from workers.training.errors import (
     UpdateInterruptedError,
 )
 from workers.training.host_memory import give_back
-from workers.training.ladder import Level, Moves, levels_of
+from workers.training.ladder import Level, levels_of
 from workers.training.loader import host_share
 from workers.training.lora import import_peft
 from workers.training.schedule import offered_micro_batches
@@ -85,7 +85,11 @@ class Train(Workload):
         self._speed: deque[tuple[float, int, float]] = deque()
         """Monotonic seconds, and samples and items computed until then."""
         self._levels = levels_of(self._settings)
-        self._moves = Moves()
+        self._place: Mapping[str, int] | None = None
+        """Where the last batch ended: samples of a part, recomputed blocks, states on the host."""
+        self._part_place: Mapping[str, int] | None = None
+        """Where the last part was computed."""
+        self._told_place: Mapping[str, int] | None = None
         self._computed = 0
         self._computed_items = 0.0
 
@@ -157,13 +161,12 @@ class Train(Workload):
                 # Outside the handler, so that what the failed update held is free.
                 interrupted, self._interrupted = self._interrupted, None
                 raise UpdateInterruptedError(f"{interrupted}: {self._rolled_back(trainer)}")
-            for name, figures in self._moves.note(loop.took_s, loop.peak_bytes, is_whole=is_done):
-                self.context.tell(name, **figures)
         for name, figures in trainer.news():
             if name != "hazard" or not self._restored:  # told by the process before
                 self.context.tell(name, **figures)
         if was_finished:
             return StepResult()
+        self._tell_move(loop.peak_bytes)
         flop_per_sample = self._flop_per_unit * self._units_per_sample(trainer)
         return StepResult(flop=flop_per_sample * self._settings.batch)
 
@@ -182,12 +185,25 @@ class Train(Workload):
         except UpdateInterruptedError as error:
             self._interrupted = str(error)
             return True
-        self._moves.at(run.batch, part.level, trainer.host_states.share_pct)
+        self._part_place = {
+            "micro_batch": run.batch,
+            "memory_level": part.level,
+            "states_on_host_pct": trainer.host_states.share_pct,
+        }
         self._computed += part.rows
         self._computed_items += part.rows * trainer.items_per_sample
         if part.rows < run.batch:
             loop.was_partial()
         return part.updated
+
+    def _tell_move(self, peak_bytes: int | None) -> None:
+        """Tell of a move on the ladder once it has lasted from one batch to the next."""
+        before, self._place = self._place, self._part_place
+        if self._place is None or self._place != before or self._place == self._told_place:
+            return
+        if self._told_place is not None:
+            self.context.tell("memory_moved", **self._place, peak_bytes=peak_bytes)
+        self._told_place = self._place
 
     def save(self) -> None:
         """Copy the state between two optimiser steps if a checkpoint is due.
@@ -317,7 +333,7 @@ class Train(Workload):
                 trained_pct=100 * trained / parameters,
             )
         if ran := trainer.attention_kernels():
-            self.context.tell("attention", asked=settings.attention, ran=ran)
+            self.context.tell("attention", ran=ran)
         self._trainer = trainer
         return trainer
 
