@@ -154,7 +154,10 @@ class Course:
         self.model: Any = nn.Identity()
         self.outside: nn.ModuleDict = nn.ModuleDict()
         self.task: Callable[[int, Tensor], Any] = lambda _step, _x: 0
-        self.padded, self.dropout = False, False
+        self.padded = self.dropout = False
+        #: Whether a mask of real numbers says what is padding, and not the labels; the first step
+        #: whose batch has any.
+        self.masked, self.padded_from = False, 0
         self.inputs: Callable[[int], Tensor] = lambda rows: torch.randn(rows, 6)
         self.call: Callable[[Columns], Tensor] = lambda batch: self.model(batch["x"], batch["task"])
         self.items: Callable[[Tensor, Columns], Tensor] = cross_entropy
@@ -240,14 +243,17 @@ class Course:
             y = y if self.by_token else y[:, 0]
         else:
             y = x.flatten(1)[:, : self.classes].argmax(1)
-        if self.padded and self.by_token:
-            y = y.masked_fill(torch.arange(x.shape[1]) >= 1 + mark[:, None] % x.shape[1], -100)
-        elif self.padded:
-            y = y.masked_fill(mark % 3 == 0, -100)
+        empty = mark % 3 == 0
+        if self.by_token:
+            empty = torch.arange(x.shape[1]) >= 1 + mark[:, None] % x.shape[1]
+        empty = empty & (step >= self.padded_from)
+        if self.padded:
+            y = y.masked_fill(empty, -100)
         weights = (0.37 * x.flatten(1).double().square().sum(1) % 2).to(self.dtype)
         if not self.careful:  # samples of no weight tell a check nothing
             weights = weights * (mark % 5 > 0)
-        return {"x": x, "y": y, "w": weights, "task": self.task(step, mark)}
+        mask = {"m": (~empty).to(self.dtype)} if self.masked else {}
+        return {"x": x, "y": y, "w": weights, "task": self.task(step, mark), **mask}
 
     def loss(self, columns: Columns, *, room: bool = False) -> Any:
         """Return the loss of a part, as the user of ElasticStep writes it."""

@@ -12,6 +12,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from tests.training.courses import (
+    STEPS,
     Cast,
     Columns,
     Course,
@@ -271,6 +272,13 @@ def sum_of_real(course: Course) -> None:
     course.count = lambda columns: max(1, int((columns["y"] >= 0).sum()))
 
 
+@feature(2, of="reduction")
+def sum_of_mask(course: Course) -> None:
+    course.masked = True
+    course.reduce = lambda items, columns: (items * columns["m"]).sum()
+    course.count = lambda columns: max(1.0, float(columns["m"].sum()))
+
+
 def _weighted(items: Tensor, columns: Columns) -> Any:
     return (items.flatten(1).mean(1) if items.dim() > 1 else items) * columns["w"]
 
@@ -293,6 +301,12 @@ def mean_of_real(course: Course) -> None:
 
 
 @feature(0.4, is_="wrong", of="reduction")
+def mean_of_mask(course: Course) -> None:
+    course.masked = True
+    course.reduce = lambda items, columns: (items * columns["m"]).sum() / columns["m"].sum()
+
+
+@feature(0.4, is_="wrong", of="reduction")
 def mean_by_weights(course: Course) -> None:
     course.reduce = lambda items, columns: _weighted(items, columns).sum() / columns["w"].sum()
 
@@ -311,6 +325,11 @@ def count_ignored(course: Course) -> None:
 def decay_term_of_sum(course: Course) -> None:
     sum_and_count(course)
     decay_term(course)
+
+
+@feature(0.1)
+def late_padding(course: Course) -> None:
+    course.padded_from = course.draw.randrange(STEPS)
 
 
 @feature(0.15)

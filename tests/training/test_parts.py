@@ -214,7 +214,9 @@ def test_the_check_runs_out_of_memory_as_a_part_does() -> None:
         ElasticStep(model, optimizer, sleep=lambda _: None).step(batch(), loss)
 
 
-def test_a_form_of_batch_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_form_of_batch_is_checked_once_and_after_twice_as_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     checked: list[int] = []
     real = parts.check_parts
 
@@ -228,7 +230,7 @@ def test_a_form_of_batch_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> Non
     for length in (10, 9, 10, 8, 4, 10, 4):
         tokens, labels = batch()
         elastic.step((tokens[:, :length], labels[:, :length]), MEAN(model))
-    assert checked == [10, 4], "sizes are told apart by a factor of two"
+    assert checked == [10, 9, 8, 4], "the 1st, 2nd and 4th, and sizes by a factor of two"
     with pytest.raises(PartsError, match="unequally many"):
         elastic.step(batch(padded=True), MEAN(model))
 
@@ -240,6 +242,35 @@ def test_samples_that_differ_most_are_looked_at() -> None:
     labels[30, 2:] = -100
     with pytest.raises(PartsError, match="unequally many"):
         ElasticStep(model, optimizer).step((tokens, labels), MEAN(model))
+
+
+@pytest.mark.parametrize("kind", ["label", "real", "bool"])
+@pytest.mark.parametrize("seed", range(8))
+def test_samples_without_items_are_looked_at_whatever_else_differs(kind: str, seed: int) -> None:
+    """They come in the third batch; in the first ones tokens differ by chance, and nothing else."""
+    model, optimizer = made()
+    elastic = ElasticStep(model, optimizer)
+
+    def loss(part: Batch) -> Tensor:
+        tokens, counts = part
+        each = functional.cross_entropy(
+            model(tokens).transpose(1, 2), tokens.roll(-1, 1), reduction="none"
+        ).mean(1)
+        counts = counts >= 0 if kind == "label" else counts > 0
+        return (each * counts).sum() / counts.sum()
+
+    drawn = torch.Generator().manual_seed(seed)
+    for step in range(3):
+        tokens = torch.randint(1, 4, (9, 6), generator=drawn)
+        empty = (torch.randperm(9, generator=drawn) < 3) & (step == 2)
+        if kind == "label":
+            counts = tokens[:, 0].masked_fill(empty, -100)
+        else:
+            counts = (~empty).to(torch.float32 if kind == "real" else torch.bool)
+        if step < 2:
+            elastic.step((tokens, counts), loss)
+    with pytest.raises(PartsError, match="unequally many"):
+        elastic.step((tokens, counts), loss)
 
 
 def trainer(**changes: Any) -> Trainer:

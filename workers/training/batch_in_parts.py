@@ -22,7 +22,6 @@ from workers.training.errors import TaskError
 from workers.training.keyed_random import Dropouts
 from workers.training.optimizers import allocate_states
 from workers.training.parts import (
-    PartsCheck,
     PartsError,
     Place,
     RandomState,
@@ -31,6 +30,7 @@ from workers.training.parts import (
     one_number,
     places_of,
 )
+from workers.training.unevenness import PartsCheck
 
 R = TypeVar("R")
 

@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Literal, TypeAlias
 
 import torch
@@ -21,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from workers.training.accumulator import Accumulator
 from workers.training.batches import Batch, part_of, picked, rows_of, tensors_in
 from workers.training.errors import TaskError
+from workers.training.unevenness import telling
 from workers.units import MIB
 
 Cause: TypeAlias = Literal[
@@ -114,12 +116,8 @@ def check_parts(  # noqa: PLR0913 - each option has a default
     rows = min(rows, rows_of(batch), ROWS)
     if rows < 2:
         return []
-    order = _order(batch)
-    # The last may have no items at all: one that has some stands beside it.
-    some = picked(batch, [*order[: rows - 1], order[-1]])
     if accumulator is None:
         accumulator = Accumulator([each for each in model.parameters() if each.requires_grad])
-    compared = _Comparison(model, loss, weight, accumulator, some, sees_rounding)
     draws = False
     norms = {
         module: _named(module, name)
@@ -129,11 +127,12 @@ def check_parts(  # noqa: PLR0913 - each option has a default
     by_norms = [PartsError(f"{', '.join(norms.values())} {_NORM}", "batch statistics")]
     if norms and rows < ROWS:  # which refuse to normalise over a single sample
         return by_norms
+    of = partial(_Comparison, model, loss, weight, accumulator, sees_rounding)
     with unchanged(model):
-        adds_up = compared.adds_up()
-        if buffers is not None:
-            buffers.update(compared.kept)
-        if adds_up and not compared.tells:
+        comparisons = _compared(of, batch, rows, {} if buffers is None else buffers)
+        compared = comparisons[-1]
+        adds_up = compared.is_right
+        if adds_up and not any(each.tells for each in comparisons):
             return None
         noise = compared.noise() if adds_up else []
         others = {module: _named(module, name) for module, name in compared.lost}
@@ -158,6 +157,20 @@ def check_parts(  # noqa: PLR0913 - each option has a default
     return found
 
 
+def _compared(
+    of: Callable[[Batch], _Comparison], batch: Batch, rows: int, buffers: dict[Place, bool]
+) -> list[_Comparison]:
+    """Compare samples for each way in which they differ, until some do not add up."""
+    done: list[_Comparison] = []
+    for places in telling(batch, rows):
+        done.append(of(picked(batch, places)))
+        if not done[-1].adds_up() or done[-1].lost:
+            break
+    for place in {place for each in done for place in each.kept}:
+        buffers[place] = all(each.kept.get(place, True) for each in done)
+    return done
+
+
 def _wrong(cause: Cause, counted: str, hint: str) -> list[PartsError]:
     """Return what is unknown, or raise what is known to be wrong."""
     sentence = _SENTENCES[cause].replace("COUNT", counted)
@@ -165,38 +178,6 @@ def _wrong(cause: Cause, counted: str, hint: str) -> list[PartsError]:
     if cause == "unknown":
         return [error]
     raise error
-
-
-class PartsCheck:
-    """Says which batches are to be checked, and remembers what was found."""
-
-    def __init__(self) -> None:
-        self._seen: set[object] = set()
-        self._uneven = False
-        self._told: set[str] = set()
-
-    def due(self, batch: Batch, rows: int, *others: object) -> bool:
-        """Whether no batch of this form was checked: types, sizes to a factor of two, whether
-        samples are filled up unequally, and what else a result may depend on.
-        """
-        if not self._uneven:
-            least, most = _filled(batch, rows).aminmax()
-            # By chance a sample of tokens begins or ends with two that are equal.
-            self._uneven = bool(most - least > 1)
-        forms = ((each.dtype, *map(int.bit_length, each.shape[1:])) for each in tensors_in(batch))
-        self._form = (self._uneven, *others, *forms)
-        return self._form not in self._seen
-
-    def forget(self) -> None:
-        """Have the next batch checked, whatever its form."""
-        self._seen.clear()
-
-    def done(self, found: Iterable[str]) -> list[str]:
-        """Take note of a check and its sentences; return those that are new."""
-        self._seen.add(self._form)
-        new = [sentence for sentence in found if sentence not in self._told]
-        self._told.update(new)
-        return new
 
 
 @dataclass
@@ -207,11 +188,15 @@ class _Comparison:
     _loss: Callable[[Batch, int], Tensor]
     _weight: Callable[[Batch], float] | None
     _sums: Accumulator
-    _batch: Batch
     _sees_rounding: bool
+    _batch: Batch
 
     def adds_up(self, *, is_quiet: bool = False) -> bool:
-        """Compute; say whether the parts add up. What is not finite tells nothing."""
+        """Compute; say whether the parts add up, and keep that. What is not finite tells nothing."""
+        self.is_right = self._adds_up(is_quiet=is_quiet)
+        return self.is_right
+
+    def _adds_up(self, *, is_quiet: bool) -> bool:
         rows = rows_of(self._batch)
         half, start = rows // 2, Snapshot(places_of(self._model.modules(), small=True))
         self._precision = 0.0
@@ -480,42 +465,6 @@ def _norm(tensors: Sequence[Tensor]) -> float:
     """Return the length of all tensors as one vector."""
     norms = [norm.double() for norm in torch._foreach_norm(list(tensors))] if tensors else []
     return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
-
-
-def _labels(batch: Batch, rows: int) -> Iterator[Tensor]:
-    """Yield the whole numbers of a batch, by sample: labels, or rows of tokens."""
-    for tensor in tensors_in(batch):
-        real = tensor.is_floating_point() or tensor.is_complex()
-        if not real and tensor.dim() in {1, 2} and tensor.shape[0] == rows and tensor.numel():
-            yield tensor
-
-
-@torch.no_grad()
-def _filled(batch: Batch, rows: int) -> Tensor:
-    """Return by how much samples are filled up: a run of one number at the begin or end of each,
-    and ignored labels (negative).
-    """
-    filled = torch.zeros(rows, dtype=torch.int64)
-    for labels in _labels(batch, rows):
-        runs = 2 * (labels < 0)
-        if labels.dim() == 2:
-            begin, end = labels == labels[:, :1], labels.flip(1) == labels[:, -1:]
-            runs = (begin.int().cumprod(1) + end.int().cumprod(1) + runs).sum(1)
-        filled += runs.cpu()
-    return filled
-
-
-def _order(batch: Batch) -> list[int]:
-    """Return the places of samples: those that are filled up the least first, and of these those
-    with rare labels, which may weigh more.
-    """
-    rows = rows_of(batch)
-    common = torch.zeros(rows, dtype=torch.int64)
-    for labels in _labels(batch, rows):
-        if labels.dim() == 1:
-            common += (labels == labels[:, None]).sum(1).cpu()
-    keys = list(zip(_filled(batch, rows).tolist(), common.tolist(), strict=True))
-    return sorted(range(rows), key=keys.__getitem__)
 
 
 _NORM: Final = (

@@ -53,11 +53,12 @@ from workers.training.optimizers import (
     forget_states,
     load_states,
 )
-from workers.training.parts import ROWS, PartsCheck, check_parts, one_number, unchanged
+from workers.training.parts import ROWS, check_parts, one_number, unchanged
 from workers.training.schedule import Course
 from workers.training.settings import PRESETS, Precision, TrainSettings
 from workers.training.tasks import TrainTask, Validation, trained_parameters
 from workers.training.time_shares import Part, TimeShares
+from workers.training.unevenness import PartsCheck
 
 _STATE_VERSION: Final = 2
 

@@ -1,0 +1,125 @@
+"""In what the samples of a batch differ: which of them show that parts do not add up, and which
+batches are to be checked.
+
+A loss that is a mean over items adds up where all samples have equally many, so a check must see
+samples that have not. What an item is, only the loss knows. Here every tensor of the batch is asked
+how many labels of a sample are ignored, how many numbers are zero, and how long a run of one number
+fills it up. Computes no loss (`parts.py` does).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from workers.training.batches import Batch, rows_of, tensors_in
+
+#: Numbers of a sample in what may be labels, tokens or a mask. More are features, and take time to
+#: look at.
+_ITEMS_MOST: Final = 2**16
+
+
+@dataclass(frozen=True, slots=True)
+class _Measure:
+    """Something that samples may have unequally much of."""
+
+    by_sample: Tensor
+    """Whole numbers."""
+    by_chance: bool
+    """Whether samples that have equally many items may differ by 1, such as tokens that begin with
+    two that are equal.
+    """
+
+
+def telling(batch: Batch, rows: int) -> list[list[int]]:
+    """Return the places of so many samples for each way in which samples differ, at least once.
+
+    The second half has fewer items than the first: its last sample has the fewest, and the one
+    beside it has some. Of samples that are alike, those with rare labels come first, which may
+    weigh more.
+    """
+    all_rows = rows_of(batch)
+    measures = list(_measures(batch, all_rows))
+    common = torch.zeros(all_rows, dtype=torch.int64)
+    for tensor in _small(batch, all_rows):
+        if tensor.dim() == 1 and not tensor.is_floating_point():
+            common += (tensor == tensor[:, None]).sum(1).cpu()
+    total = sum((each.by_sample.cpu() for each in measures), torch.zeros_like(common))
+    keys = [each.by_sample.cpu() for each in measures if _spread(each)] or [total]
+    chosen = []
+    for key in keys:
+        by = list(zip(key.tolist(), total.tolist(), common.tolist(), strict=True))
+        order = sorted(range(all_rows), key=by.__getitem__)
+        places = [*order[: rows - 1], order[-1]]
+        if places not in chosen:
+            chosen.append(places)
+    return chosen
+
+
+class PartsCheck:
+    """Says which batches are to be checked, and remembers what was found."""
+
+    def __init__(self) -> None:
+        self._seen: set[object] = set()
+        self._spreads: list[int] = []
+        self._batches = 0
+        self._told: set[str] = set()
+
+    def due(self, batch: Batch, rows: int, *others: object) -> bool:
+        """Whether no batch of this form was checked: types, sizes to a factor of two, how unequal
+        samples are to a factor of two, and what else a result may depend on.
+
+        Also the 2nd, 4th, 8th ... batch of all is checked: what its samples have in common may not
+        be seen in their tensors.
+        """
+        self._batches += 1
+        spreads = [_spread(each) for each in _measures(batch, rows)]
+        if len(spreads) == len(self._spreads):
+            spreads = list(map(max, spreads, self._spreads))
+        self._spreads = spreads
+        forms = ((each.dtype, *map(int.bit_length, each.shape[1:])) for each in tensors_in(batch))
+        self._form = (*spreads, *others, *forms)
+        return self._form not in self._seen or self._batches.bit_count() == 1
+
+    def forget(self) -> None:
+        """Have the next batch checked, whatever its form."""
+        self._seen.clear()
+
+    def done(self, found: Iterable[str]) -> list[str]:
+        """Take note of a check and its sentences; return those that are new."""
+        self._seen.add(self._form)
+        new = [sentence for sentence in found if sentence not in self._told]
+        self._told.update(new)
+        return new
+
+
+def _spread(measure: _Measure) -> int:
+    """Return by how much samples differ, as the number of binary digits; 0: they are alike."""
+    least, most = measure.by_sample.aminmax()
+    spread = int(most - least).bit_length()
+    return 0 if measure.by_chance and spread == 1 else spread
+
+
+def _small(batch: Batch, rows: int) -> Iterator[Tensor]:
+    for tensor in tensors_in(batch):
+        if tensor.dim() and tensor.shape[0] == rows and 0 < tensor[0].numel() <= _ITEMS_MOST:
+            yield tensor.detach()
+
+
+def _measures(batch: Batch, rows: int) -> Iterator[_Measure]:
+    for tensor in _small(batch, rows):
+        flat = tensor.reshape(rows, -1)
+        if tensor.is_complex():
+            continue
+        if tensor.is_floating_point() or tensor.dtype == torch.bool:
+            yield _Measure((flat == 0).sum(1), by_chance=False)
+            continue
+        yield _Measure((flat < 0).sum(1), by_chance=False)
+        if tensor.dim() == 2:
+            begin, end = flat == flat[:, :1], flat.flip(1) == flat[:, -1:]
+            runs = begin.int().cumprod(1).sum(1) + end.int().cumprod(1).sum(1)
+            yield _Measure(runs, by_chance=True)
