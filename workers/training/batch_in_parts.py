@@ -228,7 +228,7 @@ class BatchInParts:
             raise found[0]
         self.draws = any(each.cause == "dropout" for each in found)
         self.repeats &= not found
-        for sentence in self.check.done(map(str, found)):
+        for sentence in self.check.done({each.cause: str(each) for each in found}):
             if self._on_hazard is not None:
                 self._on_hazard(sentence)
 

@@ -233,7 +233,7 @@ class Trainer:
             optimizer_pct=self._shares.pct(Part.OPTIMIZER),
         )
 
-    def find_hazards(self, rows: int = ROWS, level: int = 0) -> list[str]:
+    def find_hazards(self, rows: int = ROWS, level: int = 0) -> dict[str, str]:
         """Return a sentence for each kind of thing that makes the training depend on how its
         batches are split, with what removes it.
 
@@ -269,13 +269,13 @@ class Trainer:
             self._accumulator.begin(self.settings.batch, self._feed.count)
         self._repeats &= all(each.cause == "rounding" for each in found or ())
         # Parts that stay leave random numbers alone, which are not those of before a kill.
-        return [
-            str(each)
+        return {
+            each.cause: str(each)
             if each.cause == "dropout"
             else f"{each}; or set {_KEEP}, which keeps the parts"
             for each in found or ()
             if each.cause == "dropout" or not keeps_parts
-        ]
+        }
 
     def flop_per_sample(self) -> float:
         """Count the operations that the model takes for a sample, forward and backward, without

@@ -9,7 +9,7 @@ fills it up. Computes no loss (`parts.py` does).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -68,6 +68,7 @@ class PartsCheck:
         self._spreads: list[int] = []
         self._batches = 0
         self._told: set[str] = set()
+        """Kinds of what was found."""
 
     def due(self, batch: Batch, rows: int, *others: object) -> bool:
         """Whether no batch of this form was checked: types, sizes to a factor of two, how unequal
@@ -89,11 +90,13 @@ class PartsCheck:
         """Have the next batch checked, whatever its form."""
         self._seen.clear()
 
-    def done(self, found: Iterable[str]) -> list[str]:
-        """Take note of a check and its sentences; return those that are new."""
+    def done(self, found: Mapping[str, str]) -> list[str]:
+        """Take note of a check and what it found, a sentence for each kind; return the sentences of
+        kinds that are new.
+        """
         self._seen.add(self._form)
-        new = [sentence for sentence in found if sentence not in self._told]
-        self._told.update(new)
+        new = [sentence for kind, sentence in found.items() if kind not in self._told]
+        self._told.update(found)
         return new
 
 
