@@ -238,7 +238,6 @@ _LEVERS: Final = (
     _Lever("loader_workers", 0, (1, 2), _EXACT),
     _Lever("prefetch", 2, (4,), _EXACT, beside={"loader_workers": 1}),
     _Lever("pin", True, (False,), _EXACT, (True, False)),
-    _Lever("ram_cache", False, (True,), _EXACT),
     _Lever("bucketing", False, (True,), _OBJECTIVE),
     _Lever("packing", False, (True,), _OBJECTIVE),
     _Lever("adapter", "none", ("lora", "dora"), _OBJECTIVE),

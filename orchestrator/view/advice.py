@@ -21,7 +21,7 @@ from workers.units import MIB
 #: `gaps` are between kernels; at `head` a worker waits for the processor.
 _REMEDIES: Final[Mapping[str, str]] = {
     "data": "it waited for data; prepare them in processes of their own (train.loader_workers), "
-    "or make samples cheaper: smaller, decoded once, or kept in RAM (train.ram_cache)",
+    "or make samples cheaper: smaller, or decoded once",
     "copies": "batches were copied to it; copy while it computes (train.pin), or send "
     "small number types and larger parts of a batch",
     "gaps": "it had work and waited for the host; compile blocks into fewer and larger kernels "

@@ -1,9 +1,11 @@
-"""A byte order mark, with which editors of Windows begin a file, is no part of a folder's data."""
+"""What of a user's files is a sample of a folder's model."""
 
 from __future__ import annotations
 
 import codecs
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import torch
 from tests.hf.folders import make_folder
 from workers.training.settings import TrainSettings
 from workers.training.tasks import find_task
+from workers.training.text import TextError
 
 ROWS = range(8)
 
@@ -40,3 +43,29 @@ def test_a_byte_order_mark_changes_no_sample(
     (fingerprint, samples), marked = made
     assert marked[0] == fingerprint
     torch.testing.assert_close(marked[1], samples, rtol=0, atol=0)
+
+
+def samples_of(path: Path, lines: list[dict[str, str]], folder: Path) -> list[Any]:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    chosen = {"preset": "hf-causal", "model": str(folder), "data": str(path), "seq": 24}
+    data = find_task(TrainSettings.model_validate(chosen), 0).dataset
+    return [data[index] for index in range(len(data))]
+
+
+def test_a_text_after_a_prompt_is_cut_as_if_it_stood_alone(tmp_path: Path) -> None:
+    """Also where the prompt was too long to be a sample, or its answer was cut off."""
+    folder, path = make_folder(tmp_path / "model"), tmp_path / "a.jsonl"
+    text = [{"text": "so it goes on and on, until it ends; " * 6}]
+    answered = [{"prompt": "a", "answer": "b" * 40}]
+    alone, answer = (samples_of(path, lines, folder) for lines in (text, answered))
+    unanswered = [{"prompt": "why" * 40, "answer": "c"}]
+    mixed = samples_of(path, [*text, *unanswered, *text, *answered, *text], folder)
+    torch.testing.assert_close(mixed, [*alone, *alone, *answer, *alone], rtol=0, atol=0)
+
+
+def test_half_of_a_character_is_refused_by_line(tmp_path: Path) -> None:
+    lines = [{"text": "whole"}, {"text": "half \ud83d"}]
+    with pytest.raises(
+        TextError, match=r"line 2 of .*a\.jsonl is no JSON .*surrogates not allowed"
+    ):
+        samples_of(tmp_path / "a.jsonl", lines, make_folder(tmp_path / "model"))

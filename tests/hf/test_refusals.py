@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.hf.folders import make_folder
 from tests.scene import MIB, ROOT
-from workers.hf import token_data
 from workers.hf.folder import transformers
+from workers.training import text
 from workers.training.errors import TaskError
 from workers.training.lora import new_model
 from workers.training.settings import TrainSettings
@@ -95,9 +95,9 @@ def test_a_folder_is_refused_by_file(good: Path, tmp_path: Path, spoil: Spoil, s
     folder = tmp_path / "model"
     shutil.copytree(good, folder)
     spoil(folder)
-    text = tmp_path / "text.txt"
-    text.write_text("something to learn " * 99)
-    refusal = said_of(folder, text)
+    path = tmp_path / "text.txt"
+    path.write_text("something to learn " * 99)
+    refusal = said_of(folder, path)
     assert refusal.startswith(f"train.model: {folder}")
     assert said in refusal
 
@@ -107,7 +107,19 @@ def test_a_folder_is_refused_by_file(good: Path, tmp_path: Path, spoil: Spoil, s
     [
         ("empty.txt", "", {}, "holds no text"),
         ("other.jsonl", '{"txt": "a"}', {}, "has the keys 'txt'"),
-        ("labels.csv", "text,lable\na,1\nb,0\n", {"preset": "hf-pairs"}, "has no 'label'"),
+        (
+            "labels.csv",
+            "text,lable\na,1\nb,0\n",
+            {"preset": "hf-pairs"},
+            "has no text or number 'label'",
+        ),
+        (
+            "list.jsonl",
+            '{"text": ["a"], "label": 1}',
+            {"preset": "hf-pairs"},
+            "number 'text' (it has 'text', 'label')",
+        ),
+        ("long.csv", f"text,label\n{'a' * 200_000},1\n", {"preset": "hf-pairs"}, "line 2 of"),
     ],
 )
 def test_data_are_refused_by_file(
@@ -124,7 +136,7 @@ def test_data_are_refused_by_file(
 def test_a_line_is_not_read_without_a_bound(
     good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(token_data, "LONGEST_LINE_BYTES", MIB)
+    monkeypatch.setattr(text, "LONGEST_LINE_BYTES", MIB)
     path = tmp_path / "long.txt"
     path.write_text("a" * (MIB + 1))
     assert f"line 1 of {path} is longer than 1 MiB" in said_of(good, path)
@@ -143,8 +155,8 @@ def test_the_head_refuses_a_folder_that_it_sees(tmp_path: Path) -> None:
 
 
 def test_an_adapter_that_reaches_no_block_is_refused(good: Path, tmp_path: Path) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("something to learn " * 99)
-    refusal = said_of(good, text, adapter="lora", adapter_targets=["q_proj"])
+    path = tmp_path / "text.txt"
+    path.write_text("something to learn " * 99)
+    refusal = said_of(good, path, adapter="lora", adapter_targets=["q_proj"])
     assert "reaches no block" in refusal
     assert "c_attn, c_fc, c_proj" in refusal

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import resource
 import signal
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,24 +15,29 @@ import torch
 from torch.utils.data import Dataset
 
 from tests.scene import vm_data_bytes, wait_for
-from tests.training.scene import CNN, CPU, GPT, in_shared_memory, replay, settings, task, trainer
+from tests.training.scene import CPU, replay, settings, trainer
 from workers.training.errors import TaskError
-from workers.training.loader import (
-    HostShare,
-    Loader,
-    LoaderNumbers,
-    Order,
-    loader_numbers,
-    row_bytes,
-)
-from workers.training.settings import TrainSettings
-from workers.training.trainer import Trainer
+from workers.training.loader import Feed, HostShare, loader_numbers
+from workers.training.order import samples
+from workers.training.tasks import TrainTask
 from workers.units import GIB, MIB
 
-BATCH = 6
+BATCH, SEED = 6, 3
 
 
-class Items(Dataset[torch.Tensor]):
+def order(used: int, count: int) -> list[int]:
+    """Return which items come, as the seed says."""
+    return [each.index for each in samples(SEED, 101, used, count)]
+
+
+class Hundred(Dataset[torch.Tensor]):
+    """Has 101 items."""
+
+    def __len__(self) -> int:
+        return 101
+
+
+class Items(Hundred):
     """Says which item was asked for, and in which process it was made.
 
     Fails once where a file tells it to.
@@ -44,37 +47,35 @@ class Items(Dataset[torch.Tensor]):
         self.trouble = trouble
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        if index == 20 and self.trouble is not None and self.trouble.exists():
+        if index == order(20, 1)[0] and self.trouble is not None and self.trouble.exists():
             self.trouble.unlink()
             raise ValueError("this item is broken")
         return torch.tensor([index, os.getpid()])
 
 
-class Large(Dataset[torch.Tensor]):
+class Large(Hundred):
     """Takes 256 MiB for each item."""
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return torch.zeros(2**26)[:1] + index
 
 
-class NotPicklable(Dataset[torch.Tensor]):
+class NotPicklable(Hundred):
     """Holds what no other process can have."""
 
     def __init__(self) -> None:
         self.held = (each for each in ())
 
 
-def order(used: int, count: int) -> Sequence[int]:
-    """Some order that differs from counting."""
-    return [(number * 7) % 101 for number in range(used, used + count)]
+def feed_of(dataset: Dataset[Any], workers: int = 0, batch: int = BATCH) -> Feed:
+    made = TrainTask(name="items", model=torch.nn.Module, dataset=dataset, loss=lambda *_: None)  # type: ignore[arg-type, return-value]
+    return Feed(made, settings(batch=batch, loader_workers=workers, prefetch=1), CPU, SEED)
 
 
-def loader_of(
-    dataset: Dataset[Any], workers: int = 0, order: Order = order, pin: bool = False, **keys: Any
-) -> Loader:
-    settings = TrainSettings(**{"batch": BATCH, **keys})
-    numbers = LoaderNumbers(workers=workers, prefetch=1)
-    return Loader(dataset, order, settings, numbers, pin=pin)
+def taken(feed: Feed) -> torch.Tensor:
+    feed.take()
+    assert isinstance(feed.batch, torch.Tensor)
+    return feed.batch
 
 
 def keys(batch: torch.Tensor) -> list[int]:
@@ -111,52 +112,49 @@ def _loader_processes() -> list[psutil.Process]:
 
 def _goes_on_anywhere(workers: int) -> None:
     state = torch.get_rng_state()
-    loader = loader_of(Items(), workers)
-    batches = [loader.next_batch() for _ in range(4)]
-    assert [keys(each) for each in batches] == [list(order(used, BATCH)) for used in (0, 6, 12, 18)]
-    assert loader.samples_used == 24
+    feed = feed_of(Items(), workers)
+    batches = [taken(feed) for _ in range(4)]
+    assert [keys(each) for each in batches] == [order(used, BATCH) for used in (0, 6, 12, 18)]
     assert ({int(each[0, 1]) for each in batches} == {os.getpid()}) == (workers == 0)
-    loader.seek(6)
-    assert keys(loader.next_batch()) == list(order(6, BATCH))
-    assert loader.samples_used == 12
-    loader.close()
+    feed.seek(6)
+    assert keys(taken(feed)) == order(6, BATCH)
+    assert keys(taken(feed)) == order(12, BATCH)
+    feed.close()
     assert torch.equal(state, torch.get_rng_state())
-    assert 0 < loader.wait_share() <= 1
+    assert 0 < feed.wait_share() <= 1
 
 
 def _makes_a_failed_batch_again(workers: int, folder: Path) -> None:
     (folder / "trouble").touch()
-    loader = loader_of(
-        Items(folder / "trouble"), workers, lambda used, count: range(used, used + count), batch=10
-    )
-    assert [keys(loader.next_batch())[0] for _ in range(2)] == [0, 10]
+    feed = feed_of(Items(folder / "trouble"), workers, batch=10)
+    for used in (0, 10):
+        assert keys(taken(feed)) == order(used, 10)
     with pytest.raises(ValueError, match="this item is broken"):
-        loader.next_batch()
-    assert loader.samples_used == 20
-    assert keys(loader.next_batch()) == list(range(20, 30))
-    loader.close()
+        feed.take()
+    assert keys(taken(feed)) == order(20, 10)
+    feed.close()
 
 
 def _replaces_a_killed_process() -> None:
-    loader = loader_of(Items(), 1)
+    feed = feed_of(Items(), 1)
     makers = []
     for turn in range(8):
-        batch = loader.next_batch()
-        assert keys(batch) == list(order(turn * BATCH, BATCH))
+        batch = taken(feed)
+        assert keys(batch) == order(turn * BATCH, BATCH)
         makers.append(int(batch[0, 1]))
         if turn == 2:
             os.kill(makers[-1], signal.SIGKILL)
     assert len(set(makers)) == 2
-    loader.close()
+    feed.close()
 
 
 def _says_what_cannot_be_sent() -> None:
-    loader = loader_of(NotPicklable(), 1)
+    feed = feed_of(NotPicklable(), 1)
     with pytest.raises(
         TaskError, match=r"cannot be sent to loader processes .*set train\.loader_workers to 0"
     ):
-        loader.next_batch()
-    loader.close()
+        taken(feed)
+    feed.close()
 
 
 def _lifts_the_cap() -> None:
@@ -164,10 +162,10 @@ def _lifts_the_cap() -> None:
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     resource.setrlimit(resource.RLIMIT_DATA, (vm_data_bytes() + 128 * 2**20, hard))
     with pytest.raises(RuntimeError, match="can't allocate memory"):
-        loader_of(Large(), batch=2).next_batch()
-    loader = loader_of(Large(), 1, batch=2)
-    assert loader.next_batch()[:, 0].int().tolist() == list(order(0, 2))
-    loader.close()
+        feed_of(Large(), batch=2).take()
+    feed = feed_of(Large(), 1, batch=2)
+    assert taken(feed)[:, 0].int().tolist() == order(0, 2)
+    feed.close()
     resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
 
 
@@ -185,14 +183,15 @@ def test_a_shortage_of_pinned_memory_is_told_once(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda _: None)
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
-    loader = loader_of(Items(), pin=True)
-    batches = [loader.next_batch() for _ in range(3)]
-    loader.close()
+    feed = feed_of(Items())
+    feed._pin = True
+    batches = [taken(feed) for _ in range(3)]
+    feed.close()
     assert [key for batch in batches for key in keys(batch)] == order(0, 3 * BATCH)
-    ((name, detail),) = loader.news()
+    ((name, detail),) = feed.news()
     assert name == "unpinned"
     assert "CUDA error: out of memory" in detail["reason"]
-    assert loader.news() == []
+    assert feed.news() == []
 
 
 CARD = HostShare(cores=8, ram_bytes=16 * GIB, on_card=True)
@@ -215,91 +214,14 @@ def test_processes_follow_cores_and_ram(
     host: HostShare, asked: dict[str, Any], expected: tuple[int, int]
 ) -> None:
     keys: dict[str, Any] = {"workers": "auto", "prefetch": "auto", "batch_bytes": MIB} | asked
-    told = loader_numbers(host, ram_cache=False, items_bytes=None, **keys)
+    told = loader_numbers(host, **keys)
     assert (told.workers, told.prefetch) == expected
-    assert not told.ram_cache
 
 
-@pytest.mark.parametrize(
-    ("items_bytes", "cached", "words"),
-    [
-        (8 * GIB, True, "kept in RAM: it takes 8192 MiB"),
-        (
-            8 * GIB + 1,
-            False,
-            "not kept in RAM: it takes 8192 MiB, and half of the free RAM is 8192 MiB",
-        ),
-        (None, False, "change from epoch to epoch"),
-    ],
-)
-def test_a_data_set_is_kept_if_it_fits_into_half_of_the_free_ram(
-    items_bytes: int | None, cached: bool, words: str
-) -> None:
-    told = loader_numbers(
-        CARD, workers=3, prefetch=2, ram_cache=True, batch_bytes=1, items_bytes=items_bytes
-    )
-    assert (told.workers, told.ram_cache) == (3, cached)
-    assert words in told.reason
-
-
-def test_of_a_batch_that_is_not_all_rows_nothing_is_kept() -> None:
-    rows = torch.zeros(4, 3)
-    assert row_bytes({"x": rows, "y": (rows.double(),)}) == 36
-    assert row_bytes([rows, "name"]) is None
-    assert row_bytes([rows, rows[:2]]) is None
-
-
-class Counting:
-    """A data set that counts what it was asked for."""
-
-    def __init__(self, items: int, varied: bool) -> None:
-        self.inner = task(GPT).dataset
-        self.asked = 0
-        self._items = items
-        self._varied = varied
-
-    def __len__(self) -> int:
-        return self._items
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        self.asked += 1
-        tokens: torch.Tensor = self.inner[index]
-        return tokens[: 9 + index % 2] if self._varied else tokens
-
-
-def test_from_ram_come_the_same_bits_and_each_item_is_made_once() -> None:
-    plain = trainer(steps=14)
-    replay(plain, [[12, 0, 14]])
-    counting = Counting(100, varied=False)
-    run = Trainer(replace(task(GPT), dataset=counting), settings(steps=14, ram_cache=True), CPU, 7)
-    replay(run, [[12, 0, 10]])
-    going_on = copy.deepcopy(run.state())
-    replay(run, [[12, 0, 4]])
-    assert run.weights_sha256() == plain.weights_sha256()
-    # One to see what it takes; of the ninth batch eight begin the second epoch, before the first is
-    # complete.
-    assert counting.asked == 1 + 9 * 12
-    cache = run._feed.loader._cache
-    assert cache is not None
-    assert in_shared_memory(cache._rows), "on a CPU, outside of what the cap counts"
-    run.load(going_on)
-    replay(run, [[12, 0, 4]])
-    assert run.weights_sha256() == plain.weights_sha256()
-    assert counting.asked == 1 + 9 * 12
-
-
-def test_what_cannot_be_kept_is_trained_all_the_same() -> None:
-    asked = []
-    for keys in ({}, {"ram_cache": True, "loader_workers": "auto", "prefetch": "auto"}):
-        counting = Counting(24, varied=True)
-        one_each = replace(task(GPT), dataset=counting)
-        run = Trainer(one_each, settings(steps=30, batch=1, **keys), CPU, 7)
-        replay(run, [[1, 0, 30]])
-        asked.append(counting.asked)
-        if not keys:
-            expected = run.weights_sha256()
-        assert run.weights_sha256() == expected
-    assert asked == [30, 31]
-    faces = trainer(CNN, steps=2, ram_cache=True)
-    replay(faces, [[12, 0, 2]])
-    assert "change from epoch to epoch" in faces.loader_numbers.reason
+def test_what_is_left_open_is_decided_and_changes_no_bit() -> None:
+    plain, decided = trainer(steps=3), trainer(steps=3, loader_workers="auto", prefetch="auto")
+    for run in (plain, decided):
+        replay(run, [[12, 0, 3]])
+        run.close()
+    assert decided.weights_sha256() == plain.weights_sha256()
+    assert "loader processes" in decided.loader_numbers.reason

@@ -42,7 +42,7 @@ def settings(folder: Path, **keys: object) -> TrainSettings:
 def test_points_are_scaled_with_their_picture(tmp_path: Path) -> None:
     pictures = Pictures(str(drawn_folder(tmp_path)), EDGE, 0)
     for index in range(4):
-        picture, points = pictures.plain(index)
+        picture, points = pictures._sample(index)
         assert picture.shape == (1, EDGE, EDGE)
         # Pixel 8 of 64 is 8.5 pixels from the border.
         assert points[0].tolist() == pytest.approx([(8.5 + 4 * index) / 32 - 1, 8.5 / 16 - 1])
@@ -115,7 +115,7 @@ def test_a_picture_that_is_none_is_refused_by_name(tmp_path: Path) -> None:
     for content in (b"no picture", whole[: len(whole) - 30]):
         (tmp_path / "1.png").write_bytes(content)
         with pytest.raises(TaskError, match=r"1.png cannot be read as a picture"):
-            pictures.plain(1)
+            pictures._sample(1)
 
 
 def test_running_out_of_memory_is_not_a_bad_picture(
@@ -128,7 +128,7 @@ def test_running_out_of_memory_is_not_a_bad_picture(
 
     monkeypatch.setattr("workers.training.pictures._grey", fails)
     with pytest.raises(MemoryError):
-        pictures.plain(1)
+        pictures._sample(1)
 
 
 def test_without_a_library_it_says_what_to_install(

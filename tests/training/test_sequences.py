@@ -28,6 +28,8 @@ SEQ, LEAST, ITEMS = 16, 3, 100
 class Documents(MadeText):
     """Made text of unequal lengths, of which short ones are more frequent."""
 
+    key = "made"
+
     def __init__(self, seq: int, least_seq: int, items: int) -> None:
         super().__init__(seq, 256, 0, items)
         chances = torch.rand(items, generator=torch.Generator().manual_seed(0)).square()

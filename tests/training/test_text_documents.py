@@ -16,8 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 from torch import Tensor
 
-from tests.training.scene import CPU, replay
+from tests.training.scene import CPU, in_shared_memory, replay
 from workers.training import text as text_module
+from workers.training.errors import TaskError
 from workers.training.sequences import PackedRows, packed_loss, packed_tokens
 from workers.training.settings import TrainSettings
 from workers.training.tasks import TrainTask, find_task, next_token_loss
@@ -113,8 +114,6 @@ def test_pieces_are_the_lines_cut_like_windows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(text_module, "_PART_BYTES", part)
-    monkeypatch.setattr(text_module, "_LINES", part)
-    monkeypatch.setattr(text_module, "_PIECES", part)
     folder = tmp_path_factory.mktemp("text")
     for number, each in enumerate(files):
         (folder / f"{number}.{'jsonl' if each.json else 'txt'}").write_bytes(each.content())
@@ -134,7 +133,7 @@ def test_pieces_are_the_lines_cut_like_windows(
 
 @pytest.mark.parametrize("documents", ["windows", "files", "lines"])
 def test_a_byte_order_mark_is_no_text(tmp_path: Path, documents: str) -> None:
-    """Samples and fingerprint are those without it, and a training goes on when it comes or goes."""
+    """Samples and fingerprint are those without it."""
 
     def data_of(*marks: bytes) -> Any:
         for name, mark in zip("ab", marks, strict=True):
@@ -146,7 +145,7 @@ def test_a_byte_order_mark_is_no_text(tmp_path: Path, documents: str) -> None:
     data = data_of(b"", b"")
     samples = tokens(data)
     marked = data_of(codecs.BOM_UTF8, codecs.BOM_UTF8)
-    assert tokens(data) == tokens(marked) == samples
+    assert tokens(marked) == samples
     assert marked.fingerprint == data.fingerprint
 
 
@@ -177,7 +176,7 @@ def test_each_file_is_a_document(tmp_path: Path) -> None:
             '{"body": "b", "id": 1}',
             """has no "text" that is a string (it has the keys 'body', 'id')""",
         ),
-        ('["text"]', 'has no "text" that is a string (it has a list)'),
+        ('["text"]', "is no JSON object; correct the line, or take it out"),
     ],
     ids=["broken", "other keys", "list"],
 )
@@ -193,27 +192,77 @@ def test_a_line_of_json_without_a_text_is_named(tmp_path: Path, line: str, words
 def test_a_line_of_json_is_not_read_without_a_bound(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(text_module, "_LONGEST_LINE_BYTES", MIB)
+    monkeypatch.setattr(text_module, "LONGEST_LINE_BYTES", MIB)
     path = tmp_path / "mine.jsonl"
     path.write_text(json.dumps({"text": "a" * MIB}))
     with pytest.raises(TextError, match=r"line 1 of .*mine\.jsonl is longer than 1 MiB; divide it"):
         TextDocuments(path, 8, "lines")
 
 
-def test_a_line_of_json_that_changes_is_noticed(tmp_path: Path) -> None:
-    lines = [json.dumps({"text": text}) for text in ("one", "the second line", "three")]
+def test_a_text_that_changes_before_it_is_read_is_read_anew(tmp_path: Path) -> None:
+    """Also one of the same length; what was read of JSON stays, for a training at work."""
     path = tmp_path / "mine.jsonl"
-    path.write_text("\n".join(lines))
+    path.write_text('{"text": "one"}')
+    first = TextDocuments(path, 8, "lines")
+    path.write_text('{"text": "two"}')
+    os.utime(path, (1, 1))
+    second = TextDocuments(path, 8, "lines")
+    assert tokens(first) == [b"one"]
+    assert tokens(second) == [b"two"]
+    assert first.fingerprint == second.fingerprint, "by lengths alone"
+
+
+def test_a_text_is_read_once_on_a_pc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the first of several processes; and by the next one, if that was killed or failed."""
+    path = written(tmp_path)
+    path.rename(path := path.with_suffix(".jsonl"))
+    path.write_text("".join(json.dumps({"text": f"line {row}"}) + "\n" for row in range(999)))
+    read, usual = list[str](), text_module.objects_of
+
+    def objects_of(*given: Any) -> Any:
+        read.append("begun")
+        yield from usual(*given)
+        if len(read) == 1:
+            raise MemoryError
+
+    monkeypatch.setattr(text_module, "objects_of", objects_of)
+    with pytest.raises(MemoryError):
+        TextDocuments(path, 8, "lines")
+    whole = [tokens(TextDocuments(path, 8, "lines")) for _ in range(3)]
+    assert len(read) == 2
+    assert whole[0] == whole[1] == whole[2] != []
+
+
+def test_tokens_are_in_no_memory_that_a_cap_counts(tmp_path: Path) -> None:
+    path = tmp_path / "mine.jsonl"
+    path.write_text('{"text": "a document"}\n' * 9)
     data = TextDocuments(path, 8, "lines")
-    whole = tokens(data)
-    path.write_text("\n".join([*lines, "more"]))
-    assert tokens(data) == whole == [b"one", b"the seco" + b"n", b"nd line", b"three"]
-    path.write_text("\n".join([lines[0], lines[1][:-1].replace("line", "li"), lines[2]]))
-    with pytest.raises(
-        TextError, match="was changed while it was trained on: the line at byte"
-    ) as refusal:
-        tokens(data)
-    assert str(path) in str(refusal.value)
+    assert in_shared_memory(data._samples[0])
+    assert in_shared_memory(data._samples._samples)
+
+
+def test_tokens_that_nobody_opened_for_a_month_are_removed(tmp_path: Path, state_dir: Path) -> None:
+    path = written(tmp_path)
+
+    def kept() -> set[Path]:
+        return {each for each in (state_dir / "tokens").iterdir() if each.is_dir()}
+
+    TextDocuments(path, 8, "lines")
+    (old,) = kept()
+    TextDocuments(path, 9, "lines")
+    (other,) = kept() - {old}
+    for each in (old, other):
+        os.utime(each, (1, 1))
+    TextDocuments(path, 9, "lines")
+    TextDocuments(path, 10, "lines")
+    assert other in kept()
+    assert old not in kept()
+
+
+def test_a_full_disk_is_told_in_one_sentence(tmp_path: Path, state_dir: Path) -> None:
+    (state_dir / "tokens").write_text("no folder")
+    with pytest.raises(TaskError, match=r"cannot be kept in .*; free its disk, or name another"):
+        TextDocuments(written(tmp_path), 8, "lines")
 
 
 def test_another_division_of_a_text_is_another_training(tmp_path: Path) -> None:
@@ -285,7 +334,7 @@ def test_held_out_samples_are_evaluated_and_never_trained_on(tmp_path: Path, uni
     data = run.task.dataset
     assert isinstance(data, TextData | TextDocuments)
     trained = tokens(data)
-    held = [bytes(each.tolist()) for each in data.held_out]
+    held = [bytes(each.tolist()) for each in data.unseen()]
     assert len(held) == SAMPLES
     if unit == "windows":
         last = [content[at : at + 65] for at in range(64 * len(data), len(content) - 64, 64)]
@@ -303,7 +352,7 @@ def test_held_out_samples_are_evaluated_and_never_trained_on(tmp_path: Path, uni
     figures = run.evaluate()
     model = run.model.eval()
     with torch.no_grad():
-        total = sum(float(next_token_loss(model, each[None])) for each in data.held_out)
+        total = sum(float(next_token_loss(model, each[None])) for each in data.unseen())
     assert figures == {
         "validation_loss": pytest.approx(total / sum(len(each) - 1 for each in held), rel=1e-6)
     }
@@ -387,16 +436,20 @@ def test_what_cannot_be_trained_on_is_refused_in_one_sentence(
     assert str(refusal.value) == "train.data: " + words.format(path=path)
 
 
-def test_files_that_change_under_the_training_end_no_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", [b"b" * 99, b"b" * 100_000], ids=["shorter", "as long"])
+def test_files_that_change_under_the_training_end_no_process(
+    tmp_path: Path, content: bytes
+) -> None:
     path = tmp_path / "data.txt"
     path.write_text("a" * 100_000)
     data = TextData(path, 10)
     before = data.fingerprint
-    path.write_text("b" * 99)
-    assert data[0].eq(ord("b")).all()
-    with pytest.raises(TextError, match="became shorter while it was trained on"):
-        data[9]
-    assert TextData(path, 10).fingerprint != before
+    assert data[0].eq(ord("a")).all()
+    path.write_bytes(content)
+    os.utime(path, (1, 1))
+    with pytest.raises(TextError, match="was changed while it was trained on; put it back"):
+        data[0]
+    assert (TextData(path, 10).fingerprint == before) == (len(content) == 100_000)
     path.unlink()
-    with pytest.raises(TextError, match="cannot be read any more: No such file"):
+    with pytest.raises(TextError, match="cannot be read: No such file"):
         data[0]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from workers.hf.folder import ModelFolder, blocks_of, heads_of
-from workers.hf.token_data import TokenSamples
+from workers.hf.token_data import CausalSamples
 from workers.training.sequences import cross_entropy, filled_up, packed_tokens, shortened
 from workers.training.settings import TrainSettings
 from workers.training.tasks import TrainTask, Validation
@@ -25,7 +25,12 @@ def causal_task(settings: TrainSettings) -> TrainTask:
         TaskError: The folder or a key cannot be used.
     """
     folder = ModelFolder(settings, "AutoModelForCausalLM")
-    text = TokenSamples(settings, folder)
+    text = CausalSamples(
+        str(settings.data), settings, folder, holds_out=settings.validation is None
+    )
+    unseen = text.unseen
+    if settings.validation is not None:
+        unseen = CausalSamples(settings.validation, settings, folder, holds_out=False).all
     return TrainTask(
         name=f"hf-causal {folder.config.model_type}",
         model=folder.model,
@@ -35,7 +40,7 @@ def causal_task(settings: TrainSettings) -> TrainTask:
         count=packed_tokens,
         blocks=blocks_of,
         evaluate=Validation(
-            samples=text.unseen, loss=token_loss, count=packed_tokens, collate=filled_up
+            samples=unseen, loss=token_loss, count=packed_tokens, collate=filled_up
         ),
         collate=filled_up,
         shorten=shortened,

@@ -6,6 +6,7 @@ of memory has them, weights are made and not read.
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import os
 from collections.abc import Mapping, Sequence
@@ -33,6 +34,9 @@ _MOST_MORE: Final = 1.5
 
 #: Of the names of weights in a message.
 _MOST_NAMES: Final = 3
+
+#: Of the files in a folder that decide on tokens: those of the tokenizer, and chat templates.
+_NO_WEIGHTS: Final = {".json", ".jinja", ".txt", ".model"}
 
 AutoClass = Literal[
     "AutoModelForCausalLM", "AutoModelForSequenceClassification", "AutoModelForSeq2SeqLM"
@@ -120,6 +124,8 @@ class ModelFolder:
         self._set_up(settings)
         self.seq = self._seq_of(settings)
         self.notes = tuple(self._notes(settings))
+        self.tokenizer_version = self._tokenizer_version(library)
+        """What changes whenever its tokens, or those of a chat, may."""
 
     def model(self) -> nn.Module:
         """Make the model: with the folder's weights, or without any on tensors without data.
@@ -217,6 +223,13 @@ class ModelFolder:
                 "tokens"
             )
         return settings.seq or min(most, _SEQ)
+
+    def _tokenizer_version(self, library: ModuleType) -> str:
+        digest = hashlib.blake2b(library.__version__.encode(), digest_size=16)
+        for path in sorted(self.path.iterdir()):
+            if path.suffix in _NO_WEIGHTS and path.is_file():
+                digest.update(f"{path.name} {path.stat().st_size} ".encode() + path.read_bytes())
+        return digest.hexdigest()
 
     def _stored_dtype(self) -> torch.dtype:
         dtype = self.config.dtype or torch.float32

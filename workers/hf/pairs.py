@@ -2,15 +2,15 @@
 
 Classes are told apart by their cross-entropy, numbers by their squared distance; a label that is a
 text is written by an encoder-decoder, token by token. Files are JSON lines, CSV or TSV with a line
-of names; they are read and tokenised once in each process.
+of names. Each process reads them for their labels; they are tokenised once on a PC.
 """
 
 from __future__ import annotations
 
 import csv
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import isfinite
@@ -23,16 +23,12 @@ from torch.nn import functional
 
 from workers.hf.folder import ModelFolder, blocks_of, heads_of
 from workers.hf.folder_files import check_folder
-from workers.hf.token_data import lines_of
-from workers.training.batches import Samples, rows_of
-from workers.training.host_memory import HostArray
+from workers.training.batches import rows_of
 from workers.training.sequences import NO_TOKEN, cross_entropy, filled_up, shortened
 from workers.training.settings import TrainSettings
 from workers.training.tasks import TrainTask, Validation
-from workers.training.text import TextError, TextFiles, evaluated, held_out, json_line
-
-Row: TypeAlias = tuple[list[str], str]
-"""One or two texts, and the label."""
+from workers.training.text import HeldOut, TextError, TextFiles, objects_of, texts_of
+from workers.training.token_files import SampleWriter, TokenSamples
 
 Part: TypeAlias = tuple[Tensor, Tensor]
 """Tokens and segments (rows, 2, tokens), and labels (rows), or the tokens of texts."""
@@ -56,10 +52,10 @@ def pairs_task(settings: TrainSettings) -> TrainTask:
     Raises:
         TaskError: The folder, the data or a key cannot be used.
     """
-    files = TextFiles(str(settings.data))
-    rows = _rows_of(files, settings.columns)
+    rows = Rows(str(settings.data), settings.columns)
     writes = settings.labels == "text"
-    classes = [] if writes else _classes_of(settings, [label for _, label in rows])
+    labels = rows.labels()
+    classes = [] if writes else _classes_of(settings, labels)
     numbers = {name: number for number, name in enumerate(classes)}
     if writes:
         folder = ModelFolder(settings, "AutoModelForSeq2SeqLM")
@@ -71,19 +67,17 @@ def pairs_task(settings: TrainSettings) -> TrainTask:
             problem_type="single_label_classification" if classes else "regression",
             **({"id2label": dict(enumerate(classes)), "label2id": numbers} if classes else {}),
         )
-    unseen = None
-    kind = TextPairs if writes else Pairs
+    known = None if writes else numbers
+    data = Pairs(rows, labels, known, folder, holds_out=settings.validation is None)
+    samples = data.unseen
     if settings.validation is not None:
-        other = TextFiles(settings.validation)
-        unseen = kind(_rows_of(other, settings.columns), numbers, folder, other.root)
-    data = kind(rows, numbers, folder, files.root, holds_out=unseen is None)
-    samples = data.held if unseen is None else unseen.all
-    digest = hashlib.blake2b(repr((classes, rows)).encode(), digest_size=8).hexdigest()
+        others = Rows(settings.validation, settings.columns)
+        samples = Pairs(others, others.labels(), known, folder, holds_out=False).all
     task = TrainTask(
         name=f"hf-pairs {folder.config.model_type}",
         model=folder.model,
         dataset=data,
-        fingerprint=f"pairs {digest}",
+        fingerprint=f"pairs {rows.digest(classes)}",
         loss=partial(pair_loss, label_smoothing=settings.label_smoothing),
         evaluate=PairsValidation(
             samples=samples,
@@ -120,111 +114,158 @@ def pairs_task(settings: TrainSettings) -> TrainTask:
     )
 
 
-class Pairs(Samples):
-    """Samples of tokens with segments (2, up to seq), and a label."""
+class Rows:
+    """Rows of one or two texts and a label, in files that are read anew each time.
+
+    Raises:
+        TextError: A file has other columns, or a row lacks one.
+    """
+
+    def __init__(self, path: str, columns: Sequence[str] | None) -> None:
+        self.files = TextFiles(path)
+        self.columns = columns
+
+    def labels(self) -> list[str]:
+        """Read the labels.
+
+        Raises:
+            TextError: As above, or there is no row.
+        """
+        if labels := [label for _, label in self]:
+            return labels
+        raise TextError(f"train.data: {self.files.root} has no row; give text and labels")
+
+    def __iter__(self) -> Iterator[tuple[list[str], str]]:
+        for where, content in (row for path in self.files.paths for row in _table(path)):
+            *texts, label = self.columns or [
+                name for name in _COLUMNS if name != "text_pair" or name in content
+            ]
+            for name in (*texts, label):
+                value = content.get(name)
+                if value == "" or not isinstance(value, str | int | float):
+                    raise TextError(
+                        f"train.data: {where} has no text or number {name!r} (it has "
+                        f"{', '.join(map(repr, content))[:200]}); set train.columns to the texts "
+                        "and the label, such as [text, label]"
+                    )
+            yield [str(content[name]) for name in texts], str(content[label])
+
+    def digest(self, classes: Sequence[str]) -> str:
+        """Return what changes with any row, and with the order of the classes."""
+        digest, between = hashlib.blake2b(f"({classes!r}, [".encode(), digest_size=8), ""
+        for row in self:
+            digest.update(f"{between}{row!r}".encode())
+            between = ", "
+        digest.update(b"])")
+        return digest.hexdigest()
+
+
+def _table(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    if path.suffix not in {".csv", ".tsv"}:
+        yield from objects_of(path, "files of hf-pairs are .jsonl, .csv or .tsv")
+        return
+    lines = (line for _, line in texts_of(path))
+    table = csv.DictReader(lines, delimiter="\t" if path.suffix == ".tsv" else ",")
+    try:
+        for row in table:
+            yield f"line {table.line_num} of {path}", row
+    except csv.Error as failure:
+        raise TextError(
+            f"train.data: line {table.reader.line_num} of {path} is no CSV ({failure}); correct it, or "
+            "give JSON lines"
+        ) from failure
+
+
+class Pairs(HeldOut):
+    """Samples of tokens with segments (2, up to seq), and a label: a class, a number or tokens."""
 
     def __init__(
         self,
-        rows: Sequence[Row],
-        numbers: Mapping[str, int],
+        rows: Rows,
+        labels: Sequence[str],
+        numbers: Mapping[str, int] | None,
         folder: ModelFolder,
-        root: Path,
         *,
-        holds_out: bool = False,
+        holds_out: bool,
     ) -> None:
-        """Turn labels into numbers, those of classes or their own; texts are tokenised when the
-        first sample is asked for.
+        """Texts are tokenised when the first sample is asked for.
+
+        Args:
+            rows: Where they are.
+            labels: Of all rows.
+            numbers: Of the classes; empty: a label is a number; `None`: it is tokenised, too.
+            folder: Has the tokenizer.
+            holds_out: Whether the last rows are.
 
         Raises:
             TextError: There is a label that the training data does not have, or none.
         """
-        self._texts = [texts for texts, _ in rows]
+        super().__init__(holds_out=holds_out)
+        self._rows = rows
+        self._rows_count = len(labels)
         self._folder = folder
-        self._root = root
-        self._held = held_out(len(rows)) if holds_out else range(len(rows), len(rows))
-        self._items = self._held.start
-        self.labels = self._labels_of([label for _, label in rows], numbers)
-
-    def _labels_of(self, texts: Sequence[str], numbers: Mapping[str, int]) -> Tensor:
+        self.labels = torch.empty(0)
+        self._columns = ["text", "label"] if numbers is None else ["text"]
+        if numbers is None:
+            return
         try:
-            labels = [numbers[text] if numbers else _finite(text) for text in texts]
+            found = [numbers[text] if numbers else _finite(text) for text in labels]
         except (KeyError, ValueError) as failure:
             known = ", ".join([*numbers][:5]) or "numbers"
             raise TextError(
-                f"train.data: {self._root} has the label {failure.args[0]!r}, and the training "
-                f"knows {known}; correct it, or set train.columns or train.labels"
+                f"train.data: {rows.files.root} has the label {failure.args[0]!r}, and the "
+                f"training knows {known}; correct it, or set train.columns or train.labels"
             ) from failure
-        return torch.tensor(labels, dtype=torch.int64 if numbers else torch.float32)
-
-    def __getitems__(self, indices: Sequence[int]) -> list[Part]:
-        """Return several samples."""
-        return [self._sample(index) for index in indices]
+        self.labels = torch.tensor(found, dtype=torch.int64 if numbers else torch.float32)
 
     def lengths(self, indices: Sequence[int]) -> list[int]:
         """Return how many tokens these samples have."""
-        return [int(self._tokens[1][index + 1] - self._tokens[1][index]) for index in indices]
+        return self._tokens["text"].lengths(indices)
 
-    def held(self) -> Iterator[Part]:
-        """Yield samples that are held out."""
-        return map(self._sample, evaluated(self._held))
-
-    def all(self) -> Iterator[Part]:
-        """Yield all samples."""
-        return map(self._sample, range(self._items))
+    def _count(self) -> int:
+        return self._rows_count
 
     def _sample(self, index: int) -> Part:
-        own = _nth(*self._tokens, index)
+        own = self._tokens["text"][index].long()
         second = own < 0
-        return torch.stack((torch.where(second, ~own, own), second.long())), self._label(index)
-
-    def _label(self, index: int) -> Tensor:
-        return self.labels[index]
-
-    @cached_property
-    def _tokens(self) -> tuple[Tensor, Tensor]:
-        """All tokens, those of a second segment inverted (~), and where each sample ends."""
-        rows, self._texts = self._texts, []
-        named = (dict(zip(_TEXTS, row, strict=False)) for row in rows)
-        return self._tokenised("text", named, return_token_type_ids=True)
-
-    def _tokenised(
-        self, what: str, rows: Iterable[Mapping[str, str]], **options: object
-    ) -> tuple[Tensor, Tensor]:
-        numbers, ends = HostArray(torch.int32), [0]
-        for row in rows:
-            made = self._folder.tokenizer(
-                **row, truncation=True, max_length=self._folder.seq, **options
-            )
-            tokens = torch.tensor(made["input_ids"])
-            if not len(tokens):
-                raise TextError(
-                    f"train.data: the {what} of row {len(ends)} of {self._root} is empty; take it "
-                    "out"
-                )
-            second = torch.tensor(made.get("token_type_ids", [0])) > 0
-            numbers.extend(torch.where(second, ~tokens, tokens).int())
-            ends.append(ends[-1] + len(tokens))
-        return numbers.whole(), torch.tensor(ends)
-
-
-class TextPairs(Pairs):
-    """The same with labels that are the tokens of a text."""
-
-    def _labels_of(self, texts: Sequence[str], _: Mapping[str, int]) -> Tensor:
-        self._written = texts
-        return torch.empty(0)
-
-    def _label(self, index: int) -> Tensor:
-        return _nth(*self._targets, index)
+        tokens = torch.stack((torch.where(second, ~own, own), second.long()))
+        written = self._tokens.get("label")
+        return tokens, self.labels[index] if written is None else written[index].long()
 
     @cached_property
-    def _targets(self) -> tuple[Tensor, Tensor]:
-        texts, self._written = self._written, []
-        return self._tokenised("label", ({"text_target": text} for text in texts))
+    def _tokens(self) -> dict[str, TokenSamples]:
+        """By the name of their column; those of a second segment are inverted (~)."""
+        key = ("pairs", self._columns, self._rows.columns, self._folder.seq)
+        version = self._folder.tokenizer_version
+        written = self._rows.files.written(*key, version, write=self._write)
+        return {name: TokenSamples(written, name) for name in self._columns}
 
+    def _write(self, folder: Path) -> None:
+        with ExitStack() as stack:
+            writers = {
+                name: stack.enter_context(SampleWriter(folder, name, "int32", seq=None))
+                for name in self._columns
+            }
+            for number, (texts, label) in enumerate(self._rows, 1):
+                given = {
+                    "text": dict(zip(_TEXTS, texts, strict=False)),
+                    "label": {"text_target": label},
+                }
+                for name, writer in writers.items():
+                    if not (tokens := self._tokens_of(given[name])):
+                        raise TextError(
+                            f"train.data: the {name} of row {number} of {self._rows.files.root} is "
+                            "empty; take it out"
+                        )
+                    writer.add(tokens)
+                    writer.end()
 
-def _nth(numbers: Tensor, ends: Tensor, index: int) -> Tensor:
-    return numbers[int(ends[index]) : int(ends[index + 1])].long()
+    def _tokens_of(self, texts: Mapping[str, str]) -> list[int]:
+        made = self._folder.tokenizer(
+            **texts, truncation=True, max_length=self._folder.seq, return_token_type_ids=True
+        )
+        pairs = zip(made["input_ids"], made["token_type_ids"], strict=True)
+        return [~token if second else token for token, second in pairs]
 
 
 def pair_loss(model: nn.Module, part: Part, label_smoothing: float = 0.0) -> Tensor:
@@ -330,42 +371,3 @@ def _are_fractions(labels: Sequence[str]) -> bool:
     with suppress(ValueError):
         return any(not _finite(label).is_integer() for label in labels)
     return False
-
-
-def _rows_of(files: TextFiles, columns: Sequence[str] | None) -> list[Row]:
-    """Return the rows of all files.
-
-    Raises:
-        TextError: A file has other columns, or a row lacks one.
-    """
-    rows = list[Row]()
-    for path in files.paths:
-        for where, content in _table(path):
-            *texts, label = columns or [
-                name for name in _COLUMNS if name != "text_pair" or name in content
-            ]
-            if missing := [name for name in (*texts, label) if content.get(name) in {None, ""}]:
-                raise TextError(
-                    f"train.data: {where} has no {missing[0]!r} (it has "
-                    f"{', '.join(map(repr, content))[:200]}); set train.columns to the texts and "
-                    "the label, such as [text, label]"
-                )
-            rows.append(([str(content[name]) for name in texts], str(content[label])))
-    if not rows:
-        raise TextError(f"train.data: {files.root} has no row; give text and labels")
-    return rows
-
-
-def _table(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    lines = lines_of(path)
-    if path.suffix in {".csv", ".tsv"}:
-        table = csv.DictReader(lines, delimiter="\t" if path.suffix == ".tsv" else ",")
-        for row in table:
-            yield f"line {table.line_num} of {path}", row
-        return
-    for number, line in enumerate(lines, 1):
-        where = f"line {number} of {path}"
-        content = json_line(line, where, "files of hf-pairs are .jsonl, .csv or .tsv")
-        if not isinstance(content, dict):
-            raise TextError(f"train.data: {where} holds no JSON object")
-        yield where, content

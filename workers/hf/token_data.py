@@ -1,8 +1,8 @@
 """Your own text as the tokens of a folder's tokenizer: windows, documents, or answers to prompts
 and in chats.
 
-The text is tokenised once in each process, when the first sample is asked for, and kept as 4 bytes
-a token in memory that no cap counts.
+The text is tokenised once on a PC, when the first sample is asked for, into a file of 4 bytes a
+token.
 """
 
 from __future__ import annotations
@@ -18,24 +18,14 @@ from torch import Tensor
 
 from workers.hf.folder import ModelFolder
 from workers.hf.folder_files import TOKENIZER
-from workers.training.batches import Samples
-from workers.training.host_memory import HostArray
 from workers.training.sequences import NO_TOKEN
 from workers.training.settings import TrainSettings
-from workers.training.text import (
-    TextError,
-    TextFiles,
-    evaluated,
-    held_out,
-    json_line,
-    piece_of,
-    pieces_of,
-)
+from workers.training.text import HeldOut, TextError, TextFiles, objects_of, texts_of
+from workers.training.token_files import SampleWriter, TokenSamples
 from workers.units import MIB
 
-#: Text that is read and tokenised at once, and the longest line.
+#: Text that is read and tokenised at once.
 _TOGETHER_BYTES: Final = MIB
-LONGEST_LINE_BYTES: Final = 64 * MIB
 
 #: Names of the answer in a line with a "prompt".
 _ANSWERS: Final = ("answer", "completion", "response")
@@ -55,86 +45,62 @@ class Document(NamedTuple):
     """Whether it is one sample, cut off where it is too long, wherever others end."""
 
 
-class TokenSamples(Samples):
+class CausalSamples(HeldOut):
     """Samples (2, up to seq): tokens that go in, and the labels of each place."""
 
-    def __init__(self, settings: TrainSettings, folder: ModelFolder) -> None:
+    def __init__(
+        self, path: str, settings: TrainSettings, folder: ModelFolder, *, holds_out: bool
+    ) -> None:
         """Look at the files.
 
         Raises:
             TextError: There is no text.
         """
+        super().__init__(holds_out=holds_out)
         self._unit = settings.documents
         self._folder = folder
-        self._files = TextFiles(str(settings.data))
-        self._other = None if settings.validation is None else TextFiles(settings.validation)
-        tokenizer = (folder.path / TOKENIZER).read_bytes()
-        digest = hashlib.blake2b(tokenizer, digest_size=8).hexdigest()
+        self._files = TextFiles(path)
+        digest = hashlib.blake2b((folder.path / TOKENIZER).read_bytes(), digest_size=8).hexdigest()
         self.fingerprint = f"{self._unit} {self._files.fingerprint()} tokenizer {digest}"
         """What changes when a file is added, removed or changes its length, or tokens change."""
 
     @cached_property
-    def _text(self) -> tuple[Tensor, Tensor]:
-        """All tokens one after the other, those that are not to be predicted inverted (~); and the
-        samples in them.
-        """
-        return self._tokenised(self._files)
-
-    @cached_property
-    def _other_text(self) -> tuple[Tensor, Tensor] | None:
-        """The same of the file that is never trained on."""
-        return None if self._other is None else self._tokenised(self._other)
-
-    @property
-    def _items(self) -> int:  # type: ignore[override]  # not known before the text is read
-        samples = len(self._text[1])
-        return held_out(samples).start if self._other is None else samples
-
-    def __getitems__(self, indices: Sequence[int]) -> list[Tensor]:
-        """Return several samples."""
-        return [_sample(*self._text, index) for index in indices]
+    def _tokens(self) -> TokenSamples:
+        """The samples; tokens that are not to be predicted are inverted (~)."""
+        key = ("causal", self._unit, self._folder.seq, self._folder.tokenizer_version)
+        samples = TokenSamples(self._files.written(*key, write=self._write), "text")
+        if not len(samples):
+            raise TextError(
+                f"train.data: {self._files.root} has nothing to predict within train.seq, "
+                f"{self._folder.seq} tokens; give more text, or raise train.seq"
+            )
+        return samples
 
     def lengths(self, indices: Sequence[int]) -> list[int]:
         """Return how many tokens these samples have."""
-        return [piece_of(self._text[1], index)[1] - 1 for index in indices]
+        return [length - 1 for length in self._tokens.lengths(indices)]
 
-    def unseen(self) -> Iterator[Tensor]:
-        """Yield samples that are never trained on: of the file for that, or some held out."""
-        if self._other_text is not None:
-            text = self._other_text
-            return (_sample(*text, place) for place in range(len(text[1])))
-        held = held_out(len(self._text[1]))
-        return (_sample(*self._text, place) for place in evaluated(held))
+    def _count(self) -> int:
+        return len(self._tokens)
 
-    def _tokenised(self, files: TextFiles) -> tuple[Tensor, Tensor]:
-        """Return the tokens of files, and the samples in them.
+    def _sample(self, index: int) -> Tensor:
+        numbers = self._tokens[index].long()
+        inputs = torch.where(numbers < 0, ~numbers, numbers)[:-1]
+        return torch.stack((inputs, numbers[1:].clamp(min=NO_TOKEN)))
 
-        Raises:
-            TextError: There is nothing to predict.
-        """
+    def _write(self, folder: Path) -> None:
         seq = self._folder.seq
-        tokens, starts, lengths, used = HostArray(torch.int32), list[int](), list[int](), 0
-        for documents in _together(self._read(files)):
-            for document, numbers in zip(documents, self._numbers(documents), strict=True):
-                tokens.extend(torch.tensor(numbers, dtype=torch.int32))
-                if document.whole and not any(number >= 0 for number in numbers[1 : seq + 1]):
-                    pass  # of a prompt without its answer nothing can be learned
-                elif document.whole or self._unit != "windows" or not lengths:
-                    starts.append(used)
-                    lengths.append(min(len(numbers), seq + 1) if document.whole else len(numbers))
-                else:
-                    lengths[-1] += len(numbers)
-                used += len(numbers)
-        pieces = HostArray(torch.int64)
-        spans = (torch.tensor(numbers, dtype=torch.int64) for numbers in (starts, lengths))
-        for some in pieces_of(next(spans), next(spans), seq, step=seq):
-            pieces.extend(some)
-        if not len(samples := pieces.whole()):
-            raise TextError(
-                f"train.data: {files.root} has nothing to predict within train.seq, {seq} tokens; "
-                "give more text, or raise train.seq"
-            )
-        return tokens.whole(), samples
+        with SampleWriter(folder, "text", "int32", seq=seq) as writer:
+            for documents in _together(self._read()):
+                for document, numbers in zip(documents, self._numbers(documents), strict=True):
+                    if document.whole:
+                        writer.end()  # of the windows before it
+                        if not any(number >= 0 for number in numbers[1 : seq + 1]):
+                            continue  # of a prompt without its answer nothing can be learned
+                    writer.add(numbers[: seq + 1] if document.whole else numbers)
+                    if document.whole or self._unit != "windows":
+                        writer.end()
+            writer.end()
 
     def _numbers(self, documents: Sequence[Document]) -> Iterator[list[int]]:
         """Yield the tokens of each document; those that are not to be predicted inverted."""
@@ -153,29 +119,28 @@ class TokenSamples(Samples):
                 numbers += [token if predicted else ~token for token in next(made)]
             yield numbers + (last if document.ends else [])
 
-    def _read(self, files: TextFiles) -> Iterator[Document]:
-        for path in files.paths:
+    def _read(self) -> Iterator[Document]:
+        for path in self._files.paths:
             if path.suffix in {".jsonl", ".json"}:
-                for number, line in enumerate(lines_of(path), 1):
-                    if line.strip():
-                        yield self._document_of(line, f"line {number} of {path}")
-            elif self._unit == "lines":
-                for line in lines_of(path):
+                for where, content in objects_of(path, _VALID):
+                    yield self._document_of(content, where)
+                continue
+            lines = (line for _, line in texts_of(path))
+            if self._unit == "lines":
+                for line in lines:
                     if line.strip():
                         yield Document([(line.rstrip("\r\n"), True)])
             elif self._unit == "files":
-                yield Document([("".join(lines_of(path)), True)])
+                yield Document([("".join(lines), True)])
             else:
-                yield from _of_stream(path)
+                yield from _of_stream(lines)
 
-    def _document_of(self, line: str, where: str) -> Document:
+    def _document_of(self, content: dict[str, Any], where: str) -> Document:
         """Return what a line of JSON holds.
 
         Raises:
             TextError: It holds no text, prompt or chat.
         """
-        content = json_line(line, where, _VALID)
-        content = content if isinstance(content, dict) else {}
         text, prompt, messages = (content.get(key) for key in ("text", "prompt", "messages"))
         answer = next((content[key] for key in _ANSWERS if key in content), None)
         if isinstance(text, str):
@@ -188,7 +153,7 @@ class TokenSamples(Samples):
         if isinstance(messages, list) and messages:
             return self._chat(messages, where)
         keys = ", ".join(map(repr, content))[:200]
-        raise TextError(f"train.data: {where} has the keys {keys or 'of no object'}; {_VALID}")
+        raise TextError(f"train.data: {where} has the keys {keys}; {_VALID}")
 
     def _chat(self, messages: list[Any], where: str) -> Document:
         """Return a chat by the folder's template, of which the answers are to be predicted."""
@@ -228,13 +193,6 @@ class TokenSamples(Samples):
         return Document(parts, begins=False, ends=False, whole=True)
 
 
-def _sample(tokens: Tensor, samples: Tensor, index: int) -> Tensor:
-    start, length = piece_of(samples, index)
-    numbers = tokens[start : start + length].long()
-    inputs = torch.where(numbers < 0, ~numbers, numbers)[:-1]
-    return torch.stack((inputs, numbers[1:].clamp(min=NO_TOKEN)))
-
-
 def _together(documents: Iterable[Document]) -> Iterator[list[Document]]:
     """Yield documents that are tokenised at once."""
     some, characters = list[Document](), 0
@@ -248,41 +206,13 @@ def _together(documents: Iterable[Document]) -> Iterator[list[Document]]:
         yield some
 
 
-def _of_stream(path: Path) -> Iterator[Document]:
+def _of_stream(lines: Iterable[str]) -> Iterator[Document]:
     """Yield a file in parts that end with lines."""
     part, characters, begins = list[str](), 0, True
-    for line in lines_of(path):
+    for line in lines:
         part.append(line)
         characters += len(line)
         if characters > _TOGETHER_BYTES:
             yield Document([("".join(part), True)], begins=begins, ends=False)
             part, characters, begins = [], 0, False
     yield Document([("".join(part), True)], begins=begins)
-
-
-def lines_of(path: Path) -> Iterator[str]:
-    """Yield the lines of a file.
-
-    Raises:
-        TextError: It cannot be read, or a line is too long or no UTF-8.
-    """
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(
-                iter(lambda: file.readline(LONGEST_LINE_BYTES + 1), b""), 1
-            ):
-                if len(line) > LONGEST_LINE_BYTES:
-                    raise TextError(
-                        f"train.data: line {number} of {path} is longer than "
-                        f"{LONGEST_LINE_BYTES // MIB} MiB; divide it"
-                    )
-                # Editors of Windows begin a file with a byte order mark.
-                yield line.decode("utf-8-sig" if number == 1 else "utf-8")
-    except OSError as failure:
-        raise TextError(
-            f"train.data: {path} cannot be read: {failure.strerror or failure}"
-        ) from failure
-    except UnicodeDecodeError as failure:
-        raise TextError(
-            f"train.data: {path} is not in UTF-8 (line {number}: {failure.reason}); convert it"
-        ) from failure

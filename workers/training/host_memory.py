@@ -131,32 +131,6 @@ def _over(part: torch.UntypedStorage | None, tensor: Tensor) -> Tensor:
     return block.as_strided(layout.shape, layout.stride())
 
 
-class HostArray:
-    """Numbers that are added one after the other, in the memory of `like`."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._room = like(torch.empty(4096, dtype=dtype, device="meta"))
-        self._used = 0
-
-    def extend(self, more: Tensor) -> None:
-        """Add numbers; that may take as much memory again for a moment."""
-        used = self._used + len(more)
-        if used > len(self._room):
-            self._room = self._copied(max(used, 2 * len(self._room)))
-        self._room[self._used : used] = more
-        self._used = used
-
-    def whole(self) -> Tensor:
-        """Return the numbers, in no more memory than they take."""
-        return self._copied(self._used)
-
-    def _copied(self, length: int) -> Tensor:
-        room = like(torch.empty(length, dtype=self._room.dtype, device="meta"))
-        if length:
-            room[: self._used] = self._room[: self._used]
-        return room
-
-
 class Parking:
     """Moves the tensors of a model, and of lists and mappings, to the host for a while."""
 

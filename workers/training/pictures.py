@@ -6,8 +6,8 @@ The first column of the CSV is the file, relative to the folder. Then each point
 named `left_NAME` and `right_NAME` are a pair, and take each other's place where a picture is
 mirrored; without a pair no picture is. How a picture looks depends on seed, row and epoch alone.
 
-Pictures are read when they are used, made grey, and resized to a square. Nothing is cut out of
-them: a face must fill its picture. The model has GroupNorm in place of BatchNorm, whose result
+Pictures are made grey and resized to a square, once on a PC, into a file of a byte a pixel. Nothing
+is cut out of them: a face must fill its picture. The model has GroupNorm in place of BatchNorm, whose result
 depends on which samples are computed together.
 """
 
@@ -17,8 +17,8 @@ import csv
 import hashlib
 import importlib
 import math
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -29,13 +29,14 @@ from torch.utils.data import default_collate
 
 from workers import oom
 from workers.settings import FailureKind
-from workers.training.batches import Samples, rows_of
+from workers.training.batches import rows_of
 from workers.training.errors import TaskError
 from workers.training.keyed_random import KeyedDropout, row_keys, uniform
 from workers.training.order import Sample
 from workers.training.settings import TrainSettings
 from workers.training.tasks import TrainTask, Validation
-from workers.training.text import evaluated, held_out
+from workers.training.text import HeldOut
+from workers.training.token_files import SampleWriter, TokenSamples, written_once
 
 #: Pixels of a picture's edge, and channels of each stage, which halves the edge.
 _EDGE: Final = 64
@@ -67,7 +68,7 @@ def pictures_task(settings: TrainSettings, seed: int) -> TrainTask:
     if corners := pictures.eye_corners:
         figures["landmark_error_pct"] = partial(landmark_error_pct, corners=corners)
     merits = Validation(
-        samples=pictures.held_out,
+        samples=pictures.unseen,
         loss=landmark_loss,
         count=rows_of,
         collate=default_collate,
@@ -79,7 +80,7 @@ def pictures_task(settings: TrainSettings, seed: int) -> TrainTask:
         dataset=pictures,
         fingerprint=pictures.fingerprint,
         loss=landmark_loss,
-        evaluate=merits if any(pictures.held_out()) else None,
+        evaluate=merits if pictures.has_unseen else None,
         blocks=lambda model: list(model.blocks),  # type: ignore[arg-type]  # of a `Cnn`
         by_sample=True,
         uses=frozenset({"data", "dropout"}),
@@ -143,7 +144,7 @@ class Stage(nn.Module):
         return x + functional.gelu(self.norm_refined(self.refine(x)))
 
 
-class Pictures(Samples):
+class Pictures(HeldOut):
     """Grey pictures and their points. The last rows are held out, as of a text.
 
     Raises:
@@ -153,6 +154,7 @@ class Pictures(Samples):
 
     def __init__(self, folder: str, edge: int, seed: int) -> None:
         """Read the CSV, and look whether all its pictures are there."""
+        super().__init__()
         self._edge, self._seed = edge, seed
         _pillow()
         path = _csv_in(Path(folder).expanduser())
@@ -165,8 +167,6 @@ class Pictures(Samples):
             raise TaskError(f"train.data: {path} cannot be read as UTF-8: {failure}") from failure
         except csv.Error as failure:
             _refuse(path, rows.line_num, f"is no CSV ({failure})")
-        held = held_out(len(self._paths))
-        self._items, self._held_out = held.start, evaluated(held)
         digest = hashlib.blake2b(content + repr(sizes).encode(), digest_size=8).hexdigest()
         self.fingerprint = f"pictures {digest} {self._items}"
         """What changes with the CSV, the size of a picture's file, or what is held out."""
@@ -176,10 +176,6 @@ class Pictures(Samples):
         """Return which points are the outer corners of the eyes; none: not both are named."""
         named = set(EYE_CORNERS) <= set(self.points)
         return [self.points.index(name) for name in EYE_CORNERS] if named else []
-
-    def held_out(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield some that are never trained on, evenly spread; none: too few for that."""
-        return map(self.plain, self._held_out)
 
     def __getitems__(self, samples: Sequence[Sample]) -> list[tuple[Tensor, Tensor]]:
         """Return pictures (1, edge, edge) from about 0 to 1, and points (points, 2) from -1 to 1.
@@ -191,23 +187,44 @@ class Pictures(Samples):
         drawn = uniform(row_keys(self._seed, [_LOOK], numbers)[0], 3).tolist()
         return [self._look(each.index, *draws) for each, draws in zip(samples, drawn, strict=True)]
 
-    def plain(self, row: int) -> tuple[Tensor, Tensor]:
+    def _count(self) -> int:
+        return len(self._paths)
+
+    def _sample(self, index: int) -> tuple[Tensor, Tensor]:
         """Return picture and points of a row as they are in the folder."""
-        path = self._paths[row]
-        try:
-            picture, width, height = _grey(path, self._edge)
-        except Exception as failure:
-            if oom.classify(failure).kind in {FailureKind.DEFINITE, FailureKind.PROBABLE}:
-                raise
-            raise TaskError(
-                f"train.data: {path} cannot be read as a picture ({type(failure).__name__}); "
-                "replace it, or take its row out of the CSV"
-            ) from failure
+        grey, sizes = self._pixels
+        picture = grey[index].view(1, self._edge, self._edge) / 255
         # A pixel's number is that of its middle, half a pixel from its border.
-        return picture, (2 * self._places[row] + 1) / torch.tensor([width, height]) - 1
+        return picture, (2 * self._places[index] + 1) / sizes[index] - 1
+
+    @cached_property
+    def _pixels(self) -> tuple[TokenSamples, TokenSamples]:
+        """Of all pictures as squares; and the width and height of each before."""
+        found = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in self._paths]
+        written = written_once(("pictures", self._edge, found), self._write)
+        return TokenSamples(written, "grey"), TokenSamples(written, "size")
+
+    def _write(self, folder: Path) -> None:
+        with (
+            SampleWriter(folder, "grey", "uint8", seq=None) as greys,
+            SampleWriter(folder, "size", "int32", seq=None) as sizes,
+        ):
+            for path in self._paths:
+                try:
+                    content, *size = _grey(path, self._edge)
+                except Exception as failure:
+                    if oom.classify(failure).kind in {FailureKind.DEFINITE, FailureKind.PROBABLE}:
+                        raise
+                    raise TaskError(
+                        f"train.data: {path} cannot be read as a picture "
+                        f"({type(failure).__name__}); replace it, or take its row out of the CSV"
+                    ) from failure
+                for writer, numbers in ((greys, content), (sizes, size)):
+                    writer.add(numbers)
+                    writer.end()
 
     def _look(self, row: int, side: float, gain: float, shift: float) -> tuple[Tensor, Tensor]:
-        picture, points = self.plain(row)
+        picture, points = self._sample(row)
         picture = picture * (1 + _LIGHT * (2 * gain - 1)) + _LIGHT * (2 * shift - 1)
         if self._mirrored is None or side < 0.5:
             return picture, points
@@ -224,15 +241,14 @@ def _pillow() -> Any:  # noqa: ANN401 - a module of the library
         ) from error
 
 
-def _grey(path: Path, edge: int) -> tuple[Tensor, int, int]:
-    """Return a picture as (1, edge, edge) from 0 to 1, and its own width and height."""
+def _grey(path: Path, edge: int) -> tuple[bytes, int, int]:
+    """Return the pixels of a picture as a grey square, and its own width and height."""
     pillow = _pillow()
     with pillow.open(path) as opened:
         upright = importlib.import_module("PIL.ImageOps").exif_transpose(opened)
         picture = upright.convert("L")
     small = picture.resize((edge, edge), pillow.Resampling.BILINEAR)
-    grey = torch.frombuffer(bytearray(small.tobytes()), dtype=torch.uint8)
-    return grey.view(1, edge, edge) / 255, picture.width, picture.height
+    return small.tobytes(), picture.width, picture.height
 
 
 def _csv_in(folder: Path) -> Path:

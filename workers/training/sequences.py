@@ -8,6 +8,7 @@ of each token is the same either way, to rounding, and no token that only fills 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Final, Protocol
 
 import torch
@@ -15,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from workers.training.batches import Samples
-from workers.training.host_memory import HostArray
 from workers.training.order import PACKED_TOGETHER, packed_rows
+from workers.training.token_files import SampleWriter, TokenSamples, written_once
 
 #: In the place of a token that is not there, or is not to be predicted.
 NO_TOKEN: Final = -1
@@ -33,29 +34,33 @@ class Documents(Protocol):
         """Return how many tokens each of them has."""
 
 
+class KeyedDocuments(Documents, Protocol):
+    """Such a data set that others cannot be taken for."""
+
+    key: str
+    """Changes with what is in it."""
+
+
 class PackedRows(Samples):
     """Rows (3, seq) of several documents: inputs, labels and positions."""
 
-    def __init__(self, documents: Documents, seq: int) -> None:
-        """Decide which documents share a row; a document of n tokens takes n - 1 of it.
-
-        Keeps 2 bytes for each document and 8 for each row.
-        """
+    def __init__(self, documents: KeyedDocuments, seq: int) -> None:
+        """Decide which documents share a row, once on a PC; one of n tokens takes n - 1 of it."""
         self._documents = documents
         self._seq = seq
-        order, ends, used = HostArray(torch.int16), HostArray(torch.int64), 0
-        for first in range(0, len(documents), PACKED_TOGETHER):
-            together = range(first, min(first + PACKED_TOGETHER, len(documents)))
-            rows = packed_rows([length - 1 for length in documents.lengths(together)], seq)
-            order.extend(torch.tensor([document for row in rows for document in row]))
-            ends.extend(used + torch.tensor([len(row) for row in rows]).cumsum(0))
-            used += len(together)
-        self._order = order.whole()
-        """Documents row by row, each counted from the first one of those that are packed together.
-        """
-        self._ends = ends.whole()
-        """Where the rows end in it."""
-        self._items = len(self._ends)
+        key = ("packed", documents.key, len(documents), seq)
+        self._rows = TokenSamples(written_once(key, self._write), "rows")
+        self._items = len(self._rows)
+
+    def _write(self, folder: Path) -> None:
+        documents = range(len(self._documents))
+        with SampleWriter(folder, "rows", "int32", seq=None) as writer:
+            for first in documents[::PACKED_TOGETHER]:
+                together = documents[first : first + PACKED_TOGETHER]
+                lengths = [length - 1 for length in self._documents.lengths(together)]
+                for row in packed_rows(lengths, self._seq):
+                    writer.add([together[place] for place in row])
+                    writer.end()
 
     def __getitems__(self, indices: Sequence[int]) -> list[Tensor]:
         """Return several rows."""
@@ -65,10 +70,8 @@ class PackedRows(Samples):
 
     def documents_of(self, index: int) -> list[int]:
         """Return the documents in a row, in their order there."""
-        begin, end = int(self._ends[index - 1]) if index else 0, int(self._ends[index])
-        # Those that are packed together come in no other place of the order.
-        together = begin - begin % PACKED_TOGETHER
-        return [together + place for place in self._order[begin:end].tolist()]
+        documents: list[int] = self._rows[index].tolist()
+        return documents
 
 
 def packed_row(documents: Sequence[Tensor], seq: int) -> Tensor:

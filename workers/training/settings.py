@@ -45,6 +45,7 @@ _GONE: Final[dict[str, tuple[object, str]]] = {
     "channels_last": ("auto", "pictures have that order on a card, in bf16 and fp16"),
     "compile_mode": ("default", "train.compile is torch.compile's default mode"),
     "non_blocking": (True, "pinned batches are always copied while the card computes"),
+    "ram_cache": (False, "samples are prepared once, in a file that the system keeps in free RAM"),
 }
 
 #: Of these, what a checkpoint of before has in its fingerprint.
@@ -55,7 +56,7 @@ _ALWAYS: Final = {key: repr(_GONE[key][0]) for key in ("attention", "channels_la
 #: trainings without one.
 _FREE: Final = {
     "slots", "documents", "steps", "epochs", "validate_every", "micro", "recompute",
-    "states_on_host", "compile", "loader_workers", "prefetch", "ram_cache", "pin",
+    "states_on_host", "compile", "loader_workers", "prefetch", "pin",
     "activations_on_host", "ema_on", "save_every_s", "checkpoints",
 }  # fmt: skip
 
@@ -166,8 +167,6 @@ class TrainSettings(BaseModel):
     ema_on: Literal["device", "host"] = "device"
     loader_workers: Literal["auto"] | Annotated[int, Field(ge=0, le=256)] = 0
     prefetch: Literal["auto"] | Annotated[int, Field(ge=1, le=64)] = 2
-    ram_cache: bool = False
-    """Keep the data set in RAM, as it was in its batches, if it fits into half of what is free."""
     pin: Literal["auto"] | bool = "auto"
     save_every_s: Annotated[float, Field(gt=0)] = 60.0
     checkpoints: Literal["node", "head"] = "node"

@@ -227,7 +227,7 @@ def _gpt_task(settings: TrainSettings, shape: GptShape, seed: int) -> TrainTask:
     if settings.packing:
         return replace(
             task,
-            dataset=PackedRows(cast("MadeText | TextDocuments", text), seq),
+            dataset=PackedRows(cast("TextDocuments", text), seq),
             loss=partial(packed_loss, label_smoothing=settings.label_smoothing),
             count=packed_tokens,
         )
@@ -253,7 +253,7 @@ def _text_of(
         own: TextData | TextDocuments = TextData(settings.data, seq)
     else:
         own = TextDocuments(settings.data, seq, settings.documents)
-    return own, (lambda: own.held_out) if own.held_out else None
+    return own, own.unseen if own.has_unseen else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -176,7 +176,7 @@ class Trainer:
     def news(self) -> list[tuple[str, dict[str, Any]]]:
         """Return the events of the compiler and of the loader, and hazards, since the last call."""
         hazards, self._untold = [("hazard", {"reason": each}) for each in self._untold], []
-        return [*self.compiling.news(), *self._feed.loader.news(), *hazards]
+        return [*self.compiling.news(), *self._feed.news(), *hazards]
 
     def micro_batch(self, most_rows: int, level: int = 0) -> MicroBatch:
         """Compute the next part of the effective batch, of at most `most_rows` samples, and update
@@ -228,7 +228,7 @@ class Trainer:
             accumulation=self._accumulation,
             memory_level=self._last.level,
             redone_steps=self.redone_steps,
-            data_wait_pct=100 * self._feed.loader.wait_share(),
+            data_wait_pct=100 * self._feed.wait_share(),
             copies_pct=self._shares.pct(Part.COPIES),
             optimizer_pct=self._shares.pct(Part.OPTIMIZER),
         )
@@ -418,7 +418,7 @@ class Trainer:
 
     def close(self) -> None:
         """End the loader's processes."""
-        self._feed.loader.close()
+        self._feed.close()
 
     def _new_model(self) -> nn.Module:
         """Make the model by the seed, and what it begins with; leave torch's random numbers as they

@@ -1,0 +1,175 @@
+"""Samples of tokens in files below the state folder: one process of a PC writes them, each maps them.
+
+A mapped file takes no memory that a worker's cap counts, and is in RAM once, however many workers
+read it. Does not know where tokens come from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import shutil
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Literal, Self
+
+import torch
+from torch import Tensor
+
+from workers.files import flush, locked
+from workers.learned_limits import STATE_DIR_VARIABLE, default_path
+from workers.training.errors import TaskError
+
+#: Of a number in an index: the length of the sample. The other bits are the place of its first
+#: token.
+_LENGTH_BITS: Final = 21
+_LENGTH: Final = 2**_LENGTH_BITS - 1
+
+#: Another one where this program would write something else for the same key.
+_VERSION: Final = 1
+
+#: Files that were not opened for so long are removed when others are written.
+_KEPT_S: Final = 30 * 24 * 3600.0
+
+#: What `array` calls the types of tokens.
+_CODES: Final = {"uint8": "B", "int32": "i"}
+
+TokenType = Literal["uint8", "int32"]
+
+
+def written_once(key: object, write: Callable[[Path], None]) -> Path:
+    """Return the folder that `write` fills, which it does once on this PC for each key.
+
+    The key says all that decides on the content; it is compared by its `repr`.
+
+    Raises:
+        TaskError: The files cannot be written.
+        Exception: Whatever `write` raises; the next call begins anew.
+    """
+    root = default_path().parent / "tokens"
+    folder = root / hashlib.blake2b(repr((_VERSION, key)).encode(), digest_size=16).hexdigest()
+    try:
+        with locked(folder.with_suffix(".lock"), patience_s=math.inf):
+            if not folder.exists():
+                _remove_unused(root)
+                fresh = folder.with_suffix(".new")
+                shutil.rmtree(fresh, ignore_errors=True)  # of a process that was killed
+                fresh.mkdir(mode=0o700)
+                write(fresh)
+                for path in fresh.iterdir():
+                    flush(path)  # else a power cut may leave an empty one under this name
+                fresh.rename(folder)
+            os.utime(folder)
+    except OSError as failure:
+        raise TaskError(
+            f"the tokens of train.data cannot be kept in {root}: {failure.strerror or failure}; "
+            f"free its disk, or name another folder in {STATE_DIR_VARIABLE}"
+        ) from failure
+    return folder
+
+
+def _remove_unused(root: Path) -> None:
+    for path in root.iterdir():
+        if path.is_dir() and path.stat().st_mtime < time.time() - _KEPT_S:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+class SampleWriter:
+    """Writes sequences of tokens, cut into samples of `seq` + 1, of which each shares its first
+    token with the one before it: each but the first of a sequence is predicted once.
+    """
+
+    def __init__(self, folder: Path, name: str, kind: TokenType | None, *, seq: int | None) -> None:
+        """Make the files. `kind`: of a token; `None`: the tokens are elsewhere, and only places are
+        written. `seq`: `None` cuts nothing.
+        """
+        self._seq = seq
+        self._code = None if kind is None else _CODES[kind]
+        self._tokens = None if kind is None else (folder / f"{name}.{kind}").open("wb")
+        self._samples = (folder / f"{name}.samples").open("wb")
+        self._begin = self._end = 0
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Go on with the sequence by these tokens."""
+        if self._tokens is not None and self._code is not None:
+            self._tokens.write(array(self._code, tokens))
+        self._end += len(tokens)
+
+    def skip(self, count: int) -> None:
+        """Go on by so many tokens that are elsewhere."""
+        self._end += count
+
+    def end(self, *, without: int = 0) -> None:
+        """End the sequence, without its last tokens."""
+        length = self._end - self._begin - without
+        starts = range(1) if self._seq is None else range(0, length - 1, self._seq)
+        most = length if self._seq is None else self._seq + 1
+        entries = (
+            (self._begin + start) << _LENGTH_BITS | min(length - start, most) for start in starts
+        )
+        array("q", entries).tofile(self._samples)
+        self._begin = self._end
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        for file in (self._tokens, self._samples):
+            if file is not None:
+                file.close()
+
+
+class TokenSamples:
+    """Samples that a `SampleWriter` has written, mapped when one is asked for."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._folder = folder
+        self._name = name
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> Tensor:
+        """Return the tokens of a sample, in the type of the file and in its memory: read only."""
+        start, length = self.place(index)
+        return self._tokens[start : start + length]
+
+    def place(self, index: int) -> tuple[int, int]:
+        """Return where the first token of a sample is, and how many there are."""
+        entry = int(self._samples[index])
+        return entry >> _LENGTH_BITS, entry & _LENGTH
+
+    def lengths(self, indices: Sequence[int]) -> list[int]:
+        """Return how many tokens these samples have."""
+        lengths: list[int] = (self._samples[torch.as_tensor(indices)] & _LENGTH).tolist()
+        return lengths
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Loader processes map the files themselves.
+        return {"_folder": self._folder, "_name": self._name}
+
+    @cached_property
+    def _samples(self) -> Tensor:
+        return _mapped(self._folder / f"{self._name}.samples", torch.int64)
+
+    @cached_property
+    def _tokens(self) -> Tensor:
+        path = next(path for path in self._folder.glob(f"{self._name}.*int*"))
+        return _mapped(path, getattr(torch, path.suffix.removeprefix(".")))
+
+
+def _mapped(path: Path, dtype: torch.dtype) -> Tensor:
+    count = path.stat().st_size // dtype.itemsize
+    # Shared, for the cap of a worker on a CPU counts what is private.
+    return (
+        torch.from_file(str(path), shared=True, size=count, dtype=dtype)
+        if count
+        else (torch.empty(0, dtype=dtype))
+    )
