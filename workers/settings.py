@@ -53,9 +53,11 @@ class MemorySettings:
     """Progressive allocation and back-off, in the units of the machine the worker runs on."""
 
     first_fraction: float
-    """First stage of progressive allocation, as a share of the cap; the next stages add as much."""
+    """First stage of progressive allocation, as a share of what is allowed; the next stages add as
+    much.
+    """
     retry_reduction: float
-    """A failed stage is tried again this share smaller."""
+    """After a failure a stage is this share smaller."""
     floor_bytes: int
     """Progressive allocation stops shrinking here."""
     size_decay: float

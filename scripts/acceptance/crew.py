@@ -29,6 +29,8 @@ _PATIENCE_S = 120.0
 _LOOK_EVERY_S = 0.25
 #: Between the order and the start that all of a crew have in common.
 _RUN_UP_S = 0.1
+#: Steps until matmul has filled its share: one for each stage after the first, and one beyond.
+_STAGES = 5
 #: torch once for all of them, and never a device: CUDA does not survive a fork.
 _SERVER = get_context("forkserver")
 _SERVER.set_forkserver_preload(["acceptance.bodies"])
@@ -113,6 +115,8 @@ class Crew:
             Child(spec.slot, bodies.serve_engine, spec, dict(environment or {})) for spec in specs
         ]
         self.first = self.turn(0.0)
+        for _ in range(_STAGES):
+            self.turn(0.0)
 
     def turn(self, seconds: float, *, who: Sequence[int] | None = None) -> list[Turn]:
         """Have all, or those of these numbers, work at once; when one has died, all are ended."""

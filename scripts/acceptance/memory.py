@@ -43,7 +43,8 @@ def up_to_the_wall(spec: WorkerSpec) -> Row:
     segment_bytes = _SEGMENT_BYTES[spec.device]
     too_large_refused = False
     try:
-        device.obtain(int(_MOST * cap_bytes))
+        with device.enforced():
+            _block(device, int(_MOST * cap_bytes))
     except RuntimeError as error:
         too_large_refused = oom.classify(error).kind is FailureKind.DEFINITE
     device.release()
@@ -146,7 +147,7 @@ def measure_recovery(machine: Machine) -> Row:
     with crew_of(specs, machine.watch) as crew:
         report = crew.first[0].last
     ooms = [event.detail for event in report.events if event.name == "oom"]
-    # Of each error: release, emergency product, and the climb of progressive allocation.
+    # Of each error: release and emergency product.
     descent_ms = [1000.0 * float(detail["recovery_s"] or 0.0) for detail in ooms]
     ended = f"{report.verdict.value} {report.state.value}, {report.counts.steps_ok} steps"
     times = dict.fromkeys(("recovery_p50_ms", "recovery_p99_ms", "good_step_p50_ms"))

@@ -1,7 +1,7 @@
 """How long an out-of-memory costs: from the exception to the next good step, through the whole
 engine.
 
-The worker's ring fills its claim when a real out-of-memory strikes at every second step. The batch
+The worker's ring fills its share when a real out-of-memory strikes at every second step. The batch
 shrinks by one each time and the size never does, so that the good steps stay the same and can be
 compared with.
 """

@@ -44,7 +44,7 @@ def _race(machine: Machine, bare: common.Child, dtype: str, budget_bytes: int) -
     with crew_of(
         machine.specs(1, budget_bytes, dtype=dtype, label=f"speed-{dtype}"), watch
     ) as crew:
-        first = crew.first[0].last
+        first = crew.turn(_WARM_UP_S)[0].last  # its block is filled in stages
         if first.size is None or not first.claim_bytes:
             raise RuntimeError(f"the worker did not come up: {first.state} {first.reason}")
         size = first.size - first.size % 64  # what matmul makes of it
@@ -58,7 +58,6 @@ def _race(machine: Machine, bare: common.Child, dtype: str, budget_bytes: int) -
             (turn,) = crew.turn(seconds)
             return turn.flop_per_s, turn.failures
 
-        ours(_WARM_UP_S)
         bare_flop_per_s(_WARM_UP_S)
         watch.clear()
         sides: Mapping[str, Any] = {

@@ -138,10 +138,6 @@ def use(card: Card, patch: pytest.MonkeyPatch) -> None:
     def set_fraction(fraction: float, _device: object) -> None:
         card.fraction = fraction
 
-    def obtain(_device: object, size_bytes: int) -> int:
-        card.take(size_bytes)
-        return size_bytes
-
     card.reset()
     properties = SimpleNamespace(total_memory=TOTAL_BYTES, name="Scripted", uuid="0")
     answers: dict[str, Any] = {
@@ -166,7 +162,6 @@ def use(card: Card, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(queries, "card_used_bytes", lambda _card: card.process_bytes)
     patch.setattr(cuda, "EmergencyProduct", lambda *_: SimpleNamespace(run=lambda: None))
     patch.setattr(cuda.CudaDevice, "_warm_up", lambda *_: None)
-    patch.setattr(cuda.CudaDevice, "obtain", obtain)
 
 
 BUDGET_BYTES = 1300 * MIB
@@ -193,7 +188,6 @@ class OnCard(Workload):
 
     card: Card
     size_power = 0.0
-    fills_claim = False
 
     def step(self, size: int, batch: int) -> StepResult:
         self.card.take(batch * MIB)
@@ -228,7 +222,7 @@ class LoadsLate(OnCard):
 
 def test_gaps_within_a_step_count_as_needed(card: Card) -> None:
     device = CudaDevice(spec(OnCard))
-    device.obtain(160 * MIB)  # as progressive allocation leaves it
+    card.take(160 * MIB)  # as the block of a smaller claim leaves it
     for _ in range(3):
         device.timed(lambda: with_gaps(card, 160))
         assert card.peaks["allocated_bytes"] == 160 * MIB
@@ -239,7 +233,7 @@ def test_gaps_within_a_step_count_as_needed(card: Card) -> None:
 
 def test_what_is_reserved_and_unused_is_not_needed(card: Card) -> None:
     device = CudaDevice(spec(OnCard))
-    device.obtain(200 * MIB)
+    card.take(200 * MIB)
     for rows in (50, 100, 250, 300):  # the last two fit no segment of those before
         device.timed(lambda rows=rows: card.take(rows * MIB))
         assert device.step_peak_bytes() == rows * MIB

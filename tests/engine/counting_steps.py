@@ -14,6 +14,7 @@ from tests.engine.scene import turns
 from tests.scene import MIB
 from workers.elastic.loop import Loop
 from workers.messages import Progress, Status
+from workers.policy.adaptive import CONTRADICTIONS
 from workers.policy.base import Run, Stages
 from workers.settings import FailureKind, WorkerSpec
 from workers.testing import OomInjector, injected_error
@@ -85,12 +86,12 @@ class Counting(Workload):
         return Progress(train_step=self.step_done, memory_level=self.level)
 
 
-class RunsOutTwice(Counting):
-    """Its thirteenth step runs out of memory, and so does the next attempt."""
+class RunsOut(Counting):
+    """Its thirteenth step runs out of memory, and so does each attempt until it is believed."""
 
     def __init__(self, context: WorkloadContext) -> None:
         super().__init__(context)
-        self.injector = OomInjector(num=2, skip=12)
+        self.injector = OomInjector(num=CONTRADICTIONS + 1, skip=12)
 
     def part(self, run: Run) -> bool:
         self.injector.check()

@@ -117,7 +117,6 @@ class Deep(Workload):
 class Greedy(Squares):
     """Takes twice the cap wherever it is told to, and notes that it tried, and whether it got it."""
 
-    fills_claim = True
     where: ClassVar[str] = ""
     took_bytes: ClassVar[int] = 0
     tried: ClassVar[list[str]] = []
@@ -136,9 +135,6 @@ class Greedy(Squares):
     def step(self, size: int, batch: int) -> StepResult:
         self.take("step")
         return super().step(min(size, 512), batch)
-
-    def resize(self, claim_bytes: int) -> None:
-        self.take("resize")
 
     def needed_bytes(self, size: int, batch: int) -> int:
         return MIB
@@ -165,7 +161,7 @@ def greedy(spec: WorkerSpec, where: str) -> tuple[list[Status], list[str], list[
     reports = [turn(engine, duration_s=0.2) for _ in range(4)]
     session = engine._session
     if session is not None:
-        for call in (session.shed, session.bandwidth):
+        for call in (session.memory.shed, session.memory.bandwidth):
             with suppress(RuntimeError, MemoryError):
                 call()
     return reports, Greedy.tried, Greedy.obtained

@@ -27,7 +27,7 @@ from workers.devices.base import alone_on
 from workers.messages import Status, Verdict, WorkerState
 from workers.settings import LimitKey, WorkerSpec
 from workers.workloads.base import StepResult, Workload
-from workers.workloads.matmul import matrix_bytes
+from workers.workloads.matmul import Matmul, matrix_bytes
 
 #: The guides' reference: 3.30 GiB / 16.
 REHEARSAL_BUDGET_BYTES = 213 * MIB
@@ -70,30 +70,12 @@ class Liar(Rows):
         return int(Liar.times * (self.fixed_bytes + batch * self.row_bytes))
 
 
-class Squares(Workload):
-    """Holds all of its claim as matmul does, and multiplies nothing."""
-
-    fills_claim = True
-    claim_bytes = 0
-    held: torch.Tensor | None = None
-
-    def resize(self, claim_bytes: int) -> None:
-        if claim_bytes != self.claim_bytes:
-            self.claim_bytes = claim_bytes
-            self.held = None
-
-    def needed_bytes(self, size: int, batch: int) -> int:
-        return 3 * matrix_bytes(size, torch.float32)
+class Squares(Matmul):
+    """Holds what matmul does, and multiplies nothing."""
 
     def step(self, size: int, batch: int) -> StepResult:
-        if self.held is None:
-            self.held = torch.empty(
-                max(self.claim_bytes, self.needed_bytes(size, batch)), dtype=torch.uint8
-            )
+        self.prepared(size)
         return StepResult(flop=1.0)
-
-    def release(self) -> None:
-        self.held = None
 
 
 def leases(*leases_bytes: int | None) -> list[dict[str, Any]]:
@@ -240,8 +222,8 @@ class TestLearned:
 
 
 def test_it_waits_for_its_share_and_gives_all_back(in_child: InChild) -> None:
-    held = {"units": 20 * MIB, "fixed_bytes": 0.0, "unit_bytes": 1.0}
-    resume = {"policy": "adaptive", "level": 0, **held}
+    learned = {"units": 320**2, "fixed_bytes": 0.0, "unit_bytes": 12.0}
+    resume = {"policy": "adaptive", "level": 0, **learned}
     orders = leases(0, 0, 40 * MIB, None, None, 0, None)
     first, second, leased, *free, waiting, last = in_child(
         turns, spec_of(policy="adaptive"), orders, {"resume": resume}
@@ -252,11 +234,10 @@ def test_it_waits_for_its_share_and_gives_all_back(in_child: InChild) -> None:
         assert "waits for its share" in report.reason
         assert report.memory.allocated_bytes < 2 * MIB, "nothing but an arena of Python is held"
         assert (report.counts.oom_count, report.counts.emergency_count) == (0, 0)
-        assert "claimed" not in names(report)
-    assert second.resume["units"] == 20 * MIB, "what the slot had learned is not forgotten"
+        assert report.claim_bytes is None
+    assert second.resume["units"] == 320**2, "what the slot had learned is not forgotten"
     assert (leased.state, leased.counts.oom_count) == (WorkerState.RUNNING, 0)
-    assert "resumed" in names(leased)
-    assert [event.detail["target_bytes"] for event in events(leased, "claimed")] == [40 * MIB]
+    assert "resumed" in names(first)
     assert leased.memory.allocated_bytes <= 40 * MIB
     assert min(report.memory.allocated_bytes for report in (free[-1], last)) > 20 * MIB
 
@@ -271,7 +252,7 @@ with alone_on("a device of this test"):
 """
 
 
-def test_who_climbs_is_alone_and_a_dead_one_in_no_ones_way() -> None:
+def test_who_opens_a_device_is_alone_and_a_dead_one_in_no_ones_way() -> None:
     other = subprocess.Popen(
         [sys.executable, "-c", HOLDS_UNTIL_TOLD],
         stdin=subprocess.PIPE,

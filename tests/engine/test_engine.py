@@ -23,7 +23,7 @@ from workers.engine.between_steps import DutyCycle
 from workers.messages import Status, Verdict, WorkerState
 from workers.oom import MAX_PROBABLE_IN_A_ROW
 from workers.policy.base import Stages
-from workers.policy.classic import PRESSURES_PER_BLIND_TRY
+from workers.policy.classic import LOOKS_PER_BLIND_TRY
 from workers.settings import FailureKind, WorkerSpec
 from workers.testing import OomInjector
 from workers.workloads.base import StepResult, Workload, WorkloadContext
@@ -87,9 +87,6 @@ class Deep(Workload):
         )  # the kernel refuses: only one of them fits
 
     def release(self) -> None:
-        self.look()
-
-    def resize(self, claim_bytes: int) -> None:
         self.look()
 
     def look(self) -> None:
@@ -174,11 +171,13 @@ class NoWorkload:
 
 def test_what_fits_fills_its_cap_and_its_time_without_a_failure(in_child: InChild) -> None:
     spec = spec_of(budget_bytes=REHEARSAL_BUDGET_BYTES)
-    first, second, third = reports = in_child(
-        turns, spec, [{}, {"duration_s": 0.3}, {"duration_s": 0.1}]
+    first, *climb, second, third = reports = in_child(
+        turns, spec, [*[{}] * 5, {"duration_s": 0.3}, {"duration_s": 0.1}]
     )
     assert all_is_well(reports)
-    for report in reports:
+    shares = [each.claim_bytes / each.device.cap_bytes for each in (first, *climb)]
+    assert shares == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0], abs=0.05), "in stages"
+    for report in (second, third):
         assert 0.95 * report.device.cap_bytes <= report.claim_bytes <= report.device.cap_bytes
     assert first.counts.steps_ok == 1, "no duration ends with the first good step"
     assert second.counts.steps_ok > 1
@@ -189,7 +188,7 @@ def test_what_fits_fills_its_cap_and_its_time_without_a_failure(in_child: InChil
     assert second.device.cap_bytes + second.device.context_bytes == pytest.approx(
         REHEARSAL_BUDGET_BYTES, abs=4096
     )
-    assert ["device_opened" in names(report) for report in reports] == [True, False, False]
+    assert ["device_opened" in names(report) for report in reports] == [True, *[False] * 6]
 
 
 TOO_LARGE = spec_of(size=16384, dtype="fp32")
@@ -241,10 +240,10 @@ def memory_returns(spec: WorkerSpec, says_its_need: bool) -> dict[str, list[Stat
     Hungry.says_its_need = says_its_need
     Hungry.need_bytes = 4 * spec.budget_bytes
     engine = begun(spec)
-    starved = [turn(engine) for _ in range(PRESSURES_PER_BLIND_TRY + 2)]
+    starved = [turn(engine) for _ in range(LOOKS_PER_BLIND_TRY + 2)]
     Hungry.need_bytes = spec.budget_bytes // 2
     fed = []
-    for _ in range(PRESSURES_PER_BLIND_TRY + 1):
+    for _ in range(LOOKS_PER_BLIND_TRY + 1):
         fed.append(turn(engine))
         if fed[-1].state is WorkerState.RUNNING:
             break

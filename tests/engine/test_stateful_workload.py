@@ -8,11 +8,12 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import accumulate
 
-from tests.engine.counting_steps import Counting, HardToUnpark, RunsOutTwice, counted
+from tests.engine.counting_steps import Counting, HardToUnpark, RunsOut, counted
 from tests.engine.scene import events, own
 from tests.in_child import InChild
 from tests.scene import MIB, spec_of
 from workers.messages import WorkerState
+from workers.policy.adaptive import CONTRADICTIONS
 from workers.settings import WorkerSpec
 
 
@@ -40,8 +41,9 @@ def test_the_policy_moves_along_the_stages_and_the_batch_stays(in_child: InChild
 
 
 def test_a_smaller_step_is_a_backoff_that_names_the_level(in_child: InChild) -> None:
-    reports, calls, _ = in_child(counted, spec(RunsOutTwice), [{}] * 30)
-    assert sum(report.counts.steps_oom for report in reports) == 2
+    reports, calls, _ = in_child(counted, spec(RunsOut), [{}] * 30)
+    assert sum(report.counts.steps_oom for report in reports) == CONTRADICTIONS + 1
+    assert len(events(reports, "retry")) == CONTRADICTIONS
     assert ("shed", True) in calls, "the state stays"
     assert events(reports, "backoff")
     assert all("level" in event.detail for event in events(reports, "oom", "backoff"))

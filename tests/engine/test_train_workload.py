@@ -173,6 +173,7 @@ def test_parts_that_run_out_of_memory_are_done_again_to_the_same_bits(
     report = reports[-1]
     assert report.verdict is Verdict.DONE
     assert events(reports, "oom")
+    assert not events(reports, "parked", "emergency"), "their figures say that memory is there"
     counts = StepCounts.total(each.counts for each in reports)
     assert counts.steps_ok == 6, "each step is done once"
     parts = counts.steps_ok + counts.parts_further

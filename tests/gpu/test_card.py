@@ -166,7 +166,7 @@ def checks(name: str) -> Found:
     missed: list[str] = []
     for seed in range(PRODUCTS // OF_A_KIND):
         workload = Matmul(WorkloadContext(device=torch.device("cuda", 0), dtype=dtype, seed=seed))
-        workload.resize(48 * MIB)
+        workload.hold(48 * MIB)
         for number in range(OF_A_KIND):
             workload.step(1024, 1)
             before_bytes = torch.cuda.memory_allocated()

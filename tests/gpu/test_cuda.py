@@ -124,7 +124,7 @@ class TestWall:
 
 def too_large(spec: WorkerSpec, resume: ResumeState | None) -> Found:
     engine = begun(spec, resume=resume)
-    statuses = [turn(engine), turn(engine, duration_s=1.0)]
+    statuses = [turn(engine), turn(engine, duration_s=5.0)]  # the ring is filled in stages
     return {
         "statuses": statuses,
         "reserved_bytes": torch.cuda.memory_reserved(),
@@ -230,7 +230,7 @@ def products(spec: WorkerSpec) -> float:
 
     device = CudaDevice(spec)
     workload = Matmul(WorkloadContext(device=device.torch_device, dtype=device.torch_dtype, seed=3))
-    workload.resize(64 * MIB)
+    workload.hold(64 * MIB)
     for _ in range(3):
         workload.step(1024, 1)
     tensors = workload._tensors

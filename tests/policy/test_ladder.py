@@ -10,9 +10,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tests.scene import GUIDES, MIB
+from tests.policy.test_adaptive import Said
+from tests.scene import GUIDES
 from workers.policy.adaptive import TILE, Ladder, ladders_of
-from workers.policy.base import Growth, Run, Stages
+from workers.policy.base import Run, Stages
 from workers.settings import MemorySettings, WorkloadSpec
 
 ASKED = WorkloadSpec(name="mine:Mlp", dtype="fp16", size=4096, batch=128, seed=0)
@@ -23,32 +24,12 @@ def three_squares(size: int, batch: int) -> int:
     return 3 * 2 * (size // TILE * TILE) ** 2
 
 
-def says_nothing(size: int, batch: int) -> None:
-    return None
+def stepping(size_power: float = 2.0, batch_power: float = 1.0, **said: Any) -> Said:
+    return Said(size_power=size_power, batch_power=batch_power, **said)
 
 
-def stepping(size_power: float = 2.0, batch_power: float = 1.0, **growth: Any) -> Growth:
-    return Growth(
-        size_power=size_power,
-        batch_power=batch_power,
-        fills_claim=False,
-        needed_bytes=growth.get("needed_bytes", says_nothing),
-        most_bytes=growth.get("most_bytes", 1 << 40),
-    )
-
-
-def filling(most_bytes: int, needed_bytes: Any = three_squares) -> Growth:
-    return Growth(
-        size_power=2.0,
-        batch_power=0.0,
-        fills_claim=True,
-        needed_bytes=needed_bytes,
-        most_bytes=most_bytes,
-    )
-
-
-def ladder_of(memory: MemorySettings, asked: WorkloadSpec, growth: Growth) -> Ladder:
-    (ladder,) = ladders_of(memory, asked, growth)
+def ladder_of(memory: MemorySettings, asked: WorkloadSpec, said: Said) -> Ladder:
+    (ladder,) = ladders_of(memory, asked, said)
     return ladder
 
 
@@ -81,31 +62,10 @@ class TestStepping:
         assert all(size % TILE == 0 for size in sizes[:-1])
 
 
-class TestFilling:
-    def test_a_rung_is_a_hold_and_the_largest_size_in_it(self) -> None:
-        ladder = ladder_of(GUIDES, ASKED, filling(most_bytes=80 * MIB))
-        assert (ladder.units[0], ladder.units[-1]) == (three_squares(256, 128), 80 * MIB)
-        for units in ladder.units:
-            run = ladder.run(units)
-            assert run.hold_bytes == units
-            assert run.batch == 128
-            assert three_squares(run.size, 128) <= units
-            assert run.size == ASKED.size or three_squares(run.size + TILE, 128) > units
-
-    def test_where_not_even_the_floor_fits_there_is_the_floor_alone(self) -> None:
-        ladder = ladder_of(GUIDES, ASKED, filling(most_bytes=1000))
-        assert runs_of(ladder) == [Run(size=256, batch=128, hold_bytes=1000)]
-        assert ladder.within(999, 1000) is None
-
-    def test_a_workload_that_fills_its_claim_must_say_what_it_needs(self) -> None:
-        with pytest.raises(ValueError, match=r"mine:Mlp.*needed_bytes"):
-            ladder_of(GUIDES, ASKED, filling(most_bytes=MIB, needed_bytes=says_nothing))
-
-
 class TestStages:
     def test_each_level_has_all_batches(self) -> None:
-        growth = replace(stepping(), stages=Stages(batches=(1, 3, 8), keeps=(1.0, 1.0)))
-        for level, ladder in enumerate(ladders_of(GUIDES, ASKED, growth)):
+        said = stepping(offers=Stages(batches=(1, 3, 8), keeps=(1.0, 1.0)))
+        for level, ladder in enumerate(ladders_of(GUIDES, ASKED, said)):
             assert ladder.units == (1, 3, 8)
             runs = runs_of(ladder)
             assert [(run.size, run.batch, run.level) for run in runs] == [
@@ -116,7 +76,7 @@ class TestStages:
     @pytest.mark.parametrize("batches", [(), (0, 1), (2, 1), (1, 1)])
     def test_batches_that_do_not_ascend_are_refused(self, batches: tuple[int, ...]) -> None:
         with pytest.raises(ValueError, match=r"mine:Mlp.*must ascend from 1"):
-            ladders_of(GUIDES, ASKED, replace(stepping(), stages=Stages(batches=batches)))
+            ladders_of(GUIDES, ASKED, stepping(offers=Stages(batches=batches)))
 
 
 class TestWithin:
@@ -124,7 +84,7 @@ class TestWithin:
     @example(limit_bytes=three_squares(256, 32) - 1)
     @example(limit_bytes=three_squares(256, 32))
     def test_it_is_the_highest_rung_that_is_said_to_fit(self, limit_bytes: int) -> None:
-        ladder = ladder_of(GUIDES, ASKED, stepping(needed_bytes=three_squares))
+        ladder = ladder_of(GUIDES, ASKED, stepping(says=three_squares))
         fitting = [
             units
             for units in ladder.units
@@ -160,4 +120,3 @@ def test_whatever_is_asked_for(
         assert run.batch <= larger.batch
     assert all(min(size_floor, size) <= run.size <= size for run in runs)
     assert all(min(batch_floor, batch) <= run.batch <= batch for run in runs)
-    assert all(run.hold_bytes is None for run in runs)

@@ -2,43 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
+from tests.policy.test_adaptive import Said
 from tests.scene import GUIDES
 from workers.policy import make_policy
-from workers.policy.base import Growth, Policy, Pressure, Run
+from workers.policy.base import Policy, Run
 from workers.settings import WorkloadSpec
 
-GROWTH = Growth(
-    size_power=2.0,
-    batch_power=0.0,
-    fills_claim=False,
-    needed_bytes=lambda size, _: 6 * size**2,
-    most_bytes=1 << 30,
-)
-PRESSURE = Pressure(at_s=0.0, allowed_bytes=1 << 30, free_bytes=1 << 30, needed_at_floor_bytes=1)
+SAID = Said(size_power=2.0, batch_power=0.0, says=lambda size, _: 6 * size**2)
 
 
 @pytest.fixture(params=["adaptive", "classic"])
-def policy(request: pytest.FixtureRequest) -> Policy[Any]:
+def policy(request: pytest.FixtureRequest) -> Policy:
     """Return the policy of this name."""
     return made(request.param)
 
 
-def made(name: str) -> Policy[Any]:
-    return make_policy(
-        name,
-        GUIDES,
-        WorkloadSpec(name="mine:Mlp", dtype="fp16", size=4096, batch=128, seed=0),
-        GROWTH,
-    )
+def made(name: str) -> Policy:
+    asked = WorkloadSpec(name="mine:Mlp", dtype="fp16", size=4096, batch=128, seed=0)
+    return make_policy(name, GUIDES, asked, SAID, clock=lambda: 0.0, held_bytes=lambda: 0)
 
 
-def test_a_policy_is_built_by_its_name_and_runs(policy: Policy[Any]) -> None:
+def test_a_policy_is_built_by_its_name_and_runs(policy: Policy) -> None:
     assert made(policy.name).name == policy.name
-    assert isinstance(policy.decide(policy.initial(0, None), PRESSURE)[1], Run)
+    assert isinstance(policy.next(1 << 30), Run)
 
 
 def test_another_name_is_refused_with_those_there_are() -> None:
@@ -46,8 +34,8 @@ def test_another_name_is_refused_with_those_there_are() -> None:
         made("clasic")
 
 
-def test_the_state_of_another_policy_is_refused(policy: Policy[Any]) -> None:
-    data = policy.dump(policy.initial(0, None))
+def test_the_state_of_another_policy_is_refused(policy: Policy) -> None:
+    data = policy.dump()
     for foreign, name in (
         ({**data, "policy": "other"}, "'other'"),
         ({**data, "policy": None}, "None"),
@@ -57,8 +45,8 @@ def test_the_state_of_another_policy_is_refused(policy: Policy[Any]) -> None:
             policy.load(foreign)
 
 
-def test_a_missing_or_unknown_key_is_refused_by_name(policy: Policy[Any]) -> None:
-    data = policy.dump(policy.initial(0, None))
+def test_a_missing_or_unknown_key_is_refused_by_name(policy: Policy) -> None:
+    data = policy.dump()
     for key in [*(data.keys() - {"policy"}), "surprise"]:
         other = (
             {**data, "surprise": 1}

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import pickle
 from collections.abc import Iterable, Iterator
 from typing import TypeAlias
 
@@ -57,11 +56,10 @@ thresholds = st.sampled_from(
 
 
 class Played:
-    """A governor with its state and what it decided."""
+    """A governor and what it decided."""
 
     def __init__(self, settings: ThermalSettings = SHIPPED) -> None:
         self.governor = ThermalGovernor(settings)
-        self.state = self.governor.initial()
         self.now_s = 0.0
         self.decisions: list[ThermalDecision] = []
 
@@ -82,15 +80,13 @@ class Played:
             yield reading, self.tell(reading)
 
     def tell(self, reading: SensorReading) -> ThermalDecision:
-        self.state, decision = self.governor.after_reading(self.state, reading, self.now_s)
+        decision = self.governor.after_reading(reading, self.now_s)
         self.decisions.append(decision)
         return decision
 
     def measure(self, gb_per_s: float, clock_mhz: int = 9500) -> ThermalDecision:
         self.now_s += 10.0
-        self.state, decision = self.governor.after_bandwidth(
-            self.state, gb_per_s * 1e9, clock_mhz, self.now_s
-        )
+        decision = self.governor.after_bandwidth(gb_per_s * 1e9, clock_mhz, self.now_s)
         self.decisions.append(decision)
         return decision
 
@@ -152,7 +148,7 @@ def test_heat_throttles_from_70_and_pauses_at_83() -> None:
         bits = Throttle.POWER_CAP | (Throttle.SOFTWARE_THERMAL if is_slowed else 0)
         decision = played.see(told_c, bits=bits)
         seen.add(decision.paused)
-        alarmed = bool(played.state.alarms.standing)
+        alarmed = bool(played.governor.alarms.standing)
         assert decision.duty == 1.0 or told_c >= SHIPPED.warm_c or alarmed, (second, decision)
         assert decision.duty < 1.0 or told_c < SHIPPED.critical_c, (second, decision)
     assert seen == {True, False}
@@ -310,8 +306,6 @@ def test_the_duty_is_a_share_and_critical_is_a_pause(
             assert decision.duty in {0.0, 1.0}
         if not decision.paused:
             assert decision.duty >= min(1.0, settings.smallest_duty) * 0.999
-    told = played.state, played.decisions
-    assert pickle.loads(pickle.dumps(told)) == told  # noqa: S301 - our own
 
 
 @given(course=courses)
@@ -338,7 +332,7 @@ def test_a_cool_card_gets_all_of_its_time_back(course: Readings) -> None:
     *_, (_, decision) = played.follow([*course, *cool])
     assert decision.duty == 1.0
     assert decision.band is ThermalBand.NORMAL
-    assert played.state.alarms.standing == {}
+    assert played.governor.alarms.standing == {}
 
 
 @given(course=courses)
@@ -355,4 +349,4 @@ def test_an_alarm_is_raised_once_a_minute_at_the_most(course: Readings) -> None:
                 raised_at_s[alarm.name] = played.now_s
             else:
                 standing.discard(alarm.name)
-    assert standing == set(played.state.alarms.standing)
+    assert standing == set(played.governor.alarms.standing)

@@ -37,14 +37,9 @@ Rule = Callable[[float, float], float]
 
 def governor() -> Rule:
     thermal = ThermalGovernor(ThermalSettings())
-    state = thermal.initial()
 
     def duty(temperature_c: float, at_s: float) -> float:
-        nonlocal state
-        state, decision = thermal.after_reading(
-            state, SensorReading(temperature_c=temperature_c), at_s
-        )
-        return decision.duty
+        return thermal.after_reading(SensorReading(temperature_c=temperature_c), at_s).duty
 
     return duty
 

@@ -18,7 +18,7 @@ KINDS = ["freivalds", "repeat"]
 def stepped(dtype: torch.dtype, *, size: int = 128, places: float = 4.0, steps: int = 1) -> Matmul:
     """Return the workload after a few steps, with a ring of so many places."""
     workload = Matmul(WorkloadContext(device=CPU, dtype=dtype, seed=7))
-    workload.resize(int((2 + places) * matrix_bytes(size, dtype)))
+    workload.hold(int((2 + places) * matrix_bytes(size, dtype)))
     for _ in range(steps):
         workload.step(size, 1)
     return workload

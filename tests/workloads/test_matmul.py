@@ -24,7 +24,7 @@ TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2.0**-8, torch.float16: 2.0**
 
 def matmul(dtype: torch.dtype, *, claim_bytes: int = 0, seed: int = 7) -> Matmul:
     workload = Matmul(WorkloadContext(device=torch.device("cpu"), dtype=dtype, seed=seed))
-    workload.resize(claim_bytes)
+    workload.hold(claim_bytes)
     return workload
 
 
@@ -80,7 +80,7 @@ class TestClaim:
         workload = matmul(torch.float32)
         found = []
         for claim_mib in (2, 2, 4):
-            workload.resize(claim_mib * MIB)
+            workload.hold(claim_mib * MIB)
             workload.step(256, 1)
             found.append(matrices(workload))
         (first, _, before), (again, *_), (_, _, after) = found
@@ -157,7 +157,7 @@ def checks_at_the_wall(spec: WorkerSpec, sizes: list[int]) -> list[tuple[str, bo
     found: list[tuple[str, bool] | None] = []
     for size in sizes:
         claim_bytes = 5 * matrix_bytes(size, device.torch_dtype)
-        workload.resize(claim_bytes)
+        workload.hold(claim_bytes)
         ballast_bytes = device.most_bytes - device.held_bytes() - claim_bytes
         with device.enforced():
             ballast = torch.empty(ballast_bytes, dtype=torch.uint8)

@@ -46,19 +46,6 @@ class Device(Protocol):
         Memory that the process takes or frees outside does not count against the cap.
         """
 
-    def alone(self) -> AbstractContextManager[None]:
-        """Keep other starting workers of this device waiting for the duration of a `with`."""
-
-    def obtain(self, size_bytes: int) -> int:
-        """Allocate one block and free it again; return its size, a little less than asked where it
-        is rounded.
-
-        Where the allocator has a pool, the block stays there in one piece.
-
-        Raises:
-            RuntimeError: The device's own out-of-memory, to be classified by `workers.oom`.
-        """
-
     def held_bytes(self) -> int:
         """Bytes in live tensors when the workload was last left, by an error or not."""
 
@@ -113,10 +100,7 @@ class Device(Protocol):
 
 def alone_on(device: str) -> AbstractContextManager[None]:
     """Hold the lock of a device, named by whatever identifies it on this machine, for the duration
-    of a `with`.
-
-    Workers that start together must neither count each other's context nor grow into the same free
-    bytes.
+    of a `with`: workers that start together must not count each other's context.
     """
     key = hashlib.sha256(device.encode()).hexdigest()[:16]
     return locked(

@@ -6,7 +6,7 @@ private mappings too). Set to the present size plus the cap, it makes every reco
 engine happen for real on a machine without a GPU. Linux only. Does not bound the resident set, nor
 memory that other processes share.
 
-The limit holds while the workload computes and while memory is obtained, and is lifted in between.
+The limit holds while the workload computes, and is lifted in between.
 Otherwise the kernel would refuse buffers of Ray or Python, and the process would end instead of
 backing off. Growth of the process in between is not charged to the cap.
 """
@@ -21,7 +21,7 @@ import resource
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, TypeVar
@@ -29,7 +29,7 @@ from typing import Final, TypeVar
 import psutil
 import torch
 
-from workers.devices.base import EmergencyProduct, alone_on, threads_for
+from workers.devices.base import EmergencyProduct, threads_for
 from workers.messages import DeviceInfo, IncompatibleError, MemoryInfo, VerdictCause
 from workers.settings import WorkerSpec
 from workers.units import MIB
@@ -261,15 +261,6 @@ class CpuDevice:
             hostname=socket.gethostname(),
             torch_version=str(torch.__version__),  # its own type would make the head load torch
         )
-
-    def alone(self) -> AbstractContextManager[None]:
-        """See `Device.alone`: all of this machine's workers share its RAM."""
-        return alone_on("cpu")
-
-    def obtain(self, size_bytes: int) -> int:
-        """Map one block; the kernel refuses past the cap. See `Device.obtain`."""
-        with self.enforced():
-            return torch.empty(size_bytes, dtype=torch.uint8).nbytes
 
     def held_bytes(self) -> int:
         """See `Device.held_bytes`: growth of the process's data under the limit, less what malloc

@@ -130,16 +130,6 @@ class CudaDevice:
         """See `Device.enforced`: torch's allocator keeps the cap by itself."""
         return nullcontext()
 
-    def alone(self) -> AbstractContextManager[None]:
-        return alone_on(self._card)
-
-    def obtain(self, size_bytes: int) -> int:
-        """Take one block, in whole allocator segments so that rounding never asks for more than was
-        meant.
-        """
-        whole = size_bytes - size_bytes % _SEGMENT_BYTES or size_bytes
-        return torch.empty(whole, dtype=torch.uint8, device=self.torch_device).nbytes
-
     def held_bytes(self) -> int:
         return int(torch.cuda.memory_allocated(self.torch_device))
 

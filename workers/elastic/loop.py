@@ -95,6 +95,8 @@ class Loop(Generic[S]):
         self._memory, self._watch = memory, watch
         self._probable_in_a_row = 0
         self._is_partial = False
+        self.allowed_bytes: int | None = None
+        """All that the part under way may hold, as it was measured last; `None`: never."""
         self.took_s = 0.0
         """Of the last part that ended well."""
         self.peak_bytes: int | None = None
@@ -108,7 +110,10 @@ class Loop(Generic[S]):
                 the watch raises.
         """
         while True:
-            size = self.sizes.next(self._memory.allowed_bytes())
+            allowed_bytes = self._memory.allowed_bytes()
+            if allowed_bytes is not None:
+                self.allowed_bytes = allowed_bytes
+            size = self.sizes.next(allowed_bytes)
             if size is None:
                 self._watch.starved(self.sizes.reason)
                 continue

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from workers.messages import NO_COUNTS, StepCounts, WorkerEvent, WorkerState
@@ -99,9 +99,21 @@ class Account:
         self.error = traceback
         self.settle(WorkerState.BACKOFF, reason)
 
-    def event(self, name: str, **detail: Scalar) -> None:
-        """Add an event for events.jsonl."""
-        self.events.append(WorkerEvent(name=name, at_unix_s=time.time(), detail=detail))
+    def event(self, name: str, /, **detail: Scalar) -> None:
+        """Add an event for events.jsonl. Those that differ by their `count` alone are one."""
+        event = WorkerEvent(name=name, at_unix_s=time.time(), detail=detail)
+        for index, other in enumerate(self.events if "count" in detail else ()):
+            if (name, {**detail, "count": None}) == (other.name, {**other.detail, "count": None}):
+                counts = (detail["count"], other.detail["count"])
+                detail["count"] = sum(count for count in counts if isinstance(count, int))
+                self.events[index] = replace(other, detail=detail)
+                return
+        self.events.append(event)
+
+    def taken_events(self) -> tuple[WorkerEvent, ...]:
+        """Return the events since the last turn, and forget them."""
+        events, self.events = self.events, []
+        return tuple(events)
 
     def settle(self, state: WorkerState, reason: str) -> None:
         """Set the state and the reason that the table shows."""

@@ -19,7 +19,7 @@ from workers.engine.account import Account
 from workers.messages import ContextCorruptedError, StepCounts
 from workers.nvml.sensors import open_sampler
 from workers.policy.base import Run
-from workers.policy.thermal import ThermalDecision, ThermalGovernor, ThermalState
+from workers.policy.thermal import ThermalDecision, ThermalGovernor
 from workers.readings import SensorReading
 from workers.settings import THERMAL_OFF, FailureKind, WorkerSpec
 from workers.verification.check import Check, CheckSchedule
@@ -45,7 +45,6 @@ class ThermalControl:
         self._sampler = open_sampler(spec.device, card)
         # A processor at 90 C is normal and protects itself, so its temperature is only shown.
         self._governor = ThermalGovernor(spec.thermal if self._sampler.of_card else THERMAL_OFF)
-        self._state = self._governor.initial()
         self._bandwidth_at_s = time.monotonic()
         self.reading: SensorReading | None = None
         self.decision = ThermalDecision(band=None, duty=1.0, reason="")
@@ -58,7 +57,7 @@ class ThermalControl:
     @property
     def alarmed(self) -> bool:
         """Whether an alarm is raised, such as a card that is gone."""
-        return bool(self._state.alarms.standing)
+        return bool(self._governor.alarms.standing)
 
     def sample(self, account: Account) -> None:
         """Read the sensors if that is due, and ask the governor."""
@@ -67,7 +66,7 @@ class ThermalControl:
         if reading is None:
             return
         self.reading = reading
-        self._follow(self._governor.after_reading(self._state, reading, now_s), account)
+        self._follow(self._governor.after_reading(reading, now_s), account)
 
     def measure_bandwidth(self, measure: Callable[[], float | None], account: Account) -> None:
         """Measure the bandwidth of the card's memory if that is due.
@@ -81,14 +80,10 @@ class ThermalControl:
         self._bandwidth_at_s = now_s
         bytes_per_s = measure()
         if bytes_per_s is not None:
-            self._follow(
-                self._governor.after_bandwidth(self._state, bytes_per_s, clock_mhz, now_s), account
-            )
+            self._follow(self._governor.after_bandwidth(bytes_per_s, clock_mhz, now_s), account)
 
-    def _follow(self, decided: tuple[ThermalState, ThermalDecision], account: Account) -> None:
-        before = self.decision
-        self._state, self.decision = decided
-        decision = self.decision
+    def _follow(self, decision: ThermalDecision, account: Account) -> None:
+        before, self.decision = self.decision, decision
         for alarm in decision.alarms:
             account.event(
                 "alarm_raised" if alarm.raised else "alarm_cleared",

@@ -17,10 +17,11 @@ import psutil
 
 from workers import oom
 from workers.engine.account import Account, Wait, no_orders
-from workers.engine.oom_recovery import after_error, claim_memory, stay_in_emergency
+from workers.engine.memory import progress_of
 from workers.engine.parts import Parts, StarvedError, TurnOverError
 from workers.engine.session import Session, open_session
 from workers.messages import (
+    STARVED,
     Begin,
     ContextCorruptedError,
     IncompatibleError,
@@ -34,10 +35,14 @@ from workers.messages import (
 )
 from workers.oom import Failure
 from workers.settings import FailureKind, WorkerSpec
-from workers.workloads.base import StepResult
+from workers.workloads.base import StepResult, Workload
 
 #: Figures of a workload in a status, which has to stay small.
 _MOST_METRICS: Final = 1_000
+
+#: Pause between two emergency products when no step fits: the worker tells that it lives, and
+#: waits.
+_EMERGENCY_PAUSE_S: Final = 0.1
 
 
 class Engine:
@@ -53,7 +58,9 @@ class Engine:
         self._cause: VerdictCause | None = None
         self._is_held = False
         self._saves = 0
-        """`Orders.saves` that came before it was open: there was nothing to save."""
+        """`Orders.saves` that it has taken in."""
+        self._must_save = False
+        """Whether the save that was asked for last is still to be done."""
         self._lease_bytes: int | None = None
         self._memory: MemoryInfo | None = None
         """As the present turn leaves it; `None` if it ended by a failure."""
@@ -84,14 +91,14 @@ class Engine:
             if self._verdict is Verdict.OK:
                 work()
             if self._session is not None and self._verdict in {Verdict.OK, Verdict.DONE}:
-                device = self._session.device
-                self._memory = replace(device.memory(), kept_bytes=self._session.kept_bytes)
+                device, kept_bytes = self._session.device, self._session.memory.kept_bytes
+                self._memory = replace(device.memory(), kept_bytes=kept_bytes)
         except IncompatibleError as error:
             self._verdict, self._cause = error.verdict, error.cause
             account.settle(WorkerState.STOPPED, str(error))
         except ContextCorruptedError as error:
             self._give_up(str(error))
-        # A user's release, resize or needed_bytes may raise anything too.
+        # A user's release or needed_bytes may raise anything too.
         except BaseException as error:  # noqa: BLE001
             failure = oom.failure_of_workload(error)
             traceback = oom.traceback_text(error)
@@ -109,11 +116,10 @@ class Engine:
         if self._session is not None:
             return
         if orders.holds:
-            self._saves = orders.saves
+            self._saves = orders.saves  # there is nothing to save
             self._account.settle(WorkerState.WARMING, "its device is not open: it is held")
         else:
             self._session = open_session(self._spec, self._begin, self._incarnation, self._account)
-            self._session.saves = self._saves
             self._parts = Parts(self._session, self._account)
             self._begin = replace(self._begin, checkpoint=None)  # as large as a training's state
             self._account.settle(WorkerState.WARMING, "its device is open")
@@ -126,22 +132,124 @@ class Engine:
         if session is None or parts is None:
             return
         account.begin_turn(duration_s, wait)
+        workload = session.workload
         try:
-            session.begin_turn(orders, account)
-            self._is_held = session.holds(orders, account)
-            if (
-                not session.workload.finished
-                and not self._is_held
-                and _prepare(session, self._begin, account)
-            ):
-                _work(session, account, parts)
-            self._progress = session.progress()
+            session.memory.begin_turn(orders.lease_bytes)
+            self._take_saves(orders, workload)
+            session.thermal.sample(account)
+            # One that is to save first goes on, unless it has no memory for a step.
+            is_starved = account.state in STARVED or orders.lease_bytes == 0
+            self._is_held = orders.holds and (is_starved or not workload.save_due)
+            if not workload.finished and not self._is_held:
+                self._work(session, parts)
+            self._progress = progress_of(workload)
         finally:
             if not self._is_held:
                 account.end_turn()
-        if session.workload.finished:
+        if workload.finished:
             self._verdict = Verdict.DONE
             account.settle(WorkerState.DONE, "all its work is done")
+
+    def _take_saves(self, orders: Orders, workload: Workload) -> None:
+        """Have the state saved if that is asked for, as far as it can be now."""
+        if orders.saves > self._saves:
+            self._saves, self._must_save = orders.saves, True
+            workload.save_soon()
+        if workload.save_due:
+            workload.save()  # the last turn ended at the moment for it, or no step follows
+
+    def _has_saved(self, workload: Workload) -> bool:
+        """Say once for each save that was asked for that it is done."""
+        if self._must_save and not workload.save_due:
+            self._must_save = False
+            return True
+        return False
+
+    def _work(self, session: Session, parts: Parts) -> None:
+        """Do steps until the turn is over.
+
+        A lease of 0 bytes asks a process that shares its card to open it and to tell what memory
+        there is, and no more: it waits until the head has said how many bytes are for this worker.
+        An error of the workload ends the turn, so that the head learns of it. So does a save that
+        was asked for: what follows may be the end of this process, and its work would be lost.
+        """
+        account = self._account
+        if session.memory.lease_bytes == 0:
+            session.memory.park()
+            waits = "its device is open; it waits for its share of the card"
+            account.settle(*session.waiting_state(WorkerState.WARMING, waits))
+            account.sleep(account.remaining_s)
+            return
+        if self._has_saved(session.workload):
+            account.settle(*session.working_state("its state is saved, as it was asked to"))
+            return
+        if session.duty.rest(account) and account.duration_s > 0:
+            account.settle(*session.working_state("resting, as its duty asks after a long step"))
+            return
+        session.memory.release_if_grown()  # a step follows, which takes again what it needs
+        parts.begin_turn()
+        while (
+            self._step(session, parts)
+            and not self._has_saved(session.workload)
+            and account.remaining_s > 0
+        ):
+            pass
+
+    def _step(self, session: Session, parts: Parts) -> bool:
+        """Do one step, or what of it fits into the turn; say whether another may follow."""
+        account = self._account
+        failure: Failure | None = None
+        starved: str | None = None
+        try:
+            done = _checked(session.workload.run(parts.loop))
+        except TurnOverError:
+            return False
+        except (IncompatibleError, ContextCorruptedError):
+            raise  # no step will ever do better
+        except StarvedError as error:
+            starved = str(error)
+        except BaseException as error:  # noqa: BLE001 - classified outside the handler
+            # Only text leaves the handler: the traceback holds the frames, and the frames hold the
+            # tensors.
+            failure = oom.failure_of_workload(error)
+            traceback = oom.traceback_text(error)
+        if starved is not None:
+            self._starve(session, parts, starved)
+            return False
+        if failure is not None:
+            self._after_error(session, failure, traceback)
+            return False
+        account.good_step(done.flop)
+        session.workload.save()
+        return not session.workload.finished
+
+    def _starve(self, session: Session, parts: Parts, reason: str) -> None:
+        """No step fits: prove that the device answers, and wait for the end of the turn."""
+        account, memory = self._account, session.memory
+        if not parts.in_emergency:
+            account.event("emergency", reason=reason)
+        parts.in_emergency = True
+        memory.park()
+        account.settle(*session.waiting_state(WorkerState.EMERGENCY, reason))
+        memory.prove_alive()
+        account.sleep(max(_EMERGENCY_PAUSE_S, account.remaining_s))
+        memory.rebase()
+
+    def _after_error(self, session: Session, failure: Failure, traceback: str) -> None:
+        """Count an error that is the workload's own.
+
+        Raises:
+            ContextCorruptedError: The device no longer answers: some of its failures read like a
+                bug of the workload.
+        """
+        if failure.kind is FailureKind.CONTEXT_CORRUPTED:
+            raise ContextCorruptedError(failure.text)
+        session.memory.shed()
+        session.memory.rebase()
+        broken = session.memory.emergency_failure()
+        if broken is not None:
+            raise ContextCorruptedError(broken.text)
+        self._account.workload_failed(f"the workload failed: {failure.text}", traceback)
 
     def _give_up(self, reason: str) -> None:
         is_own = oom.is_of_program(reason)
@@ -154,7 +262,6 @@ class Engine:
     def status(self) -> Status:
         """Say how it is; the events in it are not told again."""
         account, session = self._account, self._session
-        events, account.events = account.events, []
         status = Status(
             slot=account.slot,
             incarnation=self._incarnation,
@@ -177,97 +284,24 @@ class Engine:
             saves=self._saves,
             resume=self._begin.resume,
             progress=self._progress,
-            events=tuple(events),
+            events=account.taken_events(),
         )
         if session is None:
             return status
         workload, memory = session.workload, self._memory
         return replace(
             status,
-            events=(*status.events, *session.told.taken()),
-            saves=session.saves,
             save_due=workload.save_due,
             saved=None if workload.saved is None else str(workload.saved),
             # After every failure too: without it the head takes an out-of-memory for a card that is
             # full.
             device=session.device.info,
             sensors=session.thermal.reading,
-            claim_bytes=session.claim_bytes
-            if memory is not None and session.growth.fills_claim
-            else None,
-            resume=status.resume if session.state is None else session.policy.dump(session.state),
+            claim_bytes=None if memory is None else workload.claim_bytes,
+            resume=session.policy.dump(),
             metrics=dict(islice(workload.metrics.items(), _MOST_METRICS)),
             learned=None if memory is None else session.learned_limit(memory.peak_bytes),
         )
-
-
-def _prepare(session: Session, begin: Begin, account: Account) -> bool:
-    """Find out what memory there is, and give the policy its state, unless that is done; say
-    whether it is.
-
-    A lease of 0 bytes asks a process that shares its card to open it and to tell what memory there
-    is, and no more: progressive allocation waits until the head has said how many bytes are
-    for this worker.
-    """
-    if session.lease_bytes == 0:
-        if session.state is not None:
-            session.park(account)
-        waits = "its device is open; it waits for its share of the card"
-        account.settle(*session.waiting_state(WorkerState.WARMING, waits))
-        account.sleep(account.remaining_s)
-        return False
-    if session.state is None:
-        with session.device.alone():
-            claim_memory(session, account)
-        session.load_policy_state(begin.resume, account)
-    return True
-
-
-def _work(session: Session, account: Account, parts: Parts) -> None:
-    """Do steps until the turn is over.
-
-    An error of the workload ends it, so that the head learns of it. So does a save that was asked
-    for: what follows may be the end of this process, and its work would be lost.
-    """
-    if session.has_saved():
-        account.settle(*session.working_state("its state is saved, as it was asked to"))
-        return
-    if session.duty.rest(account) and account.duration_s > 0:
-        account.settle(*session.working_state("resting, as its duty asks after a long step"))
-        return
-    session.release_if_grown()  # a step follows, which takes again what it needs
-    parts.begin_turn()
-    while _step(session, account, parts) and not session.has_saved() and account.remaining_s > 0:
-        pass
-    parts.end_turn()
-
-
-def _step(session: Session, account: Account, parts: Parts) -> bool:
-    """Do one step, or what of it fits into the turn; say whether another may follow."""
-    failure: Failure | None = None
-    starved: str | None = None
-    try:
-        done = _checked(session.workload.run(parts.loop))
-    except TurnOverError:
-        return False
-    except (IncompatibleError, ContextCorruptedError):
-        raise  # no step will ever do better
-    except StarvedError as error:
-        starved = str(error)
-    except BaseException as error:  # noqa: BLE001 - classified outside the handler
-        # Only text leaves the handler: the traceback holds the frames, and the frames hold the
-        # tensors.
-        failure = oom.failure_of_workload(error)
-        traceback = oom.traceback_text(error)
-    if starved is not None:
-        stay_in_emergency(session, account, starved)
-        return False
-    if failure is not None:
-        after_error(session, account, failure, traceback)
-        return False
-    account.good_step(done.flop)
-    session.workload.save()
-    return not session.workload.finished
 
 
 def _checked(result: object) -> StepResult:

@@ -1,7 +1,7 @@
 """What an engine is started with, as a file of JSON: `python -m workers.engine SPEC.json`.
 
-Knows no key by name: what may stand
-in the file are the fields of `Start`, of `WorkerSpec`, and of what they hold. Imports no torch.
+Knows no key by name: what may stand in
+the file are the fields of `Start`, of `WorkerSpec`, and of what they hold. Imports no torch.
 """
 
 from __future__ import annotations

@@ -1,44 +1,32 @@
 """The default policy: the largest step that fits, before anything fails.
 
-Makes a policy of the sizer: a ladder turns its one number into size and batch, or into the bytes
-that a workload which fills its claim should hold. A workload with stages has a ladder and a sizer
-for each level. A level is left for the next one where not even its smallest step fits, and entered
-again when memory for that step is there. `workload.size` and `workload.batch` are the
-largest step it ever runs. Below that it runs what fits, shrinks when other programs take memory,
-and grows again. It starts at the learned limit of an earlier run, else where progressive allocation
-ended. Whenever a step shrinks, memory is given back first: otherwise the allocator would keep what
-the step no longer uses.
+Makes a policy of the sizer: a ladder turns its one number into size and batch. A workload with
+stages has a ladder and a sizer for each level. A level is left for the next one where not even its
+smallest step fits, and entered again when memory for that step is there. `workload.size` and
+`workload.batch` are the largest step it ever runs. Below that it runs what fits, shrinks when other
+programs take memory, and grows again. It starts at the learned limit of an earlier run, else small.
+Whenever a step shrinks, memory is given back first: otherwise the allocator would keep what the
+step no longer uses.
+
+A failure that held far less than was allowed is no lack of memory for that step. It is tried again
+at once, a few times, and only then believed.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Final
 
 from workers.policy import base
-from workers.policy.base import (
-    Decision,
-    Emergency,
-    Event,
-    Growth,
-    Release,
-    Run,
-    Stages,
-    StepOk,
-    StepOom,
-)
-from workers.policy.memory_needed import Footprint
+from workers.policy.base import Needs, Run
 from workers.policy.memory_seen import MINUTE_S
-from workers.policy.sizer import SETTLED_STEPS, Sizer
+from workers.policy.sizer import Sizer
 from workers.policy.sizes_tried import WORTH_TRYING, Bounds
 from workers.settings import Learned, MemorySettings, Scalar, WorkloadSpec
 from workers.units import MIB
-
-#: How far what was obtained in one block may be from what a step then takes, on average.
-_PROVEN_SPREAD: Final = 0.002
 
 #: Sizes are a multiple of this: whole tiles of every tensor core so far.
 TILE: Final = 64
@@ -47,29 +35,43 @@ TILE: Final = 64
 #: change.
 _FINEST: Final = 1 / 256
 
+#: A failed part that would have held less than this share of what was allowed contradicts itself.
+_CONTRADICTS: Final = 0.5
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdaptiveState:
-    """What the adaptive policy remembers."""
+#: So many failures that contradict themselves are not believed until a part ends well.
+CONTRADICTIONS: Final = 3
 
-    sizers: tuple[Sizer, ...]
-    """Of each level."""
-    level: int = 0
-    units: int = 0
-    """Of the last step asked for; 0 before the first and after an emergency."""
-    held_bytes: float = 0.0
-    """What is held between two steps at level 0; 0 before it was measured."""
-    calibrated: bool = True
-    """Whether a step has shown what a workload that fills its claim takes beside it."""
 
-    @property
-    def sizer(self) -> Sizer:
-        """That of the level of now."""
-        return self.sizers[self.level]
+@dataclass(slots=True, kw_only=True)
+class _Level:
+    """What a workload can do at one level, and what is known of it."""
 
-    def with_sizer(self, level: int, sizer: Sizer) -> AdaptiveState:
-        """Return the state with another sizer of a level."""
-        return replace(self, sizers=(*self.sizers[:level], sizer, *self.sizers[level + 1 :]))
+    ladder: Ladder
+    bounds: Bounds
+    keeps: float
+    """See `Stages.keeps`."""
+    sizer: Sizer
+    suffix: str
+    """Of its keys in a dumped state."""
+
+    def kept_bytes(self, held_bytes: float) -> float:
+        """Return what stays at this level of so much held at level 0, while that was never
+        measured.
+        """
+        return held_bytes * self.keeps if self.sizer.line is None else 0.0
+
+    def learned_in(self, data: Mapping[str, Scalar]) -> Learned | None:
+        """Return what a dumped state says of this level."""
+        units, *line = (f"{name}{self.suffix}" for name in _KEYS)
+        if data[units] is None:
+            return None
+        fixed_bytes, unit_bytes = (_bytes(data, key) for key in line)
+        size = base.whole(data, units, 1, 1 << 63)
+        return Learned(size=size, fixed_bytes=fixed_bytes, unit_bytes=unit_bytes)
+
+
+#: Of each level in a dumped state.
+_KEYS: Final = ("units", "fixed_bytes", "unit_bytes")
 
 
 class AdaptivePolicy:
@@ -77,163 +79,180 @@ class AdaptivePolicy:
 
     name: Final = "adaptive"
 
-    def __init__(self, memory: MemorySettings, workload: WorkloadSpec, growth: Growth) -> None:
-        self._ladders = ladders_of(memory, workload, growth)
-        self._growth = growth
-        self._keeps = None if growth.stages is None else growth.stages.keeps
-        self._bounds = [_bounds_of(ladder, memory, growth) for ladder in self._ladders]
-        self.floor = self._ladders[-1].run(self._ladders[-1].units[0])
+    def __init__(
+        self,
+        memory: MemorySettings,
+        asked: WorkloadSpec,
+        needs: Needs,
+        *,
+        clock: Callable[[], float],
+        held_bytes: Callable[[], int],
+        learned: Learned | None = None,
+    ) -> None:
+        """Start knowing nothing, or what an earlier run has learned. See `make_policy`."""
+        stages = needs.stages()
+        keeps = (1.0,) if stages is None else stages.keeps
+        self._levels = [
+            _Level(
+                ladder=ladder,
+                bounds=(bounds := _bounds_of(ladder, memory)),
+                keeps=share,
+                sizer=Sizer.cold(bounds, None if number else learned),
+                suffix=f"_{number}" if number else "",
+            )
+            for number, (ladder, share) in enumerate(
+                zip(ladders_of(memory, asked, needs), keeps, strict=True)
+            )
+        ]
+        self._clock, self._needs, self._memory = clock, needs, memory
+        self._keeps_state, self._measure_held = stages is not None, held_bytes
+        self._level = self._units = 0
+        """Of the last part asked for; no units before the first and after an emergency."""
+        self._held_bytes = 0.0
+        """What is held between two parts at level 0; 0 before it was measured."""
+        self._beside_bytes = held_bytes() if needs.needs_are_exact else 0
+        """What is held beside what a workload with exact needs says, such as a library's workspace.
+        """
+        self._allowed_bytes: int | None = None
+        """As it was told last."""
+        self._has_failed = False
+        """Whether the last part ran out of memory: then all was given back."""
+        self._contradictions = 0
+        """Failures that were not believed since a part ended well."""
+        self.reason = ""
 
-    def initial(self, claim_bytes: int, learned: Learned | None) -> AdaptiveState:
-        """Return the state of a worker that starts at what was learned, at its claim, or small."""
-        first, *others = self._bounds
-        cold = [Sizer.cold(bounds) for bounds in others]
-        if not self._growth.fills_claim or claim_bytes < first.smallest:
-            return AdaptiveState(sizers=(Sizer.cold(first, learned), *cold))
-        # The climb of progressive allocation was a calibration: a byte held takes a byte, and that
-        # many were there.
-        start = Learned(size=claim_bytes) if learned is None else learned
-        sizer = Sizer.cold(first, start)._replace(line=_filled(start.size, start.size))
-        return AdaptiveState(sizers=(sizer,), calibrated=False)
-
-    def decide(self, state: AdaptiveState, event: Event) -> tuple[AdaptiveState, Decision]:
-        """Return the state after `event` and what to do next."""
-        before_units, before_level = state.units, state.level
-        state = self._noted(state, event)
-        allowed_bytes, at_s, reason = event.allowed_bytes, event.at_s, ""
-        for level, (bounds, ladder) in enumerate(zip(self._bounds, self._ladders, strict=True)):
-            if level < before_level and not self._may_return(state, level, event):
+    def next(self, allowed_bytes: int | None) -> Run | None:
+        """Return the next part, of the first level at which one fits."""
+        now_s = self._clock()
+        if allowed_bytes is not None:
+            self._allowed_bytes = allowed_bytes
+        for number, level in enumerate(self._levels):
+            if number < self._level and not self._may_return(level, now_s, allowed_bytes):
                 continue
-            if allowed_bytes is not None and allowed_bytes < self._kept_bytes(state, level):
-                kept_mib, allowed_mib = self._kept_bytes(state, level) / MIB, allowed_bytes / MIB
-                reason = f"{bounds.smallest_step} needs more than is free"
-                reason += f" ({kept_mib:.1f} MiB, allowed {allowed_mib:.1f})"
-                continue
-            sizer, now = state.sizers[level].next_size(bounds, at_s, allowed_bytes)
-            state, reason = state.with_sizer(level, sizer), sizer.reason
-            needs_mib = sizer.needs_bytes(bounds, bounds.smallest) / MIB
-            if now is None and needs_mib and allowed_bytes is not None:
-                reason += f" ({needs_mib:.1f} MiB, allowed {allowed_bytes / MIB:.1f})"
-            if now is not None and allowed_bytes is not None:
-                # The workload may say what it needs; the sizer would have to learn it by failing.
-                now = ladder.within(allowed_bytes, now)
-                needed_mib = (ladder.needs(ladder.units[0]) or 0) / MIB
-                reason = (
-                    f"{bounds.smallest_step} needs {needed_mib:.1f} MiB, "
-                    f"{allowed_bytes / MIB:.1f} MiB are there"
+            kept_bytes = level.kept_bytes(self._held_bytes)
+            if allowed_bytes is not None and allowed_bytes < kept_bytes:
+                self.reason = (
+                    f"{level.bounds.smallest_step} needs more than is free"
+                    f" ({kept_bytes / MIB:.1f} MiB, allowed {allowed_bytes / MIB:.1f})"
                 )
-            if now is not None:
-                run = replace(ladder.run(now), is_probe=sizer.is_probe(now))
-                is_less = level > before_level or now < before_units * (1.0 - WORTH_TRYING)
-                if isinstance(event, StepOk) and is_less and run.hold_bytes is None:
-                    return replace(state, level=level, units=0), Release()
-                return replace(state, level=level, units=now), run
-        return replace(state, units=0), Emergency(reason=reason)
+                continue
+            units = self._units_at(level, now_s, allowed_bytes)
+            if units is not None:
+                is_less = number > self._level or units < self._units * (1.0 - WORTH_TRYING)
+                self._level, self._units, self.reason = number, units, ""
+                return replace(
+                    level.ladder.run(units),
+                    is_probe=level.sizer.is_probe(units),
+                    releases_first=is_less and not self._has_failed,
+                )
+        self._units = 0
+        return None
 
-    def _noted(self, state: AdaptiveState, event: Event) -> AdaptiveState:
-        """Return the state that knows how the last step went."""
-        level, units, bounds = state.level, state.units, self._bounds[state.level]
-        if isinstance(event, StepOom):
-            sizer = state.sizer.failed(bounds, event.at_s, units, event.at_least_bytes)
-            return state.with_sizer(level, sizer)
-        if not isinstance(event, StepOk) or event.partial:
-            return state
-        sizer = state.sizer.succeeded(bounds, event.at_s, units, event.peak_bytes)
-        if not state.calibrated:
-            sizer = sizer._replace(line=_filled(units, event.peak_bytes))
-        held_bytes = 0.0 if self._keeps is None else event.held_bytes / self._keeps[level]
-        return replace(state.with_sizer(level, sizer), held_bytes=held_bytes, calibrated=True)
+    def _units_at(self, level: _Level, now_s: float, allowed_bytes: int | None) -> int | None:
+        """Return what fits at a level; `None`, with a reason, where nothing does."""
+        bounds, ladder = level.bounds, level.ladder
+        level.sizer, units = level.sizer.next_size(bounds, now_s, allowed_bytes)
+        if allowed_bytes is None:
+            self.reason = level.sizer.reason
+            return units
+        allowed_mib = allowed_bytes / MIB
+        if units is None:
+            needs_mib = level.sizer.needs_bytes(bounds, bounds.smallest) / MIB
+            known = f" ({needs_mib:.1f} MiB, allowed {allowed_mib:.1f})" if needs_mib else ""
+            self.reason = level.sizer.reason + known
+            return None
+        # The workload may say what it needs; the sizer would have to learn it by failing.
+        units = ladder.within(allowed_bytes - self._beside_bytes, units)
+        if units is None:
+            needed_mib = (ladder.needs(ladder.units[0]) or 0) / MIB
+            self.reason = (
+                f"{bounds.smallest_step} needs {needed_mib:.1f} MiB, {allowed_mib:.1f} MiB are "
+                "there"
+            )
+        return units
 
-    def _kept_bytes(self, state: AdaptiveState, level: int) -> float:
-        """Return what stays at a level that was never measured."""
-        if self._keeps is None or state.sizers[level].line is not None:
-            return 0.0
-        return state.held_bytes * self._keeps[level]
+    def succeeded(self, run: Run, peak_bytes: int | None, is_partial: bool) -> None:
+        """Take note that a part ended well."""
+        self._has_failed, self._contradictions = False, 0
+        if is_partial:
+            return
+        level = self._levels[self._level]
+        if self._needs.needs_are_exact:
+            peak_bytes = self._needed_bytes(run)
+        level.sizer = level.sizer.succeeded(level.bounds, self._clock(), self._units, peak_bytes)
+        if self._keeps_state:
+            self._held_bytes = self._measure_held() / level.keeps
 
-    def _may_return(self, state: AdaptiveState, level: int, event: Event) -> bool:
+    def _needed_bytes(self, run: Run) -> int:
+        """Return what a part needs whose workload says so, whatever it holds to fill its share."""
+        needed_bytes = self._needs.needed_bytes(run.size, run.batch) or 0
+        held_bytes = max(needed_bytes, self._needs.claim_bytes or 0)
+        self._beside_bytes = max(0, self._measure_held() - held_bytes)
+        return needed_bytes + self._beside_bytes
+
+    def failed(self, _run: Run, at_least_bytes: int | None) -> None:
+        """Take note that a part ran out of memory, unless its figures contradict that."""
+        self._has_failed = True
+        shown_bytes, allowed_bytes = at_least_bytes or 0, self._allowed_bytes or 0
+        is_contradicted = 0 < shown_bytes < _CONTRADICTS * allowed_bytes
+        if is_contradicted and self._contradictions < CONTRADICTIONS:
+            self._contradictions += 1
+            return
+        level, now_s = self._levels[self._level], self._clock()
+        level.sizer = level.sizer.failed(level.bounds, now_s, self._units, at_least_bytes)
+
+    def _may_return(self, level: _Level, now_s: float, allowed_bytes: int | None) -> bool:
         """Whether a level that was left may have memory again, and another failure is allowed."""
-        bounds, allowed_bytes = self._bounds[level], event.allowed_bytes
         lately = [
             at_s
-            for sizer in state.sizers
-            for at_s, _ in sizer.failures
-            if event.at_s < at_s + MINUTE_S
+            for each in self._levels
+            for at_s, _ in each.sizer.failures
+            if now_s < at_s + MINUTE_S
         ]
         return (
             allowed_bytes is not None
-            and len(lately) < bounds.failures_per_minute
-            and state.sizers[level].may_fit_again(bounds, event.at_s, allowed_bytes)
+            and len(lately) < level.bounds.failures_per_minute
+            and level.sizer.may_fit_again(level.bounds, now_s, allowed_bytes)
         )
 
-    def learned(self, state: AdaptiveState) -> Learned | None:
-        """Return the last good step and the footprint; nothing of a level that saves memory."""
-        return None if state.level else state.sizer.learned
+    @property
+    def learned(self) -> Learned | None:
+        """The last good step and its footprint; nothing of a level that saves memory."""
+        return None if self._level else self._levels[0].sizer.learned
 
-    def dump(self, state: AdaptiveState) -> dict[str, Scalar]:
+    def dump(self) -> dict[str, Scalar]:
         """Return what a new process in the same slot needs, without times: its clock is another."""
-        dumped: dict[str, Scalar] = {"policy": self.name, "level": state.level}
-        for sizer, (units, fixed_bytes, unit_bytes) in zip(state.sizers, self._keys(), strict=True):
-            line = sizer.line
-            dumped[units] = sizer.bracket.good
-            dumped[fixed_bytes] = None if line is None else line.fixed_bytes
-            dumped[unit_bytes] = None if line is None else line.unit_bytes
+        dumped: dict[str, Scalar] = {"policy": self.name, "level": self._level}
+        for level in self._levels:
+            line = level.sizer.line
+            known = (None, None) if line is None else (line.fixed_bytes, line.unit_bytes)
+            names = (f"{name}{level.suffix}" for name in _KEYS)
+            dumped |= zip(names, (level.sizer.bracket.good, *known), strict=True)
         return dumped
 
-    def load(self, data: Mapping[str, Scalar]) -> AdaptiveState:
-        """Return the state that `dump` wrote, see `Policy.load`."""
-        base.check_keys(data, self.name, ["level", *(key for keys in self._keys() for key in keys)])
-        sizers = []
-        for bounds, (units, fixed_bytes, unit_bytes) in zip(
-            self._bounds, self._keys(), strict=True
-        ):
-            learned = None
-            if data[units] is not None:
-                learned = Learned(
-                    size=base.whole(data, units, 1, 1 << 63),
-                    fixed_bytes=_bytes(data, fixed_bytes),
-                    unit_bytes=_bytes(data, unit_bytes),
-                )
-            sizers.append(Sizer.cold(bounds, learned))
-        level = base.whole(data, "level", 0, len(sizers) - 1)
-        return AdaptiveState(sizers=tuple(sizers), level=level)
-
-    def _keys(self) -> list[tuple[str, str, str]]:
-        """Return the keys in which a level is written down."""
-        ends = ["", *(f"_{level}" for level in range(1, len(self._bounds)))]
-        return [(f"units{end}", f"fixed_bytes{end}", f"unit_bytes{end}") for end in ends]
+    def load(self, data: Mapping[str, Scalar]) -> None:
+        """Go on with what `dump` returned, see `Policy.load`."""
+        names = [f"{name}{level.suffix}" for level in self._levels for name in _KEYS]
+        base.check_keys(data, self.name, ["level", *names])
+        learned = [level.learned_in(data) for level in self._levels]
+        self._level = base.whole(data, "level", 0, len(learned) - 1)
+        for level, known in zip(self._levels, learned, strict=True):
+            level.sizer = Sizer.cold(level.bounds, known)
 
 
-def _bounds_of(ladder: Ladder, memory: MemorySettings, growth: Growth) -> Bounds:
+def _bounds_of(ladder: Ladder, memory: MemorySettings) -> Bounds:
     floor = ladder.run(ladder.units[0])
-    held = "" if floor.hold_bytes is None else f", holding {floor.hold_bytes / MIB:.1f} MiB"
     saves = f", level {floor.level}" if floor.level else ""
     return Bounds(
         largest=ladder.units[-1],
         smallest=ladder.units[0],
         rungs=ladder.units,
         first=ladder.first,
-        # A workload that fills its claim writes all of its memory again when it grows.
-        worth_growing=0.01 if growth.fills_claim else 0.0,
+        worth_growing=0.0,
         failures_per_minute=memory.failures_per_minute,
         # The engine measures the allowed bytes itself, for the step that comes.
         exact_samples=True,
-        smallest_step=f"the smallest step (size {floor.size} batch {floor.batch}{saves}{held})",
-    )
-
-
-def _filled(hold_bytes: int, peak_bytes: int) -> Footprint:
-    """Return the footprint of a workload that fills its claim: each byte of that, and what it takes
-    beside.
-    """
-    far_bytes = min(hold_bytes, peak_bytes) // 2
-    return Footprint(
-        here_x=hold_bytes,
-        here_bytes=peak_bytes,
-        far_x=hold_bytes - far_bytes,
-        far_bytes=peak_bytes - far_bytes,
-        unit_bytes=1.0,
-        spread=_PROVEN_SPREAD,
-        steps=SETTLED_STEPS,  # obtained in one block, so it is found
+        smallest_step=f"the smallest step (size {floor.size} batch {floor.batch}{saves})",
     )
 
 
@@ -265,9 +284,9 @@ class Ladder:
     """Rung of a gentle start; `None` where the ladder knows none."""
 
     def needs(self, units: int) -> int | None:
-        """Return what a rung holds, or is said to need; `None` if the workload does not say."""
+        """Return what a rung is said to need; `None` if the workload does not say."""
         run = self.run(units)
-        return self.needed_bytes(run.size, run.batch) if run.hold_bytes is None else run.hold_bytes
+        return self.needed_bytes(run.size, run.batch)
 
     def within(self, limit_bytes: int, units: int) -> int | None:
         """Return the units of the highest rung up to these that needs no more than `limit_bytes`,
@@ -283,86 +302,57 @@ class Ladder:
         return self.units[place - 1] if place else None
 
 
-def ladders_of(memory: MemorySettings, workload: WorkloadSpec, growth: Growth) -> list[Ladder]:
-    """Return the ladder of a workload, or one for each level of its stages: bytes held where it
-    fills its claim, else sizes and batches.
+def ladders_of(memory: MemorySettings, asked: WorkloadSpec, needs: Needs) -> list[Ladder]:
+    """Return the ladder of a workload, or one for each level of its stages.
 
     Raises:
-        ValueError: It fills its claim and does not say what a size needs, or its batches are none
-            or not in order.
+        ValueError: The batches of its stages are none or not in order.
     """
-    if growth.stages is not None:
-        batches = growth.stages.batches
-        if not batches or batches[0] < 1 or any(low >= high for low, high in pairwise(batches)):
-            raise ValueError(
-                f"the batches of workload {workload.name!r} must ascend from 1 or more, not "
-                f"{batches}"
-            )
-        return [
-            _staged(workload, growth, growth.stages, level)
-            for level in range(len(growth.stages.keeps))
-        ]
-    return [
-        _filling(memory, workload, growth)
-        if growth.fills_claim
-        else _stepping(memory, workload, growth)
-    ]
-
-
-def _staged(workload: WorkloadSpec, growth: Growth, stages: Stages, level: int) -> Ladder:
-    """Rungs of batches, at one level."""
-
-    def run(batch: int) -> Run:
-        is_largest = not level and batch == stages.batches[-1]
-        return Run(size=workload.size, batch=batch, level=level, is_largest=is_largest)
-
-    return Ladder(units=stages.batches, run=run, needed_bytes=growth.needed_bytes)
-
-
-def _filling(memory: MemorySettings, workload: WorkloadSpec, growth: Growth) -> Ladder:
-    """Rungs of bytes. The size is the largest that fits into them, up to the one asked for."""
-    sizes = [*_spread(min(memory.size_floor, workload.size), workload.size, TILE)]
-    said = (growth.needed_bytes(size, workload.batch) for size in sizes)
-    needs = [needed_bytes for needed_bytes in said if needed_bytes is not None]
-    if len(needs) < len(sizes):
+    stages = needs.stages()
+    if stages is None:
+        return [_stepping(memory, asked, needs)]
+    batches = stages.batches
+    if not batches or batches[0] < 1 or any(low >= high for low, high in pairwise(batches)):
         raise ValueError(
-            f"workload {workload.name!r} fills its claim, so its needed_bytes must say what a size "
-            "needs"
+            f"the batches of workload {asked.name!r} must ascend from 1 or more, not {batches}"
         )
-    lowest, highest = min(needs[0], growth.most_bytes), growth.most_bytes
 
-    def run(units: int) -> Run:
-        size = sizes[max(0, bisect_right(needs, units) - 1)]
-        return Run(size=size, batch=workload.batch, hold_bytes=units)
+    def staged(level: int) -> Ladder:
+        def run(batch: int) -> Run:
+            is_largest = not level and batch == batches[-1]
+            return Run(size=asked.size, batch=batch, level=level, is_largest=is_largest)
 
-    units = tuple(_spread(lowest, highest, 1))
-    return Ladder(units=units, run=run, needed_bytes=growth.needed_bytes)
+        return Ladder(units=batches, run=run, needed_bytes=needs.needed_bytes)
+
+    return [staged(level) for level in range(len(stages.keeps))]
 
 
-def _stepping(memory: MemorySettings, workload: WorkloadSpec, growth: Growth) -> Ladder:
+def _stepping(memory: MemorySettings, asked: WorkloadSpec, needs: Needs) -> Ladder:
     """Rungs of steps: what does not move memory stays as asked.
 
     Of two that do, the batch shrinks first.
     """
-    sizes = [workload.size]
-    if growth.size_power > 0:
-        sizes = [*_spread(min(memory.size_floor, workload.size), workload.size, TILE)]
-    batches = [workload.batch]
-    if growth.batch_power > 0:
-        batches = [*_spread(min(memory.batch_floor, workload.batch), workload.batch, 1)]
+    sizes = [asked.size]
+    if needs.size_power > 0:
+        sizes = [*_spread(min(memory.size_floor, asked.size), asked.size, TILE)]
+    batches = [asked.batch]
+    if needs.batch_power > 0:
+        batches = [*_spread(min(memory.batch_floor, asked.batch), asked.batch, 1)]
     path = [(size, batches[0]) for size in sizes] + [(sizes[-1], batch) for batch in batches[1:]]
     # Of two that take the same the larger.
-    steps = {_units(size, batch, growth): Run(size=size, batch=batch) for size, batch in path}
+    steps = {_units(size, batch, needs): Run(size=size, batch=batch) for size, batch in path}
     # The smallest batch at the full size: a change of size makes most workloads rebuild their
     # model.
-    first = _units(sizes[-1], batches[0], growth) if len(batches) > 1 else None
+    first = _units(sizes[-1], batches[0], needs) if len(batches) > 1 else None
+    if needs.needs_are_exact:
+        first = _units(asked.size, asked.batch, needs)  # what is said to fit fits
     return Ladder(
-        units=tuple(steps), run=steps.__getitem__, needed_bytes=growth.needed_bytes, first=first
+        units=tuple(steps), run=steps.__getitem__, needed_bytes=needs.needed_bytes, first=first
     )
 
 
-def _units(size: int, batch: int, growth: Growth) -> int:
-    units: float = float(size) ** growth.size_power * float(batch) ** growth.batch_power
+def _units(size: int, batch: int, needs: Needs) -> int:
+    units: float = float(size) ** needs.size_power * float(batch) ** needs.batch_power
     return max(1, round(units))
 
 

@@ -1,80 +1,19 @@
-"""Events and decisions of policies, the `Policy` protocol between them, and checks of a dumped
-state.
+"""What a policy is: it decides how large the parts of a step are, and can be taken to another process.
 
-The engine sends events, and the policy returns decisions. Does not cover what a policy decides
-(each has its own module), how a step is run or memory released (the engine does), nor what a size
-means in tensors (the workload says). Pure: no device, clock, randomness or logging, so that the
-same events give the same decisions. Time comes in with the events.
-
-The sequence of one turn of the engine::
-
-    Pressure ──> Run ──> step ──> StepOk  ──> Run | Release
-                              └─> StepOom ──> Run | Emergency
-    Release   ──> (memory is given back) ──> Pressure ──> …
-    Emergency ──> (the prepared product, then the turn ends)
+Covers what a policy asks the loop for (`Run`), what it asks a workload (`Needs`), the `Policy`
+protocol, and checks of a dumped state. Does not cover what a policy decides (each has its own
+module), how a part is run or memory released (the loop and the engine do), nor what a size means in
+tensors (the workload says). Pure: no device, clock, randomness or logging. A clock is handed in, so
+that the same calls at the same times give the same decisions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias, TypeVar
+from typing import Protocol
 
 from workers.settings import Learned, Scalar
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepOk:
-    """A step ended well."""
-
-    at_s: float
-    """Monotonic seconds."""
-    peak_bytes: int
-    """The most bytes that the step needed: in live tensors, and on a card in gaps between them."""
-    allowed_bytes: int | None
-    """What the next step may hold in all, see `Pressure.allowed_bytes`; `None` if not measured
-    after this step.
-    """
-    held_bytes: int = 0
-    """What is held after it; told by workloads with stages."""
-    partial: bool = False
-    """Whether it had less to do than a step of this size and batch usually has, so that its peak
-    says nothing.
-    """
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepOom:
-    """A step ran out of memory, and the engine has already released what it could.
-
-    Policies are never asked about a corrupted context or an error of the workload: these are no
-    reason to shrink.
-    """
-
-    at_s: float
-    needed_bytes: int | None
-    """What the workload says a step of this size needs at least; `None` if it does not say."""
-    at_least_bytes: int
-    """What the step would have held, as the failure itself shows: what it held, and what was
-    refused on top of that.
-    """
-    free_bytes: int
-    """What the worker can obtain now, after the release."""
-    allowed_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pressure:
-    """How much memory there is; sent about once a second and after every `Release`."""
-
-    at_s: float
-    free_bytes: int
-    """What the worker can obtain now."""
-    allowed_bytes: int
-    """What a step may hold in all: the worker's own memory counted back, bounded by its cap and its
-    lease, less what has to stay free for others."""
-    needed_at_floor_bytes: int | None
-    """What a step at the policy's `floor` needs at least; `None` if the workload does not say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +36,7 @@ class Stages:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Run a step of this size and batch, then report how it went."""
+    """A part of a step of this size and batch."""
 
     size: int
     batch: int
@@ -107,51 +46,29 @@ class Run:
     """Whether no step of a workload with stages is larger."""
     is_probe: bool = field(default=False, compare=False)
     """Whether it is larger than all that is known to fit, so that its failure is a part of the
-    search. The step itself is the same."""
-    hold_bytes: int | None = None
-    """What a workload that fills its claim should hold; `None` leaves that as it is."""
+    search. The part itself is the same."""
+    releases_first: bool = field(default=False, compare=False)
+    """Whether memory that the allocator keeps unused is given back before it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Release:
-    """Give the allocator's unused memory back, then send `Pressure` and ask again."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Emergency:
-    """Nothing fits: run only the prepared product until the next look."""
-
-    reason: str
-    """In words, for the health table."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Growth:
-    """How a workload's memory grows with the two numbers, as far as it says so."""
+class Needs(Protocol):
+    """What a workload says of its memory; see `workers.workloads.base.Workload`."""
 
     size_power: float
-    """Memory grows with size^size_power; 0: not at all."""
     batch_power: float
-    fills_claim: bool
-    """Whether it holds all of its claim whatever the size is."""
-    needed_bytes: Callable[[int, int], int | None]
-    """Least bytes for a size and batch; a pure function."""
-    most_bytes: int
-    """No step can ever hold more: the cap, less what the device keeps free of it."""
-    stages: Stages | None = None
-    """The only steps there are; `None`: any size and batch."""
+    needs_are_exact: bool
+    claim_bytes: int | None
+
+    def needed_bytes(self, size: int, batch: int, /) -> int | None:
+        """Return the least bytes for a size and batch, always the same for the same numbers."""
+
+    def stages(self) -> Stages | None:
+        """Return the only steps there are; `None`: any size and batch."""
 
 
-Event: TypeAlias = StepOk | StepOom | Pressure
-Decision: TypeAlias = Run | Release | Emergency
-
-S = TypeVar("S")
-
-
-class Policy(Protocol[S]):
-    """A pure reducer over events.
-
-    `S` is its state, an immutable value that only the policy understands.
+class Policy(Protocol):
+    """Chooses the parts of a loop (`workers.elastic.loop.Sizes`). It only understands its own
+    dumped state.
     """
 
     @property
@@ -159,37 +76,41 @@ class Policy(Protocol[S]):
         """The name a user writes in `memory.policy`."""
 
     @property
-    def floor(self) -> Run:
-        """The smallest step this policy ever asks for.
+    def reason(self) -> str:
+        """Why `next` returned `None` last, in words, for the health table."""
 
-        What `Pressure.needed_at_floor_bytes` is about.
+    def next(self, allowed_bytes: int | None, /) -> Run | None:
+        """Return the next part; `None`: nothing fits now.
+
+        `allowed_bytes` is all that it may hold: the worker's own memory counted back, bounded by
+        its cap and its lease, less what has to stay free for others. `None`: that was not measured
+        since the last time.
         """
 
-    def initial(self, claim_bytes: int, learned: Learned | None) -> S:
-        """Return the state of a worker that has run no step, from what it obtained and what earlier
-        runs learned.
+    def succeeded(self, run: Run, peak_bytes: int | None, is_partial: bool, /) -> None:
+        """Take note that a part ended well, and of the most that it held, if that was measured.
+
+        `is_partial`: it had less to do than its size and batch allow, so that it tells nothing.
         """
 
-    def decide(self, state: S, event: Event) -> tuple[S, Decision]:
-        """Return the state after `event` and what to do next.
-
-        Equal arguments give equal results.
+    def failed(self, run: Run, at_least_bytes: int | None, /) -> None:
+        """Take note that a part ran out of memory, and of what it would have held at least, as the
+        failure itself shows. What could be released was released.
         """
 
-    def learned(self, state: S) -> Learned | None:
-        """Return what a later run under the same circumstances could start from.
+    @property
+    def learned(self) -> Learned | None:
+        """What a later run under the same circumstances could start from; `None` if nothing."""
 
-        `None` if nothing.
-        """
+    def dump(self) -> dict[str, Scalar]:
+        """Return the state in a form that JSON and any store can keep; `load` reads it back."""
 
-    def dump(self, state: S) -> dict[str, Scalar]:
-        """Return `state` in a form that JSON and any store can keep; `load` reads it back."""
-
-    def load(self, data: Mapping[str, Scalar]) -> S:
-        """Return the state that `dump` wrote.
+    def load(self, data: Mapping[str, Scalar], /) -> None:
+        """Go on with the state that `dump` returned.
 
         Raises:
-            ValueError: `data` was written by another policy, under other settings, or is damaged.
+            ValueError: `data` was written by another policy, under other settings, or is damaged;
+                nothing was changed.
         """
 
 

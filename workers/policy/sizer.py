@@ -175,6 +175,11 @@ class Sizer(NamedTuple):
             size, reason = state._shared(bounds, size, factor), ""
         return state._replace(reason=reason, factor=factor), size
 
+    def may_fail(self, bounds: Bounds, at_s: float) -> bool:
+        """Say whether a failure more is within those of a minute."""
+        lately = [failed_at_s for failed_at_s, _ in self.failures if at_s < failed_at_s + MINUTE_S]
+        return len(lately) < bounds.failures_per_minute
+
     def may_fit_again(self, bounds: Bounds, at_s: float, free_bytes: int) -> bool:
         """Say whether the smallest size, for which memory was short, may fit in so much.
 

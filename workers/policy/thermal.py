@@ -25,7 +25,7 @@ ahead along the slope, for the card that would pass the ceiling before the reset
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
@@ -93,35 +93,11 @@ class ThermalDecision:
         return self.duty <= 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ThermalState:
-    """What the governor remembers."""
-
-    band: ThermalBand | None = None
-    """By temperature alone."""
-    temperature_c: float | None = None
-    """The last reading, for as long as it is valid."""
-    told_at_s: float = -math.inf
-    """When that was."""
-    critical_at_s: float = -math.inf
-    """When the temperature was critical last."""
-    log_duty: float = 0.0
-    """Logarithm of the duty: 0 is all of the time."""
-    at_s: float | None = None
-    """When the last reading came; `None` before the first one."""
-    smooth_c: float | None = None
-    slow_c: float = 0.0
-    """The smoothed temperature, smoothed once more: their distance is the slope."""
-    spread_c: float = 0.0
-    """How far a single reading stood above the smoothed temperature lately."""
-    alarms: AlarmState = field(default_factory=AlarmState)
-
-
 _OFF: Final = ThermalDecision(band=None, duty=1.0, reason="thermal limits are off")
 
 
 class ThermalGovernor:
-    """Turns sensor readings into a duty; a pure reducer, like the memory policies."""
+    """Turns sensor readings into a duty. Equal readings at equal times give equal decisions."""
 
     def __init__(self, settings: ThermalSettings) -> None:
         self._settings = settings
@@ -132,130 +108,128 @@ class ThermalGovernor:
         self._ceiling_c = settings.critical_c or self._hot_c + _HOT_BAND_C
         # Without a hot band the duty is never reduced.
         self._smallest_duty = 1.0 if settings.hot_c is None else settings.smallest_duty
+        self.alarms = AlarmState()
+        self._band: ThermalBand | None = None
+        """By temperature alone."""
+        self._temperature_c: float | None = None
+        """The last reading, for as long as it is valid."""
+        self._told_at_s = -math.inf
+        """When that was."""
+        self._critical_at_s = -math.inf
+        """When the temperature was critical last."""
+        self._log_duty = 0.0
+        """Logarithm of the duty: 0 is all of the time."""
+        self._at_s: float | None = None
+        """When the last reading came; `None` before the first one."""
+        self._smooth_c: float | None = None
+        self._slow_c = 0.0
+        """The smoothed temperature, smoothed once more: their distance is the slope."""
+        self._spread_c = 0.0
+        """How far a single reading stood above the smoothed temperature lately."""
 
-    def initial(self) -> ThermalState:
-        """Return the state before the first reading."""
-        return ThermalState()
-
-    def after_bandwidth(
-        self, state: ThermalState, bytes_per_s: float, clock_mhz: int, at_s: float
-    ) -> tuple[ThermalState, ThermalDecision]:
-        """Return the state after a measurement of the memory's bandwidth, and what to do.
-
-        See `after_reading`.
-        """
+    def after_bandwidth(self, bytes_per_s: float, clock_mhz: int, at_s: float) -> ThermalDecision:
+        """Take note of a measurement of the memory's bandwidth; return what to do."""
         if self._settings.off:
-            return state, _OFF
+            return _OFF
         drop = self._settings.alarming_bandwidth_drop
-        alarm_state, alarms = state.alarms.after_bandwidth(bytes_per_s, clock_mhz, at_s, drop)
-        state = replace(state, alarms=alarm_state)
-        return state, self._decision(state, alarms)
+        self.alarms, alarms = self.alarms.after_bandwidth(bytes_per_s, clock_mhz, at_s, drop)
+        return self._decision(alarms)
 
-    def after_reading(
-        self, state: ThermalState, reading: SensorReading, at_s: float
-    ) -> tuple[ThermalState, ThermalDecision]:
-        """Return the state after a reading at `at_s` (monotonic seconds), and what to do until the
-        next one.
-
-        Equal arguments give equal results.
+    def after_reading(self, reading: SensorReading, at_s: float) -> ThermalDecision:
+        """Take note of a reading at `at_s` (monotonic seconds); return what to do until the next
+        one.
         """
         if self._settings.off:
-            return state, _OFF
-        passed_s = 0.0 if state.at_s is None else min(_LONGEST_STEP_S, max(0.0, at_s - state.at_s))
-        alarm_state, alarms = state.alarms.after_reading(reading, at_s)
-        state = replace(state, alarms=alarm_state, at_s=max(at_s, state.at_s or at_s))
+            return _OFF
+        last_s = at_s if self._at_s is None else self._at_s
+        passed_s, self._at_s = min(_LONGEST_STEP_S, max(0.0, at_s - last_s)), max(at_s, last_s)
+        self.alarms, alarms = self.alarms.after_reading(reading, at_s)
         told_c = reading.temperature_c
         # A temperature that no running card can have, NaN included, is unknown.
         if told_c is not None and COLDEST_C < told_c < HOTTEST_C:
-            state = self._followed(self._in_band(state, told_c, at_s), told_c, passed_s)
-        elif at_s - state.told_at_s >= _SILENCE_S:
-            log_duty = state.log_duty + _GROWTH_PER_S * passed_s
-            if state.band is ThermalBand.CRITICAL:  # and may still be
-                log_duty = math.log(self._smallest_duty)
-            state = replace(state, band=None, temperature_c=None, smooth_c=None, log_duty=log_duty)
-        log_duty = state.log_duty
-        if alarm_state.complains:
-            log_duty -= _COMPLAINT_PER_S * max(1.0, passed_s)
-        least = _LEAST_WHILE_COOL if self._cool(state) else 0.0
-        log_duty = min(0.0, max(math.log(max(least, self._smallest_duty)), log_duty))
-        state = replace(state, log_duty=log_duty)
-        return state, self._decision(state, alarms)
+            self._temperature_c, self._told_at_s = told_c, at_s
+            self._band = self._band_of(told_c, at_s)
+            self._follow(told_c, passed_s)
+        elif at_s - self._told_at_s >= _SILENCE_S:
+            self._log_duty += _GROWTH_PER_S * passed_s
+            if self._band is ThermalBand.CRITICAL:  # and may still be
+                self._log_duty = math.log(self._smallest_duty)
+            self._band = self._temperature_c = self._smooth_c = None
+        if self.alarms.complains:
+            self._log_duty -= _COMPLAINT_PER_S * max(1.0, passed_s)
+        least = max(_LEAST_WHILE_COOL if self._is_cool else 0.0, self._smallest_duty)
+        self._log_duty = min(0.0, max(math.log(least), self._log_duty))
+        return self._decision(alarms)
 
-    def _in_band(self, state: ThermalState, temperature_c: float, at_s: float) -> ThermalState:
-        """Return the state with the band of a new temperature."""
-        settings, before = self._settings, state.band
-        state = replace(state, temperature_c=temperature_c, told_at_s=at_s)
+    def _band_of(self, temperature_c: float, at_s: float) -> ThermalBand:
+        """Return the band of a new temperature. A pause takes some of the duty, once."""
+        settings, before = self._settings, self._band
         if settings.critical_c is not None and temperature_c >= settings.critical_c:
-            taken = 0.0 if before is ThermalBand.CRITICAL else math.log(_AFTER_PAUSE)
-            return replace(
-                state,
-                band=ThermalBand.CRITICAL,
-                critical_at_s=at_s,
-                log_duty=state.log_duty + taken,
-            )
+            self._critical_at_s = at_s
+            if before is not ThermalBand.CRITICAL:
+                self._log_duty += math.log(_AFTER_PAUSE)
+            return ThermalBand.CRITICAL
         if before is ThermalBand.CRITICAL and self._resume_c is not None:
             patience_s = settings.longest_pause_s
-            waits = patience_s is None or at_s - state.critical_at_s < patience_s
+            waits = patience_s is None or at_s - self._critical_at_s < patience_s
             if temperature_c >= self._resume_c and waits:
-                return state
+                return ThermalBand.CRITICAL
         for band, from_c, stays in (
             (ThermalBand.HOT, settings.hot_c, before is ThermalBand.HOT),
             (ThermalBand.WARM, settings.warm_c, before in {ThermalBand.HOT, ThermalBand.WARM}),
         ):
             if from_c is not None and temperature_c >= from_c - stays * settings.hysteresis_c:
-                return replace(state, band=band)
-        return replace(state, band=ThermalBand.NORMAL)
+                return band
+        return ThermalBand.NORMAL
 
-    def _followed(self, state: ThermalState, temperature_c: float, passed_s: float) -> ThermalState:
-        """Return the state that has followed a temperature and, unless paused, answered it."""
-        if state.smooth_c is None:
-            return replace(state, smooth_c=temperature_c, slow_c=temperature_c)
-        smooth_c = _toward(state.smooth_c, temperature_c, passed_s, _SMOOTH_S)
-        slow_c = _toward(state.slow_c, smooth_c, passed_s, _SLOPE_S)
-        spread_c = max(
-            _toward(state.spread_c, 0.0, passed_s, _REMEMBERED_S), temperature_c - smooth_c
-        )
-        followed = replace(
-            state, smooth_c=smooth_c, slow_c=slow_c, spread_c=min(_MOST_SPREAD_C, spread_c)
-        )
-        if state.band is ThermalBand.CRITICAL:  # nothing runs: it says nothing about the duty
-            return followed
-        per_s = _GAIN_PER_C / _RESET_S * (smooth_c - self._aim_c(followed))
-        ahead_c = smooth_c + _AHEAD_S * (smooth_c - slow_c) / _SLOPE_S
+    def _follow(self, temperature_c: float, passed_s: float) -> None:
+        """Follow a temperature and, unless paused, answer it."""
+        before_c = self._smooth_c
+        if before_c is None:
+            self._smooth_c = self._slow_c = temperature_c
+            return
+        smooth_c = _toward(before_c, temperature_c, passed_s, _SMOOTH_S)
+        self._smooth_c = smooth_c
+        self._slow_c = _toward(self._slow_c, smooth_c, passed_s, _SLOPE_S)
+        faded_c = _toward(self._spread_c, 0.0, passed_s, _REMEMBERED_S)
+        self._spread_c = min(_MOST_SPREAD_C, max(faded_c, temperature_c - smooth_c))
+        if self._band is ThermalBand.CRITICAL:  # nothing runs: it says nothing about the duty
+            return
+        per_s = _GAIN_PER_C / _RESET_S * (smooth_c - self._aim_c)
+        ahead_c = smooth_c + _AHEAD_S * (smooth_c - self._slow_c) / _SLOPE_S
         per_s += _BRAKE_PER_C_S * max(0.0, ahead_c - self._ceiling_c)
-        taken = _GAIN_PER_C * (smooth_c - state.smooth_c) + per_s * passed_s
-        return replace(followed, log_duty=state.log_duty - taken)
+        self._log_duty -= _GAIN_PER_C * (smooth_c - before_c) + per_s * passed_s
 
-    def _aim_c(self, state: ThermalState) -> float:
-        """Return the temperature that is held."""
-        noise_c = _HALF_DEGREE_C + _STANDS_OUT * state.spread_c
+    @property
+    def _aim_c(self) -> float:
+        """The temperature that is held."""
+        noise_c = _HALF_DEGREE_C + _STANDS_OUT * self._spread_c
         return max(self._hot_c, self._ceiling_c - max(self._settings.margin_c, noise_c))
 
-    def _cool(self, state: ThermalState) -> bool:
+    @property
+    def _is_cool(self) -> bool:
         """Whether the card may be used all of the time, whatever the law says."""
-        warm_c, told_c = self._settings.warm_c, state.temperature_c
+        warm_c, told_c = self._settings.warm_c, self._temperature_c
         cool = warm_c is not None and told_c is not None and told_c < warm_c
         # A complaint below `warm_c` has another cause than the die's heat.
-        return cool and not state.alarms.of_hardware
+        return cool and not self.alarms.of_hardware
 
-    def _decision(self, state: ThermalState, alarms: tuple[CardAlarm, ...]) -> ThermalDecision:
-        band, duty = state.band, 1.0 if self._cool(state) else math.exp(state.log_duty)
-        told = "temperature unknown"
-        if state.temperature_c is not None:
-            told = f"{state.temperature_c:.0f} C"
+    def _decision(self, alarms: tuple[CardAlarm, ...]) -> ThermalDecision:
+        band, duty = self._band, 1.0 if self._is_cool else math.exp(self._log_duty)
+        told_c = self._temperature_c
+        told = "temperature unknown" if told_c is None else f"{told_c:.0f} C"
         if band is ThermalBand.CRITICAL:
             duty, words = 0.0, f"paused at {told}, goes on below {self._resume_c:g} C"
         else:
-            band = ThermalBand.HOT if state.alarms.complains else band
+            band = ThermalBand.HOT if self.alarms.complains else band
             words = told if band is None else f"{told}, {_action(band, duty)}"
             if duty <= 1.001 * self._smallest_duty < 1.0:
                 words += f", at the smallest duty of {duty:.0%}: other work heats the card, or "
                 words += "its cooling fails"
             elif duty < 1.0:
                 words += f", duty {duty:.0%}"
-                if state.temperature_c is not None:
-                    words += f" to hold {self._aim_c(state):.1f} C"
-        reason = "; ".join((words, *state.alarms.standing))
+                words += "" if told_c is None else f" to hold {self._aim_c:.1f} C"
+        reason = "; ".join((words, *self.alarms.standing))
         return ThermalDecision(band=band, duty=duty, reason=reason, alarms=alarms)
 
 

@@ -7,8 +7,9 @@
     sizes.failed(size)  # outside the handler, after memory was released
     sizes.succeeded(size, peak_bytes=torch.cuda.max_memory_allocated())
 
-`workers.policy.sizer` decides. Measures no memory and releases none; `workers.resilient` does both
-around a function. Loads neither torch nor Ray.
+It is the sizes of a `workers.elastic.loop.Loop`, too. `workers.policy.sizer` decides. Measures no
+memory and releases none; `workers.resilient` does both around a function. Loads neither torch nor
+Ray.
 """
 
 from __future__ import annotations
@@ -81,15 +82,25 @@ class AdaptiveSize:
         self._state, size = self._state.next_size(self._bounds, self._clock(), free_bytes)
         return size
 
-    def succeeded(self, size: int, peak_bytes: int | None = None) -> None:
+    def succeeded(self, size: int, peak_bytes: int | None = None, is_partial: bool = False) -> None:
         """Say that a step of this size ended well, and the most memory it held, if that was
         measured.
-        """
-        self._state = self._state.succeeded(self._bounds, self._clock(), size, peak_bytes)
 
-    def failed(self, size: int) -> None:
-        """Say that a step of this size ran out of memory."""
-        self._state = self._state.failed(self._bounds, self._clock(), size)
+        `is_partial`: it had less to do than its size allows, so that it tells nothing.
+        """
+        if not is_partial:
+            self._state = self._state.succeeded(self._bounds, self._clock(), size, peak_bytes)
+
+    def failed(self, size: int, at_least_bytes: int | None = None) -> None:
+        """Say that a step of this size ran out of memory, and what it would have held at least, if
+        that is known.
+        """
+        self._state = self._state.failed(self._bounds, self._clock(), size, at_least_bytes)
+
+    @property
+    def may_fail(self) -> bool:
+        """Whether a failure more is within those of a minute."""
+        return self._state.may_fail(self._bounds, self._clock())
 
     @property
     def learned(self) -> Learned | None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, TypeVar
@@ -38,8 +37,6 @@ _SIZES_TOLD: Final = 8
 
 #: What accelerate's `find_executable_batch_size` says then; its callers may look for these words.
 _NOTHING_LEFT: Final = "No executable batch size found, reached zero."
-
-_MINUTE_S: Final = 60.0
 
 _log = logging.getLogger(__name__)
 
@@ -132,7 +129,6 @@ class Attempts:
         self.reset()
         #: Not here but before the first call: by then the card may be known.
         self._to_recall = self._recall is not None
-        self._failed_at_s: deque[float] = deque(maxlen=rules.failures_per_minute)
 
     def reset(self) -> None:
         """Forget everything learned."""
@@ -193,13 +189,11 @@ class Attempts:
         """Take note of an out-of-memory."""
         with self._lock:
             self._sizer.failed(size)
-            self._failed_at_s.append(self.rules.clock())
 
     def may_fail(self) -> bool:
         """Whether a failure more is within those of a minute."""
         with self._lock:
-            failures, most = self._failed_at_s, self.rules.failures_per_minute
-            return len(failures) < most or self.rules.clock() - failures[0] >= _MINUTE_S
+            return self._sizer.may_fail
 
     def _begin(self, learned: Learned) -> None:
         rules = self.rules

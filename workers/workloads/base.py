@@ -21,7 +21,7 @@ import torch
 from workers.elastic.loop import Loop
 from workers.messages import IncompatibleError, Progress, VerdictCause
 from workers.policy.base import Run, Stages
-from workers.settings import Scalar
+from workers.settings import MemorySettings, Scalar
 from workers.verification.check import Check
 
 _BUILT_IN: Final = {
@@ -62,6 +62,8 @@ class WorkloadContext:
     """The head's copy of what an earlier process of the slot had in `saved`; it may be older than
     what lies here.
     """
+    memory: MemorySettings | None = None
+    """The section `memory:` of cluster.yaml, for a workload that fills its share of the device."""
     tell: Callable[..., None] = _no_log
     """Adds an event to the run's event log: its name, and figures or text by keyword."""
 
@@ -87,9 +89,13 @@ class Workload(ABC):
     size_power: float = 2.0
     batch_power: float = 1.0
 
-    #: Whether a step holds all of the claim whatever its size is, see `resize`; then `needed_bytes`
-    #: must be known.
-    fills_claim: bool = False
+    #: Whether a step needs what `needed_bytes` says and no more, even where it holds more than that.
+    #: Then it begins at the largest that is said to fit, and what steps hold is not looked at.
+    needs_are_exact: bool = False
+
+    #: What it holds beyond what its step needs, to fill its share of the device, in bytes; `None`:
+    #: it takes what its steps need.
+    claim_bytes: int | None = None
 
     #: Whether all is done that there was to do, and whatever must outlive the process is written.
     #: Looked at after each step; a class may make it a property. The slot is
@@ -208,13 +214,6 @@ class Workload(ABC):
         `None`: it has no end and keeps no state between steps.
         """
         return None
-
-    def resize(self, claim_bytes: int) -> None:
-        """Take note of the claim: the bytes that progressive allocation has obtained.
-
-        Ignored by default.
-        """
-        del claim_bytes  # most workloads allocate what they need in `step`
 
     def needed_bytes(self, size: int, batch: int) -> int | None:
         """The least memory a step of this size and batch takes, or `None` if it cannot be told

@@ -61,6 +61,7 @@ class _Failing(Loop[Run]):
         """See `Loop.run`."""
 
         def failing(run: Run) -> R:
+            self.allowed_bytes = self._loop.allowed_bytes
             self._fail()
             return part(run)
 

@@ -1,17 +1,22 @@
-"""Matrix multiplication as a burn-in: C = A B over a ring of results that fills the claim.
+"""Matrix multiplication as a burn-in: C = A B over a ring of results that fills what is allowed.
 
 A burn-in must really hold each worker's memory to show that the card can serve all of them. So
-every result goes to the next place of a ring that takes all of the claim besides the operands.
-Results are verified without more memory: the places of older ones are scratch. Decides neither
-sizes nor when to verify.
+every result goes to the next place of a ring that takes all of a block besides the operands. The
+block follows what the worker may hold, by progressive allocation (`Claim`). Results are verified
+without more memory: the places of older ones are scratch. Decides neither the size of the matrices
+nor when to verify.
 """
 
 from __future__ import annotations
 
 import time
+from typing import Final
 
 import torch
 
+from workers.elastic.loop import Loop
+from workers.policy.base import Run
+from workers.settings import MemorySettings
 from workers.verification.check import Check
 from workers.verification.products import freivalds, least_scratch, same_bits
 from workers.workloads.base import StepResult, Workload, WorkloadContext
@@ -29,6 +34,68 @@ _MOVED_BYTES = 256 * 2**20
 _STEP_S = 0.1
 
 
+#: A block changes by this share or more: to fill it anew takes time.
+_WORTH_A_CHANGE: Final = 0.01
+
+#: After a failure the block stays smaller for so many good steps, about a minute.
+_STEPS_SMALLER: Final = 600
+
+#: Of what is allowed, the most that is left to what a step takes beside the block.
+_MOST_BESIDE: Final = 0.1
+
+#: torch's caching allocator maps large blocks in multiples of this (kRoundLarge,
+#: c10/cuda/CUDACachingAllocator); a block of whole ones is never rounded past what is allowed.
+_SEGMENT_BYTES: Final = 2 * 2**20
+
+
+class Claim:
+    """Progressive allocation, the 3070 guide's third technique: how much of what is allowed a block
+    takes.
+
+    20, 40, 60, 80, 100 % of it, a stage after each good step. After a failure it is 10 % smaller,
+    down to a floor of 100 MB; the numbers are settings. What a step takes beside the block is
+    measured, and left free. Pure.
+    """
+
+    def __init__(self, settings: MemorySettings) -> None:
+        self._settings = settings
+        self._share = min(1.0, settings.first_fraction)
+        self._smaller = 0
+        """Good steps to go until more is tried after a failure."""
+        self.beside_bytes = 0
+        """What is held, or taken by a step, beside the block."""
+
+    def wanted_bytes(self, allowed_bytes: int, held_bytes: int | None) -> int:
+        """Return how large the block should be; `held_bytes` is what it is, `None` without one."""
+        usable_bytes = max(0, allowed_bytes - self.beside_bytes)
+        share = self._share
+        if held_bytes is not None and held_bytes > usable_bytes:
+            share = min(share, 1.0 - _WORTH_A_CHANGE)  # less may be allowed again soon
+        floor_bytes = min(self._settings.floor_bytes, usable_bytes)
+        wanted_bytes = max(floor_bytes, int(share * usable_bytes))
+        if held_bytes is None or held_bytes > usable_bytes:
+            return wanted_bytes
+        return max(held_bytes, wanted_bytes if _is_worth(wanted_bytes, held_bytes) else 0)
+
+    def succeeded(self, allowed_bytes: int, held_bytes: int, peak_bytes: int | None) -> None:
+        """Take note of a good step with a block of so many bytes: the next stage comes."""
+        if peak_bytes is not None:
+            beside_bytes = min(peak_bytes - held_bytes, int(_MOST_BESIDE * allowed_bytes))
+            self.beside_bytes = max(self.beside_bytes, beside_bytes)
+        self._smaller = max(0, self._smaller - 1)
+        if not self._smaller:
+            self._share = min(1.0, self._share + self._settings.first_fraction)
+
+    def failed(self) -> None:
+        """Take note that a step ran out of memory."""
+        self._share *= 1.0 - self._settings.retry_reduction
+        self._smaller = _STEPS_SMALLER
+
+
+def _is_worth(wanted_bytes: int, held_bytes: int) -> bool:
+    return wanted_bytes > (1.0 + _WORTH_A_CHANGE) * held_bytes
+
+
 class Matmul(Workload):
     """Square products.
 
@@ -37,11 +104,17 @@ class Matmul(Workload):
 
     size_power = 2.0
     batch_power = 0.0
-    fills_claim = True
+    needs_are_exact = True
 
     def __init__(self, context: WorkloadContext) -> None:
         super().__init__(context)
-        self._claim_bytes = 0
+        self._claim = None if context.memory is None else Claim(context.memory)
+        if self._claim is not None and context.device.type == "cuda":
+            # Workspaces of libraries, made when the device was opened.
+            self._claim.beside_bytes = torch.cuda.memory_allocated(context.device)
+        self._wanted_bytes = 0
+        self._is_filling = False
+        """Whether a step is under way whose block is larger than it needs."""
         self._tensors: _Tensors | None = None
         self._products_per_step = 1
         # A small product and each kind of check, so that their kernels are in memory before all of
@@ -51,11 +124,43 @@ class Matmul(Workload):
             warm_up.multiply()
             warm_up.check(seed)
 
-    def resize(self, claim_bytes: int) -> None:
-        """Fill this much from the next step on."""
-        if claim_bytes != self._claim_bytes:
-            self._claim_bytes = claim_bytes
-            self.release()
+    @property
+    def claim_bytes(self) -> int | None:  # type: ignore[override]
+        """Bytes of the block; `None` without one."""
+        return None if self._tensors is None else self._tensors.total_bytes
+
+    def run(self, loop: Loop[Run]) -> StepResult | None:
+        """Do a step in a block of what the loop allows."""
+        claim = self._claim
+
+        def part(run: Run) -> StepResult:
+            if claim is not None and self._is_filling:
+                claim.failed()
+            if claim is not None and loop.allowed_bytes is not None:
+                self.hold(claim.wanted_bytes(loop.allowed_bytes, self.claim_bytes))
+            return self.step(run.size, run.batch)
+
+        before_bytes = self.claim_bytes or 0
+        done = loop.run(part)
+        held_bytes = self.claim_bytes
+        if claim is not None and loop.allowed_bytes is not None and held_bytes is not None:
+            # Where the block has shrunk, the peak may be that of the larger one.
+            peak_bytes = loop.peak_bytes if held_bytes >= before_bytes else None
+            claim.succeeded(loop.allowed_bytes, held_bytes, peak_bytes)
+        return done
+
+    def hold(self, claim_bytes: int) -> None:
+        """Fill this much from the next step on, or what a step needs if that is more."""
+        if self.context.device.type == "cuda":
+            claim_bytes -= claim_bytes % _SEGMENT_BYTES
+        self._wanted_bytes, tensors = claim_bytes, self._tensors
+        if tensors is None or tensors.total_bytes == max(
+            claim_bytes, self.needed_bytes(tensors.size, 1)
+        ):
+            return
+        self.release()
+        if self.context.device.type == "cuda":
+            torch.cuda.empty_cache()  # the next block has another size
 
     def needed_bytes(self, size: int, batch: int) -> int:
         """Two operands and one result; the ring takes what is left over."""
@@ -67,14 +172,12 @@ class Matmul(Workload):
 
     def step(self, size: int, batch: int) -> StepResult:
         """Queue up to `batch` products and wait for them."""
-        if self._tensors is None or self._tensors.size != size:
-            self.release()  # the old ring must go before the new one comes
-            self._tensors = _Tensors(size, self._claim_bytes, self.context)
-            self._products_per_step = 1
+        self._is_filling = self.needed_bytes(size, batch) < self._wanted_bytes
+        tensors = self.prepared(size)
         products = min(self._products_per_step, batch)
         started = time.perf_counter()
         for _ in range(products):
-            self._tensors.multiply()
+            tensors.multiply()
         if self.context.device.type == "cuda":
             done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # sleeps; a synchronize would spin
             done.record()
@@ -83,13 +186,22 @@ class Matmul(Workload):
         # At most doubled: one fast step says little.
         fitting = int(products * _STEP_S / took_s) if took_s > 0 else 2 * products
         self._products_per_step = max(1, min(fitting, 2 * products))
+        self._is_filling = False
         return StepResult(flop=2.0 * rounded(size) ** 3 * products)
+
+    def prepared(self, size: int) -> _Tensors:
+        """Return the block, cut into matrices of this size."""
+        if self._tensors is None or self._tensors.size != size:
+            self.release()  # the old ring must go before the new one comes
+            self._tensors = _Tensors(size, self._wanted_bytes, self.context)
+            self._products_per_step = 1
+        return self._tensors
 
     def check(self, seed: int) -> Check | None:
         """Verify the latest product by Freivalds' test (even seeds) or by repeating it (odd ones).
 
         A ring of one place has nowhere to put a repeat: it gets Freivalds' test always, or none
-        where the claim leaves nothing beside it. (With n = 64 in half precision it takes a ring of
+        where the block leaves nothing beside it. (With n = 64 in half precision it takes a ring of
         four; from 128 on, two do.)
         """
         return None if self._tensors is None else self._tensors.check(seed)
@@ -100,10 +212,8 @@ class Matmul(Workload):
 
 
 class _Tensors:
-    """The operands and the ring for one size, cut out of one block.
-
-    One block, because the claim lies in the allocator's pool in one piece: many tensors would leave
-    gaps there.
+    """The operands and the ring for one size, cut out of one block: many tensors would leave gaps
+    in the allocator's pool.
     """
 
     def __init__(self, size: int, claim_bytes: int, context: WorkloadContext) -> None:
@@ -123,6 +233,7 @@ class _Tensors:
         self._next = 0
         self._multiplied = False
         self._block = block
+        self.total_bytes = len(block)
         self._each_bytes = each_bytes
 
     def multiply(self) -> None:
