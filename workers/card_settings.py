@@ -170,7 +170,7 @@ def _one_at_a_time() -> AbstractContextManager[None]:
 
 
 def _changes() -> Iterator[_Change]:
-    """Yield what is to be put back on this machine; a file that holds no such thing is left alone."""
+    """Yield what is to be put back on this machine; a file of anything else is left alone."""
     for path in sorted(_folder().glob("*.json")):
         with suppress(OSError, ValueError, TypeError):
             change = _Change(**json.loads(read_small(path, _MOST_BYTES)))
@@ -238,7 +238,7 @@ def _all_put_back(which: Callable[[_Change], bool]) -> tuple[str, ...]:
 
 
 def _put_back(change: _Change) -> Iterator[str]:
-    """Put back one setting and forget it, unless it is still to be put back; yield what was done."""
+    """Put back one setting and forget it, unless that failed; yield what was done."""
     setting = _SETTINGS[change.key]
     before = setting.words(change.before)
     where = f"{change.node}: the {setting.title} of card {change.uuid}"

@@ -1,8 +1,8 @@
 """Commands to a queue of jobs: what is submitted to it, and what is said of its jobs.
 
-A message is a batch of `Submitted`, `UserOrder` and `QueueHeld`, and is one row
-beside the queue (`record/command_file.py`). Its sender waits for no answer: the head may be dead. Does not
-know what the queue does about it (`jobs/queue.py`).
+A message is a batch of `Submitted`, `UserOrder` and `QueueHeld`, and is one row beside the queue
+(`record/command_file.py`). Its sender waits for no answer: the head may be dead. Does not know what
+the queue does about it (`jobs/queue.py`).
 """
 
 from __future__ import annotations

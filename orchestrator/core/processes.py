@@ -1,8 +1,8 @@
 """What a status, or the end of a process, does to its slot. Pure; part of the lifecycle.
 
 A process that ends is followed by another after a pause, by none while the slot is held, or the
-slot is quarantined. `lifecycle.py` says in which phase which function here is called, and what is then
-wanted of the process. When one hangs is in `silence.py`.
+slot is quarantined. `lifecycle.py` says in which phase which function here is called, and what is
+then wanted of the process. When one hangs is in `silence.py`.
 """
 
 from __future__ import annotations

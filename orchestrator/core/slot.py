@@ -375,7 +375,8 @@ class Note:
     fields: tuple[tuple[str, Scalar], ...] = ()
 
 
-#: What is to be done once. What is wanted of the process follows from the slot (`lifecycle.orders_of`).
+#: What is to be done once. What is wanted of the process follows from the slot
+#: (`lifecycle.orders_of`).
 Command: TypeAlias = Place | Abandon | EndRun | Note
 
 #: The slot after an event, and what the supervisor is to do about it, in this order.

@@ -173,7 +173,7 @@ def _job(
     name: str,
     followed: Mapping[str, str],
 ) -> Job:
-    """Return one job without settings; `followed` names the member that it follows of each sweep."""
+    """Return one job without settings; `followed`: of each sweep the member that it follows."""
     overrides: dict[str, Any] = {}
     command, steps = None, None
     if entry.train is not None:

@@ -67,7 +67,7 @@ class NodeWatch:
         return tuple(name for name in self._config.nodes if name in self.present)
 
     def notices(self) -> list[str]:
-        """Return a line for each node that is missing: a person may want to do something about it."""
+        """Return a line for each missing node: a person may want to do something about it."""
         lines = []
         for name in self._config.nodes:
             if name in self.refused:

@@ -55,8 +55,8 @@ _EVERY_S = {"look at nodes": 1.0, "show": 0.25, "save": 60.0, "dispatch": 0.2}
 _SUSPENDED_S = 3.0
 _CATCH_UP_S = 2.0
 
-#: A node is there whose worker told something so lately, whether it answers or not. Short enough for
-#: a lost node to be seen within 10 s.
+#: A node is there whose worker told something so lately, whether it answers or not. Short enough
+#: for a lost node to be seen within 10 s.
 _HEARD_WITHIN_S = 3.0
 
 #: A slot in one of these phases gets no process any more, whatever happens.

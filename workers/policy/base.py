@@ -1,4 +1,4 @@
-"""What a policy is: it decides how large the parts of a step are, and can be taken to another process.
+"""What a policy is: it decides how large the parts of a step are.
 
 Covers what a policy asks the loop for (`Run`), what it asks a workload (`Needs`), the `Policy`
 protocol, and checks of a dumped state. Does not cover what a policy decides (each has its own

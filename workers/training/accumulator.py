@@ -130,7 +130,7 @@ class Accumulator:
         scale: float = 1.0,
         changed: Callable[[nn.Parameter, Tensor], Tensor] = lambda _, gradient: gradient,
     ) -> None:
-        """Add a part, of which this is the summed loss. It may fail at any place, and then the part,
+        """Add a part, of which this is the summed loss. It may fail at any place: then the part,
         or smaller ones that end where it ends, are added instead.
 
         `changed` sees each gradient of a parameter, and returns what is added.

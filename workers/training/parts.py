@@ -192,7 +192,7 @@ class _Comparison:
     _batch: Batch
 
     def adds_up(self, *, is_quiet: bool = False) -> bool:
-        """Compute; say whether the parts add up, and keep that. What is not finite tells nothing."""
+        """Compute; say, and keep, whether the parts add up. What is not finite tells nothing."""
         self.is_right = self._adds_up(is_quiet=is_quiet)
         return self.is_right
 

@@ -7,8 +7,8 @@ named `left_NAME` and `right_NAME` are a pair, and take each other's place where
 mirrored; without a pair no picture is. How a picture looks depends on seed, row and epoch alone.
 
 Pictures are made grey and resized to a square, once on a PC, into a file of a byte a pixel. Nothing
-is cut out of them: a face must fill its picture. The model has GroupNorm in place of BatchNorm, whose result
-depends on which samples are computed together.
+is cut out of them: a face must fill its picture. The model has GroupNorm in place of BatchNorm,
+whose result depends on which samples are computed together.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Samples of tokens in files below the state folder: one process of a PC writes them, each maps them.
+"""Samples of tokens in files below the state folder: one process writes them, each maps them.
 
 A mapped file takes no memory that a worker's cap counts, and is in RAM once, however many workers
 read it. Does not know where tokens come from.

@@ -47,7 +47,7 @@ class CheckSchedule:
     """
 
     def __init__(self, share: float = 0.01) -> None:
-        """Let checks take this share of all the time in steps and checks, from 0 (none) to below 1."""
+        """Let checks take this share of the time in steps and checks, from 0 (none) to below 1."""
         self._share = share
         self._number = 0
         self._earned_s = 0.0
