@@ -105,10 +105,19 @@ class SampleWriter:
         self._end += count
 
     def end(self, *, without: int = 0) -> None:
-        """End the sequence, without its last tokens."""
+        """End the sequence, without its last tokens.
+
+        Raises:
+            TaskError: A sample has more tokens than an index can hold.
+        """
         length = self._end - self._begin - without
         starts = range(1) if self._seq is None else range(0, length - 1, self._seq)
         most = length if self._seq is None else self._seq + 1
+        if min(length, most) > _LENGTH:
+            raise TaskError(
+                f"train.data: a sample has {min(length, most)} tokens, and at most {_LENGTH} can be "
+                "kept; shorten it, or lower train.seq"
+            )
         entries = (
             (self._begin + start) << _LENGTH_BITS | min(length - start, most) for start in starts
         )
