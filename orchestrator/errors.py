@@ -20,6 +20,19 @@ def one_line(text: str) -> str:
     )
 
 
+def in_words(value: object) -> str:
+    """Return a value for a refusal, as its author may have typed it, short enough for a line."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, dict | list):
+        return "a mapping" if isinstance(value, dict) else "a list"
+    # Python refuses the repr of a longer int.
+    if isinstance(value, int) and abs(value) >= 10**18:
+        return "a number of more than 18 digits"
+    whole = repr(value)
+    return whole if len(whole) <= 60 else f"{whole[:57]}…"
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """One thing wrong with the configuration, and what would be right."""

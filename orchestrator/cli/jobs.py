@@ -484,7 +484,7 @@ def read_file(file: str, base: Config, known: Sequence[Job] = ()) -> JobFile:
     """
     if file.endswith((".py", ".sh")):
         raise UsageError(f"{file} is a program; type: python -m orchestrator jobs submit -- {file}")
-    text = read_text(file, "jobs.yaml", "jobs run PATH", "the path of a job file")
+    text = read_text(file, "jobs run PATH with the path of a job file")
     return parse(text, file, base, known)
 
 

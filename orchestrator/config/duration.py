@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 import re
 
+from orchestrator.errors import in_words
+
 #: Longest duration accepted: a year. More is a typing error.
 MAX_DURATION_S = 365 * 24 * 3600.0
 
@@ -18,23 +20,28 @@ VALID_DURATION = (
 
 _UNITS_S = {"d": 86_400.0, "h": 3_600.0, "m": 60.0, "s": 1.0}
 _NUMBER = r"\d{1,12}(?:\.\d{1,9})?"
-_PLAIN = re.compile(rf"[+-]?{_NUMBER}", re.ASCII)
-_WITH_UNITS = re.compile(r"\s*".join(rf"(?:({_NUMBER}){unit})?" for unit in _UNITS_S), re.ASCII)
+_WITH_UNITS = r"\s*".join(rf"(?:({_NUMBER}){unit})?" for unit in _UNITS_S)
+#: Its groups are minutes without a unit, then the count of each unit.
+_TYPED = re.compile(rf"({_NUMBER})|{_WITH_UNITS}", re.ASCII)
+_GROUPS_S = (60.0, *_UNITS_S.values())
 
 
-def parse_duration(text: str | int | float) -> float:
-    """Return the seconds that `text` means, a plain number minutes.
+def parse_duration(typed: object) -> float:
+    """Return the seconds that `typed` means, a plain number minutes.
 
     `ValueError` says what would be valid.
     """
-    seconds = _seconds(text)
-    if seconds is None or math.isnan(seconds):
-        raise ValueError(f"{shown(text)} is not a duration; valid: {VALID_DURATION}")
-    if seconds <= 0:
-        raise ValueError(f"{shown(text)} is not longer than nothing; valid: {VALID_DURATION}")
-    if seconds > MAX_DURATION_S:
-        raise ValueError(f"{shown(text)} is longer than a year; valid: {VALID_DURATION}")
-    return seconds
+    seconds = 0.0
+    if isinstance(typed, str):
+        # No duration needs 60 characters; the bound keeps hostile text away from the pattern.
+        found = _TYPED.fullmatch(typed.strip().lower()) if len(typed) <= 60 else None
+        counts = zip(found.groups("0") if found else (), _GROUPS_S, strict=False)
+        seconds = sum(float(count) * unit_s for count, unit_s in counts)
+    elif isinstance(typed, (int, float)) and not isinstance(typed, bool):
+        seconds = typed * 60
+    if not 0 < seconds <= MAX_DURATION_S:
+        raise ValueError(f"{in_words(typed)} is not a duration; valid: {VALID_DURATION}")
+    return float(seconds)
 
 
 def format_duration(seconds: float) -> str:
@@ -55,31 +62,3 @@ def format_duration(seconds: float) -> str:
         if count:
             parts.append(f"{count}{unit}")
     return " ".join(parts)
-
-
-def shown(value: object) -> str:
-    """Return a value of a configuration for a refusal, short enough for a line."""
-    # Python refuses the repr of a longer int.
-    if isinstance(value, int) and abs(value) >= 10**18:
-        return "a number of more than 18 digits"
-    whole = repr(value)
-    return whole if len(whole) <= 60 else f"{whole[:57]}…"
-
-
-def _seconds(text: str | int | float) -> float | None:
-    if isinstance(text, bool):
-        return None
-    if not isinstance(text, str):
-        # Beyond these bounds it is refused anyway, and too large an int does not convert.
-        return float(min(max(text, -1), MAX_DURATION_S)) * 60.0
-    # No duration needs 60 characters; the bound keeps hostile text away from the pattern.
-    typed = text.strip().lower()
-    if len(typed) > 60:
-        return None
-    if _PLAIN.fullmatch(typed):
-        return float(typed) * 60.0
-    found = _WITH_UNITS.fullmatch(typed)
-    if found is None or not any(found.groups()):
-        return None
-    counts = zip(found.groups("0"), _UNITS_S.values(), strict=True)
-    return sum(float(count) * unit_s for count, unit_s in counts)

@@ -11,9 +11,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Literal, TypeAlias, get_args
 
-from orchestrator.config.schema import Dtype
 from workers.units import GIB
+
+#: Number types with a rated speed, in the order of `GpuProfile.rated_tflops`.
+Dtype: TypeAlias = Literal["fp32", "tf32", "fp16", "bf16"]
 
 #: A card whose memory differs more than this from its profile is another product of the same name:
 #: there is an RTX 3060 with 8 GB and two thirds of the bandwidth.
@@ -29,9 +32,6 @@ _UNSURE_SHARE = 0.01
 _LARGE_CARD_GIB = 16.0
 #: Before this compute capability FP16 is slower than FP32 (a GTX 1080 does 1/64 of it).
 _FIRST_TENSOR_UNITS = (7, 0)
-
-#: Number types with a rated speed, in the order of `GpuProfile.rated_tflops`.
-PEAK_DTYPES = ("fp32", "tf32", "fp16", "bf16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +65,13 @@ class GpuProfile:
     """With nothing else on the card."""
     desktop: Advice | None = None
     """With a display and other programs on it; `None` where no display can be."""
+
+    def peak_tflops(self, dtype: str, sm_clock_mhz: float | None = None) -> float:
+        """Return the dense peak: what the card could have done at `sm_clock_mhz`, sampled while it
+        worked, or what it is rated for. `ValueError` for what is no `Dtype`.
+        """
+        rated = self.rated_tflops[get_args(Dtype).index(dtype)]
+        return rated if sm_clock_mhz is None else rated * sm_clock_mhz / self.boost_mhz
 
 
 #: Speeds: NVIDIA's specifications and whitepapers (GA102 v2, Ada, H100 and H200 SXM). Advice: from
@@ -122,19 +129,6 @@ def match_profile(name: str, total_bytes: int | None = None) -> GpuProfile | Non
             off_bytes = 0 if total_bytes is None else abs(total_bytes - shown_bytes)
             return profile if off_bytes <= _SAME_MEMORY * shown_bytes else None
     return None
-
-
-def peak_tflops(profile: GpuProfile, dtype: str, sm_clock_mhz: float | None = None) -> float:
-    """Return the dense peak of a card: what it could have done at `sm_clock_mhz`, sampled while it
-    worked, or what it is rated for.
-
-    Raises:
-        ValueError: The `dtype` is none of `PEAK_DTYPES`.
-    """
-    if dtype not in PEAK_DTYPES:
-        raise ValueError(f"no number type {dtype!r}; valid: {', '.join(PEAK_DTYPES)}")
-    rated = profile.rated_tflops[PEAK_DTYPES.index(dtype)]
-    return rated if sm_clock_mhz is None else rated * sm_clock_mhz / profile.boost_mhz
 
 
 def by_formula(

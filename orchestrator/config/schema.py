@@ -6,13 +6,16 @@ sums (`core.placement`). The reason for each number is in the commented cluster.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeAlias
+import math
+from typing import Annotated, Literal, NamedTuple, TypeAlias
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from orchestrator.config.duration import VALID_DURATION, parse_duration
+from orchestrator.config.gpu_specs import PROFILES, Dtype
 from workers.settings import ThermalSettings
 from workers.training.settings import TrainSettings
+from workers.units import GIB
 
 #: A year of seconds would be a typing error for any pause or timeout; a day is the longest that
 #: helps.
@@ -21,47 +24,35 @@ _MINUTE_S = 60.0
 
 MAX_NODES = 100
 
+#: Up to here a card holds exactly as many workers as planned. Beyond, Ray's steps are too coarse:
+#: of 150 planned workers each gets 66 steps, and 151 of those fit.
+MAX_WORKERS_PER_CARD = 100
+
+#: Edge of the square matrices where neither the workload nor the node says: the 3070 guide's size.
+DEFAULT_SIZE = 4096
+
+#: From 1 to 65535.
+_PORT = r"(?:[1-9]\d{0,3}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d{2}|655[0-2]\d|6553[0-5])"
 _HOST = r"(?:[A-Za-z0-9](?:[A-Za-z0-9.-]{0,251}[A-Za-z0-9])?|\[[0-9A-Fa-f:.]{2,45}\])"
 
 Share: TypeAlias = Annotated[float, Field(gt=0, le=1)]
 Seconds: TypeAlias = Annotated[float, Field(gt=0, le=_DAY_S)]
-Gib: TypeAlias = Annotated[float, Field(gt=0, le=4096)]
+MOST_GIB = 4096.0
+Gib: TypeAlias = Annotated[float, Field(gt=0, le=MOST_GIB)]
 Mib: TypeAlias = Annotated[float, Field(gt=0, le=1_048_576)]
 Count: TypeAlias = Annotated[int, Field(ge=1, le=1_000_000)]
 #: Edge of a square matrix; beyond 2^20 a single fp16 matrix is 2 TiB.
 Size: TypeAlias = Annotated[int, Field(ge=1, le=1_048_576)]
-Dtype: TypeAlias = Literal["fp32", "tf32", "fp16", "bf16"]
 Host: TypeAlias = Annotated[str, Field(pattern=rf"^{_HOST}$")]
 PathText: TypeAlias = Annotated[str, Field(min_length=1, max_length=1024)]
 Severity: TypeAlias = Literal["critical", "warning", "info"]
-ComputeShareMode: TypeAlias = Literal["duty", "none"]
 VALID_NODE_NAME = "1 to 63 of a-z, 0-9, - _ . that begin and end with a letter or digit"
 #: Ends up in Ray labels (which must end in a letter or digit), file names and shell words.
 NODE_NAME = r"^[a-z0-9](?:[a-z0-9_.-]{0,61}[a-z0-9])?$"
-NodeName: TypeAlias = Annotated[str, Field(pattern=NODE_NAME, description=VALID_NODE_NAME)]
-
-
-def _address(text: str) -> str:
-    if text != "auto" and not 1 <= int(text.rpartition(":")[2]) <= 65_535:
-        raise ValueError(f"{text} has a port that does not exist; valid: a port from 1 to 65535")
-    return text
-
-
-def _printable(text: str) -> str:
-    """Refuse characters that control a terminal, C1 codes and bidi marks included: runs print this
-    folder.
-    """
-    if not text.isprintable():
-        raise ValueError(
-            "has a character that cannot be printed; valid: a folder, made if it is not there"
-        )
-    return text
+NodeName: TypeAlias = Annotated[str, Field(pattern=NODE_NAME)]
 
 
 def _duration(value: object) -> object:
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        refusal = f"this is not a duration; valid: {VALID_DURATION}"
-        raise ValueError(refusal)  # noqa: TRY004 - pydantic's protocol
     parse_duration(value)
     return value
 
@@ -101,7 +92,7 @@ Celsius: TypeAlias = Annotated[
 ]
 
 
-class _Section(BaseModel):
+class Section(BaseModel):
     """Base of all sections: values are not converted, unknown keys are refused, and models are
     frozen.
     """
@@ -109,21 +100,30 @@ class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class ClusterConfig(_Section):
+class ClusterConfig(Section):
     """Where the Ray cluster is and how its members know each other."""
 
     address: Annotated[
         str,
-        Field(pattern=rf"^(?:auto|{_HOST}:[0-9]{{1,5}})$", description="auto, or HOST:PORT"),
-        AfterValidator(_address),
+        Field(
+            pattern=rf"^(?:auto|{_HOST}:{_PORT})$",
+            description="auto, or HOST:PORT with a port from 1 to 65535",
+        ),
     ] = "auto"
-    head: NodeName | None = None
+    head: Annotated[NodeName | None, Field(description=VALID_NODE_NAME)] = None
     """The node that runs the Ray head; `None` means the first of `nodes`."""
     port: Annotated[int, Field(ge=1, le=65_535)] = 6379
     auth: Literal["token", "none"] = "token"
 
 
-class NodeConfig(_Section):
+class Overbooked(NamedTuple):
+    """Workers of one card ask for more than it may give: the sum, and what would fit."""
+
+    text: str
+    valid: str
+
+
+class NodeConfig(Section):
     """One PC: its card and how many workers share it."""
 
     gpu: Annotated[
@@ -151,8 +151,59 @@ class NodeConfig(_Section):
     memory_offset_mhz: Annotated[int, Field(ge=-10_000, le=10_000)] | None = None
     """Set by `run --apply-power-limit --yes-really` only; `None` keeps the card's own."""
 
+    @property
+    def workers_per_card(self) -> int:
+        """How many workers share the fullest card; all of them where there is none."""
+        return -(-self.workers // self.gpus) if self.gpus else self.workers
 
-class WorkersConfig(_Section):
+    @property
+    def budget_bytes(self) -> int:
+        """Of one worker, rounded down so that a sum never exceeds what was asked for."""
+        return int(self.vram_per_worker_gib * GIB)
+
+    @property
+    def card_total_gib(self) -> float | None:
+        """What one card of the node shows, or `None` where nothing says so."""
+        if self.vram_gib is not None:
+            return self.vram_gib
+        profile = PROFILES.get(self.gpu) if self.gpus else None
+        return None if profile is None else profile.shown_gib
+
+    @property
+    def card_allowed_bytes(self) -> int | None:
+        """What the workers of one card may hold together: `memory_fraction` of the total."""
+        total_gib = self.card_total_gib
+        return None if total_gib is None else round(self.memory_fraction * total_gib * GIB)
+
+    @property
+    def overbooked(self) -> Overbooked | None:
+        """The sum that does not fit on a card, or `None` when all fits or nothing is known."""
+        shared_by, each_bytes = self.workers_per_card, self.budget_bytes
+        allowed_bytes = self.card_allowed_bytes
+        if allowed_bytes is None or shared_by * each_bytes <= allowed_bytes:
+            return None
+        where = f"a {self.gpu}" if self.gpus else "its memory"
+        asked = f"{shared_by} workers" if shared_by > 1 else "1 worker"
+        asked += f" on the fullest of {self.gpus} cards" if self.gpus > 1 else ""
+        text = (
+            f"{asked} x {self.vram_per_worker_gib:.10g} GiB = "
+            f"{shared_by * each_bytes / GIB:.10g} GiB, but {self.memory_fraction:.10g} of the "
+            f"{self.card_total_gib:.10g} GiB of {where} is {allowed_bytes / GIB:.10g} GiB"
+        )
+        if allowed_bytes < shared_by:
+            return Overbooked(text, "a larger memory_fraction")
+        share_gib = allowed_bytes / shared_by / GIB
+        # Rounded down to two digits after the point, or three in all.
+        step_gib = 10.0 ** min(-2, math.floor(math.log10(share_gib)) - 2)
+        valid = f"vram_per_worker_gib <= {math.floor(share_gib / step_gib) * step_gib:.6g}"
+        # Each card needs a worker, so fewer workers than cards is not a valid plan.
+        fitting = allowed_bytes // each_bytes * (self.gpus or 1)
+        if fitting >= max(1, self.gpus):
+            valid = f"at most {fitting} worker{'s' if fitting > 1 else ''}, or {valid}"
+        return Overbooked(text, valid)
+
+
+class WorkersConfig(Section):
     """How worker processes share a card."""
 
     mps: bool = False
@@ -161,7 +212,7 @@ class WorkersConfig(_Section):
     """
 
 
-class WorkloadConfig(_Section):
+class WorkloadConfig(Section):
     """What the workers compute, and the size and batch they start from."""
 
     name: Annotated[
@@ -179,7 +230,7 @@ class WorkloadConfig(_Section):
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
 
 
-class MemoryConfig(_Section):
+class MemoryConfig(Section):
     """Progressive allocation, and how workers back off when memory runs out.
 
     Defaults are the guides'.
@@ -200,7 +251,7 @@ class MemoryConfig(_Section):
     cleanup_every: Annotated[int, Field(ge=0, le=1_000_000)] = 15
 
 
-class ThermalConfig(_Section):
+class ThermalConfig(Section):
     """From which temperatures on workers slow down and pause; the numbers are the guides'."""
 
     warm_c: Celsius = 70.0
@@ -211,12 +262,7 @@ class ThermalConfig(_Section):
     @model_validator(mode="after")
     def _ordered(self) -> ThermalConfig:
         """Refuse thresholds that contradict each other."""
-        try:
-            self.settings()
-        except ValueError as error:
-            raise ValueError(
-                f"{error}; valid: warm_c < hot_c < critical_c and resume_c < critical_c"
-            ) from None
+        self.settings()
         return self
 
     def settings(self) -> ThermalSettings:
@@ -224,13 +270,13 @@ class ThermalConfig(_Section):
         return ThermalSettings(**self.model_dump())
 
 
-class VerifyConfig(_Section):
+class VerifyConfig(Section):
     """How results are checked for corruption."""
 
     share: Annotated[float, Field(ge=0, le=0.5)] = 0.01
 
 
-class RunConfig(_Section):
+class RunConfig(Section):
     """How long, how often, and when to give up."""
 
     duration: Duration = 5.0
@@ -248,7 +294,10 @@ class RunConfig(_Section):
     leak_limit_mib: Mib | None = 1024.0
     stop_grace_s: Annotated[float, Field(ge=0, le=_DAY_S)] = 10.0
     dir: Annotated[
-        PathText, AfterValidator(_printable), Field(description="a folder, made if it is not there")
+        PathText,
+        # No character that controls a terminal, C1 codes and bidi marks included: runs print it.
+        Field(pattern=r"^(?:[^\p{C}\p{Z}]| )*$"),
+        Field(description="a folder of printable characters, made if it is not there"),
     ] = "runs"
     report: bool = False
 
@@ -258,7 +307,7 @@ class RunConfig(_Section):
         return parse_duration(self.duration)
 
 
-class NotifyConfig(_Section):
+class NotifyConfig(Section):
     """What `run` and `notify` tell by mail or chat.
 
     Addresses are secrets and stand in a file of their own.
@@ -283,7 +332,7 @@ class NotifyConfig(_Section):
         return None if self.every is None else parse_duration(self.every)
 
 
-class Config(_Section):
+class Config(Section):
     """All of cluster.yaml. Frozen; a changed copy is a new configuration and validated again."""
 
     cluster: ClusterConfig = ClusterConfig()
@@ -298,7 +347,7 @@ class Config(_Section):
     workload: WorkloadConfig = WorkloadConfig()
     train: TrainSettings = TrainSettings()
     memory: MemoryConfig = MemoryConfig()
-    compute_share_mode: ComputeShareMode = "duty"
+    compute_share_mode: Literal["duty", "none"] = "duty"
     workers: WorkersConfig = WorkersConfig()
     thermal: ThermalConfig = ThermalConfig()
     verify: VerifyConfig = VerifyConfig()

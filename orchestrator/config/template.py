@@ -9,11 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from textwrap import indent
 
 import yaml
 
-from orchestrator.config.capacity import overbooked
-from orchestrator.config.gpu_specs import Advice, GpuProfile, by_formula, key_of, match_profile
+from orchestrator.config.gpu_specs import Advice, by_formula, key_of, match_profile
 from orchestrator.config.schema import NodeConfig
 from orchestrator.errors import one_line
 from workers.host.facts import CardFacts, MachineFacts
@@ -22,16 +22,12 @@ from workers.units import GIB
 #: A smaller card cannot hold a CUDA context and a matrix.
 _LEAST_CARD_BYTES = GIB
 
-_WRITTEN = "#\n# Written by `python -m orchestrator init` for:"
-#: Its nodes: all up to the next line that is not indented.
+#: The nodes of a cluster.yaml: all up to the next line that is not indented.
 _NODES = re.compile(r"(?m)^nodes:.*\n(?:(?: .*)?\n)*")
 
 #: Of free RAM, for all workers on a processor together; each as large as a rehearsal needs at most.
 _RAM_SHARE = 0.5
 _MOST_CPU_WORKER_GIB, _LEAST_CPU_WORKER_GIB = 1.0, 0.25
-
-#: Bounds of cluster.yaml.
-_MOST_CARDS, _MOST_GIB, _MOST_CPUS = 64, 4096.0, 1024
 
 #: Programs that show that the card serves a desktop.
 _DESKTOPS = frozenset(
@@ -54,13 +50,7 @@ def choose(facts: MachineFacts, host: str | None = None) -> NodeChoice:
     `host` is how other PCs reach it.
     """
     cards = [card for card in facts.visible_cards if card.total_bytes >= _LEAST_CARD_BYTES]
-    if not cards:
-        return _without_card(facts, host)
-    # Every worker of a node has the same budget, so its cards are alike: those like the largest.
-    largest = max(cards, key=lambda card: card.total_bytes)
-    profile = match_profile(largest.name, largest.total_bytes)
-    alike = [card for card in cards if card.name == largest.name][:_MOST_CARDS]
-    return _with_cards(facts, alike, profile, host)
+    return _with_cards(facts, cards, host) if cards else _without_card(facts, host)
 
 
 def render(template: str, nodes: Mapping[str, NodeChoice], port: int | None = None) -> str:
@@ -71,57 +61,50 @@ def render(template: str, nodes: Mapping[str, NodeChoice], port: int | None = No
     """
     if port is not None:
         template = re.sub(r"(?m)^  port: .*$", f"  port: {port}", template, count=1)
-    before, after = _NODES.split(template, maxsplit=1)
-    header, _, cluster = before.partition("\n\n")
-    lines = [header.partition(f"\n{_WRITTEN}")[0], _WRITTEN]
-    lines += [one_line(f"#   {name}: {choice.summary}") for name, choice in nodes.items()]
-    keys = {name: choice.config.model_dump() for name, choice in nodes.items()}
-    written = yaml.safe_dump({"nodes": keys}, sort_keys=False, width=1000)
-    return "\n".join([*lines, "", cluster + written, after])
+    lines = ["nodes:"]
+    for name, choice in nodes.items():
+        node = yaml.safe_dump({name: choice.config.model_dump()}, sort_keys=False, width=1000)
+        lines += [one_line(f"  # {choice.summary}"), indent(node, "  ")]
+    return _NODES.sub(lambda _: "\n".join(lines).rstrip() + "\n\n", template, count=1)
 
 
-def _with_cards(
-    facts: MachineFacts, cards: Sequence[CardFacts], known: GpuProfile | None, host: str | None
-) -> NodeChoice:
-    card = min(cards, key=lambda card: card.total_bytes)
-    why_desktop = _why_desktop(facts, cards)
-    total_gib = min(card.total_bytes / GIB, _MOST_GIB)
-    advice = _advice(known, card, total_gib, is_desktop=why_desktop is not None)
-    as_known = known is not None and _fits(known.shown_gib, advice)
-    workers = advice.workers * len(cards)
+def _with_cards(facts: MachineFacts, cards: Sequence[CardFacts], host: str | None) -> NodeChoice:
+    # Every worker of a node has the same budget, so its cards are alike: those like the largest.
+    largest = max(cards, key=lambda card: card.total_bytes)
+    alike = [card for card in cards if card.name == largest.name]
+    card = min(alike, key=lambda card: card.total_bytes)
+    total_gib = card.total_bytes / GIB
+    known, desktop = match_profile(largest.name, largest.total_bytes), _desktop(facts, alike)
+    advice = None if known is None else (known.desktop if desktop else None) or known.alone
+    if advice is None or not _fits(total_gib, advice):
+        advice = by_formula(
+            total_gib, is_desktop=desktop is not None, capability=card.compute_capability
+        )
+    workers = advice.workers * len(alike)
     config = NodeConfig(
         gpu=key_of(card.name, card.total_bytes),
-        gpus=len(cards),
+        gpus=len(alike),
         cpus_per_worker=_cpus_per_worker(facts, workers),
-        vram_gib=None if as_known else _floor(total_gib),
+        vram_gib=None if known and _fits(known.shown_gib, advice) else _floor(total_gib),
         host=host,
         **{**asdict(advice), "workers": workers},
     )
-    others = ", ".join(each.name for each in facts.visible_cards if each not in cards)
-    kept = ",".join(str(each.index) for each in cards)
+    others = ", ".join(each.name for each in facts.visible_cards if each not in alike)
+    kept = ",".join(str(each.index) for each in alike)
     notes = [
-        f"{len(cards)} x {card.name}: {_each(config)}{' on each card' if len(cards) > 1 else ''}",
-        why_desktop and f"{why_desktop}, so a part of the card is left to it",
+        f"{len(alike)} x {card.name}: {_each(config)}{' on each card' if len(alike) > 1 else ''}",
+        desktop and f"{desktop}, so a part of the card is left to it",
         others and f"left out: {others}; start Ray with CUDA_VISIBLE_DEVICES={kept}",
     ]
     return NodeChoice(config=config, summary="; ".join(filter(None, notes)))
 
 
-def _advice(
-    known: GpuProfile | None, card: CardFacts, total_gib: float, *, is_desktop: bool
-) -> Advice:
-    if known is not None:
-        advice = (known.desktop if is_desktop else None) or known.alone
-        if _fits(total_gib, advice):
-            return advice
-    return by_formula(total_gib, is_desktop=is_desktop, capability=card.compute_capability)
-
-
 def _fits(total_gib: float, advice: Advice) -> bool:
-    return overbooked(NodeConfig(gpu="card", vram_gib=total_gib, **asdict(advice))) is None
+    return NodeConfig(gpu="card", vram_gib=total_gib, **asdict(advice)).overbooked is None
 
 
-def _why_desktop(facts: MachineFacts, cards: Sequence[CardFacts]) -> str | None:
+def _desktop(facts: MachineFacts, cards: Sequence[CardFacts]) -> str | None:
+    """Return why a desktop takes a part of a card, or `None` where none does."""
     if facts.is_wsl:
         return "Windows and its desktop use the card too"
     if any(card.display for card in cards):
@@ -134,7 +117,7 @@ def _without_card(facts: MachineFacts, host: str | None) -> NodeChoice:
     free_gib = facts.ram_available_bytes / GIB
     cores = facts.cores_physical or facts.cores_logical
     most = int(_RAM_SHARE * free_gib / _LEAST_CPU_WORKER_GIB)
-    workers = max(1, min(cores, most, _MOST_CPUS))
+    workers = max(1, min(cores, most))
     each_gib = max(0.01, min(_MOST_CPU_WORKER_GIB, _floor(_RAM_SHARE * free_gib / workers)))
     config = NodeConfig(
         gpu="cpu",
@@ -155,7 +138,7 @@ def _each(node: NodeConfig) -> str:
 
 
 def _cpus_per_worker(facts: MachineFacts, workers: int) -> int:
-    return max(1, min(_MOST_CPUS, facts.cores_logical // workers))
+    return max(1, facts.cores_logical // workers)
 
 
 def _floor(gib: float) -> float:

@@ -30,7 +30,6 @@ MAX_VALUES = 50_000
 
 #: Names of nodes in one sentence.
 _MOST_LISTED = 12
-_INIT = "python -m orchestrator init --output "
 _START = "start from the cluster.yaml that comes with the program"
 
 _TAG = "tag:yaml.org,2002:"
@@ -61,39 +60,28 @@ class YamlSource:
         return Problem(source, line, ".".join(path) or None, text, valid)
 
 
-def read_yaml_file(path: str) -> YamlSource:
-    """Read a file.
-
-    `ConfigError` if it is missing, unreadable, too large, not text, not YAML, or empty.
-    """
-    missing = f"--config PATH with the path of a cluster.yaml, or write one: {_INIT}{path}"
-    return read_yaml_text(read_text(path, "cluster.yaml", "--config PATH", missing), path)
-
-
-def read_text(path: str, usual: str, typed: str, missing: str) -> str:
+def read_text(path: str, valid: str, if_missing: str = "") -> str:
     """Return the text of a file that should hold YAML.
 
-    `ConfigError` if it is missing, unreadable, too large, or not text. `usual` is what such a file
-    is called, `typed` is how the user names one, and `missing` what may be typed if there is none.
+    `ConfigError` if it is missing, unreadable, too large, or not text. `valid` is what may be typed
+    to name another file, `if_missing` what else is said if there is none.
     """
     try:
         with Path(path).open("rb") as file:
             raw = file.read(MAX_FILE_BYTES + 1)
     except FileNotFoundError:
-        raise refusal(path, "no such file", missing) from None
+        raise refusal(path, "no such file", valid + if_missing) from None
     except (OSError, ValueError) as error:
-        reason = f"cannot be read: {getattr(error, 'strerror', None) or error}"
-        raise refusal(path, reason, f"{typed} with the path of a {usual}") from None
+        reason = getattr(error, "strerror", None) or error
+        raise refusal(path, f"cannot be read: {reason}", valid) from None
     if len(raw) > MAX_FILE_BYTES:
-        raise refusal(path, "is larger than 1 MiB", f"{typed} with the path of a {usual}")
-    if b"\0" in raw:
-        raise refusal(path, "is a binary file", "a YAML text file in UTF-8")
+        raise refusal(path, "is larger than 1 MiB", valid)
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
-        valid = "the file saved again with the encoding UTF-8"
-        raise refusal(path, "is not UTF-8 text", valid, line) from None
+        what = "the file saved again with the encoding UTF-8"
+        raise refusal(path, "is not UTF-8 text", what, line) from None
 
 
 def read_yaml_text(text: str, name: str, empty: str = _START) -> YamlSource:

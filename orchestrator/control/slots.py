@@ -13,13 +13,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ByteSize, Field, TypeAdapter, ValidationError
 
-from orchestrator.config.byte_size import parse_bytes
 from orchestrator.core.user_commands import Command, Do
-from orchestrator.errors import ArchiveError, UsageError, one_line
+from orchestrator.errors import ArchiveError, UsageError, in_words, one_line
 from orchestrator.record.archive import read_answers, read_run
 from orchestrator.record.command_file import put
 from orchestrator.record.folders import go_on_command
@@ -47,6 +46,7 @@ class Answer:
 
 
 _COMMAND: Final = TypeAdapter(Command)
+_AMOUNT: Final = TypeAdapter(Annotated[ByteSize, Field(gt=0, lt=2**63)])
 
 
 def command_of(content: bytes) -> Command:
@@ -106,6 +106,19 @@ def send(
         "ends; try again in a moment"
     )
     return answer or Answer(ok=False, id=identity, error=why or silent)
+
+
+def parse_bytes(text: str) -> int:
+    """Return the bytes that `text` means: `2GiB`, `900 MiB`, or bytes as a number.
+
+    `ValueError` says what would be valid.
+    """
+    try:
+        return int(_AMOUNT.validate_python(text[:60]))
+    except ValidationError:
+        raise ValueError(
+            f"{in_words(text)} is no amount of memory; valid: 2GiB, 900MiB, or a number of bytes"
+        ) from None
 
 
 def command(folder: Path, do: str, slots: Sequence[str], amount: str | None = None) -> str:

@@ -11,12 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from orchestrator.config.capacity import (
-    DEFAULT_SIZE,
-    budget_bytes,
-    card_total_gib,
-    workers_per_card,
-)
+from orchestrator.config.schema import DEFAULT_SIZE
 from orchestrator.core.fleet import NodeFact
 from workers.settings import MemorySettings, WorkerSpec, WorkloadSpec
 from workers.units import GIB, MIB
@@ -65,34 +60,31 @@ class NodeBudget:
     dtype: str
 
 
-def gpu_fraction(workers: int, gpus: int) -> float:
-    """Return the `num_gpus` of one worker, so that all of them fit on the cards and none is split
-    over two.
+def gpu_fraction(node: NodeConfig) -> float:
+    """Return the `num_gpus` of one worker of a node, so that all of them fit on the cards and none
+    is split over two.
 
     Rounded down to Ray's steps: seven workers get 0.1428, because at 0.1429 the seventh would wait
     without end.
     """
-    return RAY_STEPS // workers_per_card(workers, gpus) / RAY_STEPS if gpus else 0.0
+    return RAY_STEPS // node.workers_per_card / RAY_STEPS if node.gpus else 0.0
 
 
 def node_budget(name: str, node: NodeConfig, config: Config) -> NodeBudget:
     """Return what each worker of node `name` gets under `config`."""
-    shared_by = workers_per_card(node.workers, node.gpus)
-    total_gib = card_total_gib(node)
+    total_gib = node.card_total_gib
     return NodeBudget(
         node=name,
         workers=node.workers,
         gpus=node.gpus,
-        gpu_fraction=gpu_fraction(node.workers, node.gpus),
+        gpu_fraction=gpu_fraction(node),
         cpus_per_worker=node.cpus_per_worker,
         cpus_total=node.workers * node.cpus_per_worker,
-        budget_bytes=budget_bytes(node),
-        workers_per_card=shared_by,
-        card_budget_bytes=shared_by * budget_bytes(node),
+        budget_bytes=node.budget_bytes,
+        workers_per_card=node.workers_per_card,
+        card_budget_bytes=node.workers_per_card * node.budget_bytes,
         card_total_bytes=None if total_gib is None else round(total_gib * GIB),
-        card_allowed_bytes=None
-        if total_gib is None
-        else round(node.memory_fraction * total_gib * GIB),
+        card_allowed_bytes=node.card_allowed_bytes,
         duty=node.gpu_share
         if config.compute_share_mode == "duty" and not config.workers.mps
         else None,

@@ -17,7 +17,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final, TypeVar
 
-from orchestrator.config.capacity import budget_bytes, overbooked
 from orchestrator.config.gpu_specs import key_of
 from orchestrator.config.schema import Config, NodeConfig
 from orchestrator.core.fleet import NodeAnswer
@@ -229,7 +228,7 @@ def _plan(machine: Machine) -> Iterator[Finding]:
     if plan is None or node is None:
         return
     workers = f"{plan.workers} workers x {plan.vram_per_worker_gib:g} GiB"
-    wanted_bytes, ram_bytes = plan.workers * budget_bytes(plan), machine.facts.ram_available_bytes
+    wanted_bytes, ram_bytes = plan.workers * plan.budget_bytes, machine.facts.ram_available_bytes
     if len(cards) < plan.gpus:
         there = f"{len(cards)} answer" if cards else "no NVIDIA card answers"
         yield fail(
@@ -239,7 +238,7 @@ def _plan(machine: Machine) -> Iterator[Finding]:
         )
     elif plan.gpus:
         least_bytes = min(card.total_bytes for card in cards[: plan.gpus])
-        excess = overbooked(plan.model_copy(update={"vram_gib": least_bytes / GIB}))
+        excess = plan.model_copy(update={"vram_gib": least_bytes / GIB}).overbooked
         if excess is not None:
             hint = f"in cluster.yaml: {excess.valid}"
             yield fail(f"{node}: {excess.text}", hint=hint, fix=_NEW_FILE)

@@ -16,16 +16,15 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
-    ConfigDict,
     Discriminator,
     Field,
     Tag,
     model_validator,
 )
 
-from orchestrator.config.duration import VALID_DURATION, parse_duration
-from orchestrator.config.schema import Gib
-from orchestrator.config.validation import in_words
+from orchestrator.config.duration import parse_duration
+from orchestrator.config.schema import Gib, Section
+from orchestrator.errors import in_words
 from workers.settings import CommandSpec
 
 #: More jobs than this in a file are a mistake of an exponent. A turn of the head looks at each job
@@ -153,12 +152,7 @@ def _nodes(value: object) -> tuple[str, ...]:
 
 
 def _seconds(value: object) -> float | None:
-    if value is None:
-        return None
-    if not isinstance(value, (int, float, str)):
-        said = f"{in_words(value)} is not a duration; valid: {VALID_DURATION}"
-        raise ValueError(said)  # noqa: TRY004
-    return parse_duration(value)
+    return None if value is None else parse_duration(value)
 
 
 def _hours(value: object) -> tuple[int, int] | None:
@@ -212,13 +206,7 @@ _Keys: TypeAlias = Annotated[
 ]
 
 
-class _Section(BaseModel):
-    """Base of all sections, as in cluster.yaml."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class Shared(_Section):
+class Shared(Section):
     """What an entry may say, and `defaults` for all entries that do not."""
 
     retries: Annotated[int, Field(ge=0, le=1000)] = 1
@@ -231,7 +219,7 @@ class Shared(_Section):
     preempt: bool = False
     hours: Annotated[tuple[int, int] | None, BeforeValidator(_hours)] = None
     cwd: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
-    env: Annotated[dict[str, str], BeforeValidator(_env)] = {}
+    env: Annotated[dict[str, str], BeforeValidator(_env)] = {}  # noqa: RUF012 - pydantic copies it
     python: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
     time_limit: Annotated[float | None, BeforeValidator(_seconds)] = None
     grace: Annotated[float, BeforeValidator(_seconds)] = CommandSpec(argv=()).grace_s
@@ -244,7 +232,7 @@ class Defaults(Shared):
     """Of trainings."""
 
 
-class Stop(_Section):
+class Stop(Section):
     """When members of a sweep are compared; the numbers are optimiser steps."""
 
     rule: Literal["asha", "none"] = "asha"
@@ -267,7 +255,7 @@ class Stop(_Section):
         return self
 
 
-class Interval(_Section):
+class Interval(Section):
     """Values between two bounds, both included."""
 
     log: _Bounds | None = None
@@ -293,7 +281,7 @@ class Interval(_Section):
         return kind, getattr(self, kind) or [0, 0]
 
 
-class Sweep(_Section):
+class Sweep(Section):
     """A rule that makes jobs."""
 
     method: Literal["grid", "random", "list", "optuna"] = "grid"
@@ -356,21 +344,18 @@ def form_of(values: list[Any] | Interval) -> tuple[str, list[Any]]:
     return ("choice", values) if isinstance(values, list) else values.form
 
 
-_StopOrNull: TypeAlias = (
-    Annotated[Stop, Field(description="a mapping, such as {first: 500, factor: 3}")] | None
-)
+_StopOrNull: TypeAlias = Annotated[
+    Stop | None, Field(description="a mapping, such as {first: 500, factor: 3}")
+]
 
 
 class Entry(Shared):
     """One entry of `jobs`: a training or a command, once or as a sweep."""
 
     name: Name
-    train: (
-        Annotated[
-            dict[str, Any], Field(description="a mapping with keys of train:, such as preset")
-        ]
-        | None
-    ) = None
+    train: Annotated[
+        dict[str, Any] | None, Field(description="a mapping with keys of train:, such as preset")
+    ] = None
     command: Annotated[
         tuple[str, ...] | None, BeforeValidator(_argv), Field(description=_COMMAND)
     ] = None
@@ -378,9 +363,9 @@ class Entry(Shared):
     parks: bool = False
     outputs: Annotated[tuple[str, ...], BeforeValidator(_patterns)] = ()
     memory_gib: Gib | None = None
-    sweep: (
-        Annotated[Sweep, Field(description="a mapping, such as {over: {lr: [1e-4, 3e-4]}}")] | None
-    ) = None
+    sweep: Annotated[
+        Sweep | None, Field(description="a mapping, such as {over: {lr: [1e-4, 3e-4]}}")
+    ] = None
     stop: _StopOrNull = None
     after: Annotated[tuple[str, ...], BeforeValidator(_names)] = ()
     after_any: Annotated[
@@ -423,7 +408,7 @@ class Entry(Shared):
         yield ("cwd",), self.cwd or ""
 
 
-class Document(_Section):
+class Document(Section):
     """All of a job file."""
 
     defaults: Defaults = Defaults()

@@ -12,17 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from orchestrator.config.load import MAX_PROBLEMS, checked, nearest, refusals, validated
 from orchestrator.config.schema import Config
-from orchestrator.config.validation import (
-    MAX_PROBLEMS,
-    checked,
-    in_words,
-    nearest,
-    refusals,
-    validated,
-)
 from orchestrator.config.yaml_source import KeyPath, YamlSource, listed, read_yaml_text
-from orchestrator.errors import ConfigError, Problem
+from orchestrator.errors import ConfigError, Problem, in_words
 from orchestrator.jobs.entries import MAX_JOBS, VALID_NAME, Document, Entry, Shared, form_of
 from orchestrator.jobs.model import Job
 from orchestrator.jobs.places import plain

@@ -20,7 +20,7 @@ from orchestrator.cluster.local_cluster import rehearsed
 from orchestrator.cluster.raylets import RayletPlan
 from orchestrator.config.gpu_specs import by_formula
 from orchestrator.config.load import config_from_data
-from orchestrator.config.schema import Config
+from orchestrator.config.schema import MOST_GIB, Config, NodeConfig
 from orchestrator.core.fleet import Fleet
 from orchestrator.core.placement import SlotPlan, Target, node_budget, plan_slots
 from orchestrator.errors import PreflightError, UsageError
@@ -164,12 +164,8 @@ def in_rehearsal(config: Config) -> Environment:
     if cards:
         limit_bytes = int(_CARD_SHARE * cards[0].free_bytes)
         where, wanted_scale = f"on this machine's {cards[0].name}", 1.0
-        # All nodes that have cards mean the one in this machine.
-        nodes = {
-            name: {**node.model_dump(), "gpus": min(1, node.gpus)}
-            for name, node in config.nodes.items()
-        }
-        config = Config.model_validate({**config.model_dump(), "nodes": nodes})
+        nodes = {name: _on_one_card(node) for name, node in config.nodes.items()}
+        config = config.model_copy(update={"nodes": nodes})
         target = Target(one_machine=True)
     else:
         limit_bytes = int(_free_ram_bytes())
@@ -183,6 +179,17 @@ def in_rehearsal(config: Config) -> Environment:
         if in_fp32 is not None:
             config, lines = in_fp32, (*lines, "  products in fp32: sizes x 0.71, the same bytes")
     return Environment(mode=Mode.REHEARSE, config=config, target=target, lines=(*lines, _STARTING))
+
+
+def _on_one_card(node: NodeConfig) -> NodeConfig:
+    """Return a node whose cards are the one in this machine, which has the memory of all of them:
+    the sums of the run's stored configuration must hold when it is resumed.
+    """
+    if node.gpus <= 1:
+        return node
+    total_gib = node.card_total_gib
+    together_gib = None if total_gib is None else min(MOST_GIB, node.gpus * total_gib)
+    return node.model_copy(update={"gpus": 1, "vram_gib": together_gib})
 
 
 def _has_room(card: CardFacts, config: Config) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 
-from orchestrator.config.gpu_specs import PROFILES, peak_tflops
+from orchestrator.config.gpu_specs import PROFILES
 from orchestrator.config.schema import Config
 from orchestrator.core.placement import NodeBudget, SlotPlan, Target, node_budget, plan_slots
 from orchestrator.jobs.model import Card, Job, Standing
@@ -117,5 +117,4 @@ class JobPlans:
 def _speed(gpu: str, budget: NodeBudget) -> float:
     """Return the rated speed of a card, in TFLOP/s of its node's number type; 1 where unknown."""
     profile = PROFILES.get(gpu)
-    rated = None if profile is None else peak_tflops(profile, budget.dtype, None)
-    return rated or 1.0
+    return 1.0 if profile is None else profile.peak_tflops(budget.dtype)

@@ -24,7 +24,6 @@ from typing import Any, Protocol, TextIO
 from rich.console import Console
 
 from orchestrator.config.load import dump_config
-from orchestrator.config.notify_urls import notify_urls
 from orchestrator.config.schema import ClusterConfig, Config, NotifyConfig
 from orchestrator.core.fleet import Fleet
 from orchestrator.core.node_commands import node_command
@@ -64,6 +63,7 @@ from orchestrator.run.terminal import (
 )
 from orchestrator.view.cells import width_of, wrapped
 from orchestrator.view.live import LiveTable, PlainLines, Watcher
+from orchestrator.view.notify.urls import notify_urls
 from orchestrator.view.phrases import fault_lines, section
 from workers.keeper.processes import start_time
 from workers.learned_limits import LimitStore

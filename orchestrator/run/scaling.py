@@ -13,8 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrator.config.capacity import DEFAULT_SIZE, card_total_gib
-from orchestrator.config.schema import Config, MemoryConfig
+from orchestrator.config.schema import DEFAULT_SIZE, Config, MemoryConfig
 from orchestrator.errors import UsageError
 from workers.units import GIB, MIB
 
@@ -110,7 +109,7 @@ def _written_out(config: Config) -> dict[str, Any]:
     """Return the configuration as data, with what a node leaves to its card and to the default."""
     data = config.model_dump()
     for name, node in config.nodes.items():
-        data["nodes"][name]["vram_gib"] = card_total_gib(node)
+        data["nodes"][name]["vram_gib"] = node.card_total_gib
         if config.workload.size is None:
             data["nodes"][name]["size"] = node.size or DEFAULT_SIZE
     return data

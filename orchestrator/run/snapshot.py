@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from orchestrator.config.gpu_specs import match_profile, peak_tflops
+from orchestrator.config.gpu_specs import match_profile
 from orchestrator.core.placement import SlotPlan
 from orchestrator.core.slot import HeadState, Phase, Slot, SlotState, UserOrders
 from orchestrator.core.training import Training
@@ -141,7 +141,7 @@ def _peak_pct(
     if tflops is None or device is None or device.kind != "cuda":
         return None
     profile = match_profile(device.name, device.total_bytes)
-    peak = None if profile is None else peak_tflops(profile, device.dtype, sm_clock_mhz)
+    peak = None if profile is None else profile.peak_tflops(device.dtype, sm_clock_mhz)
     return 100.0 * tflops / peak if peak else None
 
 

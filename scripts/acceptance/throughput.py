@@ -22,7 +22,6 @@ from acceptance import bodies
 from acceptance.crew import Child, crew_of, gather, summed_up
 from acceptance.machine import Check, Machine, NotHereError
 from acceptance.outcome import Outcome, Row
-from orchestrator.config.gpu_specs import peak_tflops
 from workers.host import mps
 from workers.messages import Verdict
 
@@ -67,9 +66,9 @@ def _race(machine: Machine, bare: common.Child, dtype: str, budget_bytes: int) -
     sensed = summed_up(watch)
     profile, clock_mhz = machine.profile, sensed["sm_clock_mhz"]
     tflops = statistics.median(found["ours"][0] for found in rounds) / 1e12
-    rated = None if profile is None else peak_tflops(profile, dtype)
+    rated = None if profile is None else profile.peak_tflops(dtype)
     # What the card could do at the clock that was sampled.
-    peak = None if profile is None or clock_mhz is None else peak_tflops(profile, dtype, clock_mhz)
+    peak = None if profile is None or clock_mhz is None else profile.peak_tflops(dtype, clock_mhz)
     ratio = statistics.median(found["ours"][0] / found["bare"] for found in rounds)
     progress(f"speed {dtype}: {ratio:.4f} of a bare loop")
     return {

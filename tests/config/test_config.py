@@ -85,6 +85,7 @@ def test_node_keys_left_out_take_their_defaults() -> None:
         ("thermal.hot_c='off'", ("thermal", "hot_c"), None),
         ("nodes.pc1.host=192.168.1.10", ("nodes", "pc1", "host"), "192.168.1.10"),
         (" run . dir = a=b ", ("run", "dir"), "a=b"),
+        ("cluster.address=pc1:65535", ("cluster", "address"), "pc1:65535"),
         ("cluster.address='[fe80::1]:6379'", ("cluster", "address"), "[fe80::1]:6379"),
     ],
 )

@@ -70,7 +70,7 @@ def problems_of(path: Path, content: str | bytes, *overrides: str) -> tuple[Prob
          "1000000 should be less than or equal to 1024"),
         ("3.3", ".nan", 8, "nodes.pc1.vram_per_worker_gib", "nan should be a finite number"),
         ("3.3", "1" * 400, 8, "nodes.pc1.vram_per_worker_gib", "a number of more than 18 digits"),
-        ("duration: 5", "duration: 0", 14, "run.duration", "0 is not longer than nothing"),
+        ("duration: 5", "duration: 0", 14, "run.duration", "0 is not a duration; valid: minutes"),
         ("run:\n", "notify: {every: 59s}\nrun:\n", 13, "notify.every",
          "this is shorter than a minute; valid: minutes as a number (5), or text"),
         # choices
@@ -82,7 +82,8 @@ def problems_of(path: Path, content: str | bytes, *overrides: str) -> tuple[Prob
         ("dtype: fp16", "name: my step", 12, "workload.name",
          "'my step' is not in the right form; valid: matmul, train, or your own as package"),
         ("address: auto", "address: pc1:99999", 2, "cluster.address",
-         "pc1:99999 has a port that does not exist; valid: a port from 1 to 65535"),
+         "'pc1:99999' is not in the right form; valid: auto, or HOST:PORT with a port from 1 to 65535"),
+        ("address: auto", "address: pc1:0", 2, "cluster.address", "is not in the right form"),
         ("gpus: 1", "host: a b", 6, "nodes.pc1.host",
          "'a b' is not in the right form; valid: an IP address or a host name"),
         # unknown and missing keys
@@ -90,8 +91,8 @@ def problems_of(path: Path, content: str | bytes, *overrides: str) -> tuple[Prob
          "unknown key; did you mean workers?; valid: cpus_per_worker, dtype, gpu, gpu_share, gpus"),
         ("workload:", "heat:", 11, "heat",
          "unknown key; valid: cluster, compute_share_mode, memory, nodes, notify, run"),
-        ("run:\n", "train: {persistent: true}\nrun:\n", 13, "train.persistent",
-         "is no key any more; valid: nothing in its place: the loader's processes always stay"),
+        ("run:\n", "train:\n  batch: 8\n  persistent: false\nrun:\n", 15, "train.persistent",
+         "is no key any more; valid: leave it out: the loader's processes always stay"),
         ("    workers: 7\n", "", 4, "nodes.pc1.workers",
          "is missing; valid: how many workers, from 1 to 1024"),
         # keys and tags
@@ -161,7 +162,7 @@ LAUGHS = "a: &a [1,1,1,1,1,1,1,1,1,1]\n" + "".join(
         (f"%YAML {'9' * 5000}.1\n---\na: 1\n", 1, None, "an escape or a version number in it"),
         (b"a: 1\nb: \x01\n", 2, None, "is not YAML: special characters are not allowed"),
         (b"a: 1\nb: \xff\n", 2, None, "is not UTF-8 text; valid: the file saved again"),
-        ("a: 1\nb: ü\n".encode("utf-16"), None, None, "is a binary file; valid: a YAML text file"),
+        ("a: 1\nb: ü\n".encode("utf-16"), 1, None, "is not UTF-8 text; valid: the file saved again"),
         (b"#" * (1024 * 1024 + 1), None, None, "is larger than 1 MiB; valid: --config PATH"),
         ("a:\n  " + "[" * 500_000, 2, None, "is nested deeper than 32 levels"),
         ("a: " + "{a: " * 40 + "}" * 40, 1, None, "is nested deeper than 32 levels"),
@@ -247,7 +248,7 @@ def test_a_sum_spoilt_by_the_file_alone_is_blamed_on_the_file(tmp_path: Path) ->
 
 
 def test_data_that_came_from_no_file_is_named_by_the_caller() -> None:
-    with pytest.raises(ConfigError, match=r"^local: run\.duration: 0 is not longer"):
+    with pytest.raises(ConfigError, match=r"^local: run\.duration: 0 is not a duration"):
         config_from_data({"nodes": {"a": CPU}, "run": {"duration": 0}}, "local")
 
 

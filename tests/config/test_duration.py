@@ -22,34 +22,16 @@ def test_what_may_be_typed(typed: str | float, seconds: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("typed", "why"),
+    "typed",
     [
-        (0, "not longer than nothing"),
-        (-5, "not longer than nothing"),
-        ("0s", "not longer than nothing"),
-        ("-5", "not longer than nothing"),
-        (math.nan, "nan is not a duration"),
-        (math.inf, "longer than a year"),
-        (-math.inf, "not longer than nothing"),
-        (10**400, "a number of more than 18 digits is longer than a year"),
-        (-(10**400), "not longer than nothing"),
-        (1e300, "longer than a year"),
-        ("366d", "longer than a year"),
-        ("999999999999h", "longer than a year"),
-        *(
-            (typed, "not a duration")
-            for typed in ("", "   ", "s", "5x", "30m1h", "1h-30m", "-30s", "nan", "1e3", True)
-        ),
-        *(
-            (typed, "not a duration")
-            for typed in ("\u0665", "1h" + " " * 100_000 + "x", "9" * 100_000)
-        ),
+        *(0, -5, "0s", "-5", math.nan, math.inf, -math.inf, 10**400, -(10**400), 1e300),
+        *("366d", "999999999999h", "", "   ", "s", "5x", "30m1h", "1h-30m", "-30s", "nan", "1e3"),
+        *(True, None, [5], "\u0665", "1h" + " " * 100_000 + "x", "9" * 100_000),
     ],
 )
-def test_refusals_say_what_is_valid(typed: str | float, why: str) -> None:
-    with pytest.raises(ValueError, match=why) as caught:
+def test_a_refusal_says_what_was_typed_and_what_is_valid(typed: object) -> None:
+    with pytest.raises(ValueError, match=r"is not a duration; valid: .*30s, 2h, 1h30m") as caught:
         parse_duration(typed)
-    assert "30s, 2h, 1h30m" in str(caught.value)
     assert len(str(caught.value)) < 250
 
 

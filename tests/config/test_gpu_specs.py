@@ -6,13 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.config.capacity import overbooked
 from orchestrator.config.gpu_specs import (
     PROFILES,
     GpuProfile,
     key_of,
     match_profile,
-    peak_tflops,
 )
 from orchestrator.config.schema import NodeConfig
 from workers.units import GIB
@@ -29,9 +27,9 @@ def test_a_rated_peak_is_units_times_clock(profile: GpuProfile) -> None:
     fp32 = UNITS[profile.key] * profile.boost_mhz * 1e6 * 2 / 1e12
     times = (1, 8, 16, 16) if profile.desktop is None else (1, 1, 2, 2)
     for dtype, factor in zip(("fp32", "tf32", "fp16", "bf16"), times, strict=True):
-        peak = peak_tflops(profile, dtype)
+        peak = profile.peak_tflops(dtype)
         assert peak == pytest.approx(factor * fp32, rel=0.001)
-        assert peak_tflops(profile, dtype, profile.boost_mhz / 2) == pytest.approx(peak / 2)
+        assert profile.peak_tflops(dtype, profile.boost_mhz / 2) == pytest.approx(peak / 2)
 
 
 @pytest.mark.parametrize(
@@ -67,10 +65,10 @@ def test_the_advice_fits_the_card_and_uses_it(profile: GpuProfile) -> None:
             vram_per_worker_gib=advice.vram_per_worker_gib,
             memory_fraction=advice.memory_fraction,
         )
-        assert overbooked(node) is None
+        assert node.overbooked is None
         # The guide for the 3070 with a desktop leaves more free than a worker needs.
         if profile.key != "rtx-3070" or advice is profile.alone:
-            assert overbooked(node.model_copy(update={"workers": advice.workers + 1})) is not None
+            assert node.model_copy(update={"workers": advice.workers + 1}).overbooked is not None
     if profile.desktop is not None:
         alone, desktop = profile.alone, profile.desktop
         assert desktop.memory_fraction < alone.memory_fraction

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.control.slots import COMMAND_MOST_BYTES, NoCommandError, command_of
+from orchestrator.control.slots import COMMAND_MOST_BYTES, NoCommandError, command_of, parse_bytes
 from orchestrator.core.user_commands import Command, Do
 
 PAUSE = {"id": "a1", "do": "pause", "slots": ["pc1/3", "pc2/0"], "by": "top"}
@@ -43,3 +43,17 @@ def test_a_command_comes_through_as_it_was() -> None:
 def test_what_is_no_command_is_refused_with_what_would_be_one(content: bytes, words: str) -> None:
     with pytest.raises(NoCommandError, match=words):
         command_of(content)
+
+
+@pytest.mark.parametrize(
+    ("typed", "count"),
+    [("2GiB", 2**31), (" 1.5 gib ", 3 * 2**29), ("900MiB", 900 * 2**20), ("12345", 12345)],
+)
+def test_an_amount_is_read_as_typed(typed: str, count: int) -> None:
+    assert parse_bytes(typed) == count
+
+
+@pytest.mark.parametrize("typed", ["", "0", "-1", "nan", "1e9", "2 apples", "9" * 400, str(2**63)])
+def test_what_is_no_amount_is_refused_with_one(typed: str) -> None:
+    with pytest.raises(ValueError, match="is no amount of memory; valid: 2GiB, 900MiB"):
+        parse_bytes(typed)

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.config.capacity import MAX_WORKERS_PER_CARD, overbooked, workers_per_card
-from orchestrator.config.schema import NodeConfig
+from orchestrator.config.schema import MAX_WORKERS_PER_CARD, NodeConfig
 from orchestrator.core.placement import gpu_fraction, node_budget
 from tests.factories import config_of
 
@@ -26,12 +25,13 @@ def node(**changes: object) -> NodeConfig:
     return NodeConfig.model_validate({**pc1, **changes})
 
 
-@given(gpus=st.integers(1, 16), data=st.data())
+@given(gpus=st.integers(1, 10), data=st.data())
 def test_every_worker_gets_onto_a_card_within_the_plan(gpus: int, data: st.DataObject) -> None:
     workers = data.draw(st.integers(gpus, gpus * MAX_WORKERS_PER_CARD))
+    one = node(workers=workers, gpus=gpus)
     # Ray's own arithmetic: whole steps of 1/10000, the rest cut off.
-    steps = int(Fraction(repr(gpu_fraction(workers, gpus))) * 10_000)
-    shared_by = workers_per_card(workers, gpus)
+    steps = int(Fraction(repr(gpu_fraction(one))) * 10_000)
+    shared_by = one.workers_per_card
     assert shared_by * steps <= 10_000
     assert 10_000 // steps == shared_by
     free = [10_000] * gpus
@@ -72,7 +72,7 @@ def test_a_node_without_cards_has_no_fraction_and_no_known_total() -> None:
     assert (found.gpu_fraction, found.workers_per_card) == (0.0, 7)
     assert found.card_total_bytes is None
     assert found.card_allowed_bytes is None
-    assert overbooked(one) is None
+    assert one.overbooked is None
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_a_node_without_cards_has_no_fraction_and_no_known_total() -> None:
 def test_what_does_not_fit_is_refused_with_sum_and_ways_out(
     changes: dict[str, object], text: str, valid: str
 ) -> None:
-    excess = overbooked(node(**changes))
+    excess = node(**changes).overbooked
     assert excess is not None
     assert (excess.text, excess.valid) == (text, valid)
 
@@ -124,13 +124,13 @@ def test_following_either_advice_makes_it_fit(
         vram_gib=total_gib,
         memory_fraction=fraction,
     )
-    excess = overbooked(one)
+    excess = one.overbooked
     if excess is None:
         found = node_budget("pc1", one, config_of({"pc1": one.model_dump()}))
         assert found.card_allowed_bytes is not None
         assert found.card_budget_bytes <= found.card_allowed_bytes
         return
     fewer, _, smaller = excess.valid.rpartition("vram_per_worker_gib <= ")
-    assert overbooked(one.model_copy(update={"vram_per_worker_gib": float(smaller)})) is None
+    assert one.model_copy(update={"vram_per_worker_gib": float(smaller)}).overbooked is None
     if fewer:
-        assert overbooked(one.model_copy(update={"workers": int(fewer.split()[2])})) is None
+        assert one.model_copy(update={"workers": int(fewer.split()[2])}).overbooked is None

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.config.capacity import MAX_WORKERS_PER_CARD
-from orchestrator.config.schema import Config
+from orchestrator.config.schema import MAX_WORKERS_PER_CARD, Config
 from orchestrator.core.fleet import NodeFact
 from orchestrator.core.placement import (
     Missing,

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.config.capacity import overbooked
 from orchestrator.config.load import config_from_data, load_config
 from orchestrator.config.schema import Config
 from orchestrator.core.placement import node_budget
@@ -101,7 +100,7 @@ def test_the_rehearsal_fits_where_the_real_thing_does(
     assert 0 < scaled.scale <= scale
     assert limit_bytes is None or budgets_bytes(scaled.config) <= limit_bytes
     for name, node in scaled.config.nodes.items():
-        assert overbooked(node) is None
+        assert node.overbooked is None
         small, large = (
             node_budget(name, node, scaled.config),
             node_budget(name, before.nodes[name], before),
@@ -143,3 +142,19 @@ def test_a_rehearsal_leaves_a_card_without_room_alone(tmp_path: Path) -> None:
     full = script_cards(tmp_path / "cards.json", scripted_card())
     done = python("-c", DEVICE, cwd=ROOT, **full)
     assert (done.stdout, done.stderr) == ("cpu\n", "")
+
+
+TWO_CARDS = """
+from orchestrator.config.load import config_from_text, dump_config, load_config
+from orchestrator.run.environment import in_rehearsal
+two = ("nodes.pc1.gpus=2", "nodes.pc1.workers=14")
+config = in_rehearsal(load_config("cluster.yaml", two)).config
+assert config_from_text(dump_config(config), "stored") == config
+print(config.nodes["pc1"].gpus, config.nodes["pc1"].workers)
+"""
+
+
+def test_two_cards_rehearsed_on_one_are_stored_as_what_can_be_resumed(tmp_path: Path) -> None:
+    empty = script_cards(tmp_path / "cards.json", scripted_card(total_bytes=80 * GIB, used_bytes=0))
+    done = python("-c", TWO_CARDS, cwd=ROOT, **empty)
+    assert (done.stdout, done.stderr) == ("1 14\n", "")

@@ -210,12 +210,10 @@ def test_cudnn_tries_its_kernels_where_sizes_are_few(keys: dict[str, Any], searc
 
 
 def test_keys_of_earlier_versions_are_refused_with_what_holds_instead() -> None:
-    for key, value in {"attention": "math", "channels_last": True, "non_blocking": False}.items():
-        with pytest.raises(
-            ValidationError, match=f"{key}: {value} is of an earlier version; leave"
-        ):
+    for key, value in {"attention": "math", "persistent": False, "min_seq": 8}.items():
+        with pytest.raises(ValidationError, match="is no key any more; valid: leave it out: "):
             TrainSettings(**{key: value})
-    as_it_was = {"attention": "auto", "channels_last": "auto", "compile_mode": "default"}
+    as_it_was = {"attention": "auto", "channels_last": "auto", "persistent": True}
     assert TrainSettings(**as_it_was) == TrainSettings(), "a run of before can be exported"
     assert TrainSettings().fingerprint()["attention"] == "'auto'", "and gone on from"
 

@@ -27,25 +27,25 @@ FOLDER_PRESETS: Final = {
     "hf-pairs": "workers.hf.pairs:pairs_task",
 }
 
-_Start: TypeAlias = Annotated[
-    str,
-    Field(
-        pattern=r"^\d[\w-]*(?:/[A-Za-z0-9][\w.-]*)+$", description="RUN_ID/SLOT of an earlier run"
-    ),
-]
+_Start: TypeAlias = Annotated[str, Field(pattern=r"^\d[\w-]*(?:/[A-Za-z0-9][\w.-]*)+$")]
 
 #: A step in which torch compiles took 22 to 47 s on an idle PC (ml-engineering, torch 2.13). Ten
 #: times that: workers compile at the same time, with one thread each.
 _COMPILING_S: Final = 600.0
 
-#: Keys of earlier versions, each with the value that it has always now, and what to do instead.
-#: With that value a key is passed over, so that runs of before can be exported and gone on from.
+#: Keys of earlier versions, each with the value that was its default, and what to do instead. With
+#: that value a key is passed over, so that runs of before can be exported and gone on from.
 _GONE: Final[dict[str, tuple[object, str]]] = {
     "attention": ("auto", "torch takes the fastest kernel that can run"),
     "channels_last": ("auto", "pictures have that order on a card, in bf16 and fp16"),
+    "cudnn_benchmark": (False, "cuDNN's search is tried where train.micro is a number"),
     "compile_mode": ("default", "train.compile is torch.compile's default mode"),
+    "min_seq": (None, "train.documents, with text of your own, has samples of unequal length"),
     "non_blocking": (True, "pinned batches are always copied while the card computes"),
+    "persistent": (True, "the loader's processes always stay"),
     "ram_cache": (False, "samples are prepared once, in a file that the system keeps in free RAM"),
+    "set_to_none": (True, "gradients are always set to none"),
+    "start_method": ("forkserver", "a fork server always starts the loader's processes"),
 }
 
 #: Of these, what a checkpoint of before has in its fingerprint.
@@ -59,6 +59,15 @@ _FREE: Final = {
     "states_on_host", "compile", "loader_workers", "prefetch", "pin",
     "activations_on_host", "ema_on", "save_every_s", "checkpoints",
 }  # fmt: skip
+
+
+class GoneKeyError(ValueError):
+    """A key of an earlier version, with a value other than what holds always now."""
+
+    def __init__(self, key: str, instead: str) -> None:
+        """Name the key, and what holds instead."""
+        super().__init__(f"is no key any more; valid: leave it out: {instead}")
+        self.key = key
 
 
 def _valid_preset(preset: str) -> str:
@@ -90,7 +99,9 @@ class TrainSettings(BaseModel):
     preset: Annotated[str, AfterValidator(_valid_preset)] = "gpt-nano"
     model: Annotated[str, Field(min_length=1)] | None = None
     """The folder of the presets `hf-causal` and `hf-pairs`."""
-    start: _Start | None = Field(default=None, alias="from")
+    start: _Start | None = Field(
+        default=None, alias="from", description="RUN_ID/SLOT of an earlier run"
+    )
     """`train.from`: whose weights this training begins with; `None`: those of preset or folder."""
     slots: Annotated[int, Field(ge=1)] | None = None
     """How many slots train, each by its own seed; `None`: the first alone trains a folder, and all
@@ -179,11 +190,9 @@ class TrainSettings(BaseModel):
         if not isinstance(given, dict):
             return given
         for key in given.keys() & _GONE.keys():
-            value, instead = _GONE[key]
-            _refuse_if(
-                given[key] != value,
-                f"{key}: {given[key]} is of an earlier version; leave the key out: {instead}",
-            )
+            always, instead = _GONE[key]
+            if given[key] != always:
+                raise GoneKeyError(key, instead)
         return {key: value for key, value in given.items() if key not in _GONE}
 
     @model_validator(mode="after")

@@ -25,7 +25,6 @@ from typing import Annotated, Any, Final, TypeAlias
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from orchestrator.config.byte_size import parse_bytes
 from orchestrator.control import queue, slots
 from orchestrator.core.user_commands import Do
 from orchestrator.errors import ArchiveError, UsageError, one_line
@@ -234,7 +233,7 @@ def _given(command: _Command, frame: Frame) -> str:
     """
     do, names, folder = command.do, command.names, frame.run.folder
     if isinstance(do, Do):
-        amount_bytes = None if command.amount is None else parse_bytes(command.amount)
+        amount_bytes = None if command.amount is None else slots.parse_bytes(command.amount)
         answer = slots.send(
             folder, do, names, by="web", amount_bytes=amount_bytes, identity=command.id
         )
