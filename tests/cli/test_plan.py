@@ -165,10 +165,10 @@ def test_a_person_reads_the_parts_the_verdict_and_what_to_change(small: dict[str
     )
     sentence = last.splitlines()[-1]
     assert sentence.startswith(
-        "pc4: does not fit: the smallest step, with all 12 blocks recomputed, needs 2685 MiB, "
+        "pc4: does not fit: the smallest step, with all 12 blocks recomputed, needs 2619 MiB, "
     )
     assert sentence.endswith(
-        "set nodes.pc4.vram_per_worker_gib to 3.29 or more, or lower train.seq, or take a smaller model"
+        "set nodes.pc4.vram_per_worker_gib to 3.22 or more, or lower train.seq, or take a smaller model"
     )
 
 
