@@ -268,15 +268,16 @@ def train_trials(train: TrainSettings, *, on_card: bool) -> list[Trial]:
 
 
 def for_rehearsal(trials: Sequence[Trial]) -> list[Trial]:
-    """Return one value of each key that tuned.yaml may get and that is quick to begin: what fits
-    into minutes on two cores.
+    """Return the values of keys that tuned.yaml may get and that are quick to begin: what fits into
+    minutes on two cores.
     """
-    first: dict[str, Trial] = {}
-    for trial in trials:
-        is_possible = trial.verdict is not LeverVerdict.UNAVAILABLE
-        if trial.parity_class in CHOSEN and is_possible and trial.lever != "compile":
-            first.setdefault(trial.lever, trial)
-    return list(first.values())
+    return [
+        trial
+        for trial in trials
+        if trial.parity_class in CHOSEN
+        and trial.verdict is not LeverVerdict.UNAVAILABLE
+        and trial.lever != "compile"
+    ]
 
 
 def named(trials: Sequence[Trial], names: Sequence[str]) -> list[Trial]:

@@ -1,8 +1,7 @@
 """What `workers.capped` sets for a card, without a card: scripted cards, and a torch that records.
 
-The torch of most tests reads the variables as 2.13's headers say and queues calls as its
-`_lazy_call`; one test uses torch itself with the C functions below it replaced. That a real
-allocator refuses past the cap is not shown.
+The torch of these tests reads the variables as 2.13's headers say and queues calls as its
+`_lazy_call`. That a real allocator refuses past the cap is for `gpu/test_own_programs.py`.
 """
 
 from __future__ import annotations
@@ -62,26 +61,6 @@ names = ("WORKERS_CAPPED", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 print(json.dumps([before, gib, [os.environ.get(name) for name in names],
                   resource.getrlimit(resource.RLIMIT_DATA)[0], len(torch.cuda.queued),
                   torch.cuda.current]))
-"""
-
-REAL = """
-from types import SimpleNamespace
-import torch
-from workers.capped.hook.sitecustomize import AfterTorch
-began, fractions = [], {0: 0.5, 1: 0.5}
-torch._C._cuda_getDeviceCount = torch.cuda.device_count = lambda: 2
-torch._C._cuda_isInBadFork = lambda: False
-torch._C._cuda_init = lambda: began.append(True)
-torch._C._cuda_getDevice = lambda: 0
-torch._C._cuda_getMemoryFraction = lambda card: fractions[card]
-torch._C._cuda_setMemoryFraction = lambda fraction, card: fractions.update({card: fraction})
-torch.cuda._cudart = object()
-totals = [8 * 2**30, 24 * 2**30]
-torch.cuda._get_device_properties = lambda card: SimpleNamespace(total_memory=totals[card])
-torch.cuda._lazy_call(lambda: AfterTorch("4")._lower(torch))
-print(began, end=" ")
-torch.cuda.init()
-print(began, fractions[0], round(24 * fractions[1], 6))
 """
 
 Look = Callable[..., Any]
@@ -154,9 +133,3 @@ def test_without_a_visible_card_the_kernel_keeps_the_cap(look: Look, visible: st
 def test_torch_without_its_allocator_is_refused(look: Look, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="torch keeps no cap; unset it"):
         look(PYTORCH_NO_CUDA_MEMORY_CACHING="1")
-
-
-@pytest.mark.torch
-def test_torch_itself_makes_the_queued_call_when_it_begins(tmp_path: Path) -> None:
-    done = python("-c", REAL, cwd=tmp_path)
-    assert done.stdout == "[] [True] 0.5 4.0\n", done.stderr

@@ -6,7 +6,6 @@ No verb here starts a cluster.
 from __future__ import annotations
 
 import os
-import pickle
 import signal
 import subprocess
 from pathlib import Path
@@ -14,13 +13,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from orchestrator.errors import (
-    ConfigError,
-    NoClusterError,
-    OrchestratorError,
-    PreflightError,
-    Problem,
-)
 from tests.cli.conftest import Command
 from tests.scene import COMMAND, PATIENCE_S, ROOT, only_object, orchestrator, python, wait_for
 
@@ -250,45 +242,7 @@ def test_a_run_without_a_cluster_is_an_object_and_a_summary(nowhere: Path) -> No
     assert only_object((folder / "summary.json").read_text())["exit_code"] == 3
 
 
-PROBLEM = Problem("cluster.yaml", 7, "nodes.pc1.workers", "0 is too small", "at least 1")
-LONG = Problem("--set " + "a" * 5000, None, "b" * 5000, "is too long", None)
-
-
-@pytest.mark.parametrize(
-    ("problem", "expected"),
-    [
-        (PROBLEM, "cluster.yaml:7: nodes.pc1.workers: 0 is too small; valid: at least 1"),
-        (Problem("cluster.yaml", None, None, "is empty", None), "cluster.yaml: is empty"),
-        (
-            Problem("a\nb", 1, "k\x1b[2J", "t\r\u2028\ud800x", "v\0"),
-            "a\\nb:1: k\\x1b[2J: t\\r\\u2028\\ud800x; valid: v\\x00",
-        ),
-        (LONG, f"--set {'a' * 127}…{'a' * 50}: {'b' * 133}…{'b' * 50}: is too long"),
-    ],
-)
-def test_a_problem_is_one_short_printable_line(problem: Problem, expected: str) -> None:
-    assert expected == str(problem)
-    assert expected.isprintable()
-
-
 def test_what_was_typed_wrongly_steers_no_terminal(command: Command) -> None:
     done = command("plan", "\x1b[2J\u202e")
     assert done.returncode == 2
     assert "unexpected extra argument(s) (\\x1b[2J\\u202e)" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("error", "exit_code", "text"),
-    [
-        (ConfigError(p for p in [PROBLEM, PROBLEM]), 2, f"{PROBLEM}\n{PROBLEM}"),
-        (NoClusterError("no cluster at auto"), 3, "no cluster at auto"),
-        (PreflightError(["pc2 is missing", "pc1 has 0 GPUs"]), 3, "pc2 is missing\npc1 has 0 GPUs"),
-    ],
-)
-def test_errors_say_how_to_exit_and_survive_pickling(
-    error: OrchestratorError, exit_code: int, text: str
-) -> None:
-    for same in (error, pickle.loads(pickle.dumps(error))):  # noqa: S301  # our own bytes
-        assert type(same) is type(error)
-        assert (same.exit_code, str(same)) == (exit_code, text)
-        assert getattr(same, "problems", None) == getattr(error, "problems", None)

@@ -9,7 +9,6 @@ import shutil
 import signal
 import sqlite3
 import subprocess
-from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -17,10 +16,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.cli import jobs as verbs
-from orchestrator.cli.jobs import read_file
 from orchestrator.control.queue import waiting
-from orchestrator.core.placement import Target
 from orchestrator.jobs.codec import event_of
 from orchestrator.jobs.model import (
     AttemptBegun,
@@ -35,7 +31,6 @@ from orchestrator.jobs.model import (
     Submitted,
     UserOrder,
 )
-from orchestrator.jobs.sweep import expand
 from orchestrator.record.jobs import queue_snapshot
 from orchestrator.record.output import OutputFiles
 from orchestrator.record.store import STORE_NAME, RunStore
@@ -44,7 +39,6 @@ from tests.factories import (
     FACTS,
     STARTED_UNIX_S,
     add_event,
-    config_of,
     event,
     make_job,
     make_standing,
@@ -341,28 +335,3 @@ def test_a_sweep_whose_members_names_are_taken_is_refused(command: Command) -> N
     done = command("jobs", "submit", "lr.yaml")
     assert done.returncode == 2
     assert "lr.yaml:2: the queue has another job lr-0" in done.stderr
-
-
-@pytest.mark.usefixtures("nowhere")
-@pytest.mark.parametrize(
-    ("device", "node", "expected"),
-    [
-        (None, {"gpu": "rtx-3090"}, 7),
-        ("cpu", {"gpu": "rtx-3090"}, 3),
-        (None, {"gpu": "cpu", "gpus": 0, "vram_per_worker_gib": 1.0}, 3),
-    ],
-)
-def test_what_a_job_needs_depends_on_its_target(
-    monkeypatch: pytest.MonkeyPatch, device: str | None, node: dict[str, object], expected: int
-) -> None:
-    """The prediction, which takes seconds, is a stand-in: 7 on a card, 3 on a processor."""
-
-    def least_room_of(jobs: Sequence[Job], _: object, *, on_card: bool) -> dict[str, int]:
-        return {job.name: 7 if on_card else 3 for job in jobs}
-
-    monkeypatch.setattr(verbs, "least_room_of", least_room_of)
-    config = config_of({"pc1": node})
-    Path("one.yaml").write_text("jobs: [{name: a, train: {lr: 1e-3}}]")
-    jobs = expand(read_file("one.yaml", config))
-    (record,) = verbs.submitted(jobs, config, Target(device=device))
-    assert record.least_bytes == expected

@@ -260,30 +260,6 @@ def test_the_heads_address_is_typed_else_configured_else_its_host_else_this_pcs(
     assert re.fullmatch(f"--address={address}", command.argv[2])
 
 
-def test_executing_runs_the_steps_then_ray_with_the_mark(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A stand-in for `ray` beside this Python, because nothing may really be started here."""
-    tool = f"import os, sys\nopen('{tmp_path}/argv', 'w').write(' '.join(sys.argv[1:]))\n"
-    tool += f"open('{tmp_path}/environment', 'w').write('\\n'.join('='.join(each) for each in os.environ.items()))\n"
-    for name, text in (
-        ("ray", f"{tool}sys.exit(5)\n"),
-        ("python", f'#!/bin/sh\nexec {sys.executable} "$@"\n'),
-    ):
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o700)
-    (tmp_path / ".ray").mkdir()
-    (tmp_path / ".ray" / "auth_token").write_text("secret")
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    monkeypatch.setenv("HOME", str(tmp_path))
-    command = command_for(REFERENCE, "pc1", "h:6379")
-    assert execute(command) == 5
-    assert (tmp_path / "argv").read_text().split() == list(command.argv[1:])
-    environment = (tmp_path / "environment").read_text().splitlines()
-    assert {f"{NODE_MARK}=pc1", "RAY_AUTH_MODE=token"} <= set(environment)
-    assert (tmp_path / ".ray" / "auth_token").stat().st_mode & 0o777 == 0o600
-
-
 def test_without_a_token_nothing_starts_and_it_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -88,13 +88,6 @@ def deaf() -> Iterator[Address]:
         yield address
 
 
-def test_a_node_that_listens_answers_and_is_asked_once_a_look(raylet: Raylet) -> None:
-    watch = Watch(pc1=raylet.address)
-    for _ in range(10):
-        assert watch.look() == frozenset()
-        assert raylet.take() == 1
-
-
 def test_a_closed_port_is_silent_after_two_refusals(raylet: Raylet) -> None:
     watch = Watch(pc1=raylet.address)
     watch.look()
@@ -107,18 +100,6 @@ def test_a_closed_port_is_silent_after_two_refusals(raylet: Raylet) -> None:
         # Said by the machine itself: what a worker that outlives its raylet reports does not speak
         # against it.
         assert watch.pulse.refuses("pc1")
-
-
-def test_a_node_that_listens_again_answers_again(raylet: Raylet) -> None:
-    watch = Watch(pc1=raylet.address)
-    watch.look()
-    raylet.end()
-    for _ in range(REFUSALS):
-        watch.look()
-    with socket.create_server(raylet.address):
-        assert watch.look() == frozenset()
-    assert watch.look() == frozenset(), "the refusals of before are forgotten"
-    assert watch.look() == {"pc1"}
 
 
 @linux_only

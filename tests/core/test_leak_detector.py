@@ -39,19 +39,6 @@ def after(statuses: Iterable[Status], watch: LeakWatch = NO_WATCH) -> LeakWatch:
 
 
 @given(
-    each_bytes=st.integers(1, 10 * MIB),
-    start_bytes=st.integers(0, 1000 * MIB),
-    statuses=st.integers(UNTIL_KNOWN, 200),
-)
-def test_memory_that_grows_with_every_slice_is_found_to_the_byte(
-    each_bytes: int, start_bytes: int, statuses: int
-) -> None:
-    watch = after(told(start_bytes + index * each_bytes) for index in range(statuses))
-    # From the last report of the base, the ninth, to the oldest of the five recent ones.
-    assert watch.growth_bytes == (statuses - UNTIL_KNOWN + 1) * each_bytes
-
-
-@given(
     low=st.integers(0, 1000),
     teeth=st.lists(st.integers(0, 500), min_size=2, max_size=5),
     first=st.integers(0, 4),
@@ -82,11 +69,6 @@ def test_other_work_is_judged_from_the_beginning(change: dict[str, object]) -> N
     assert observe(watch, other).growth_bytes == 0
 
 
-def test_on_a_cpu_tensors_are_not_counted_twice() -> None:
-    tensors = [replace(MEMORY, allocated_bytes=index * MIB) for index in range(30)]
-    assert after(told(100 * MIB, memory=memory) for memory in tensors).growth_bytes == 0
-
-
 def test_on_a_card_tensors_are_added_to_what_is_resident() -> None:
     tensors = [replace(MEMORY, allocated_bytes=index * MIB) for index in range(UNTIL_KNOWN)]
     assert (
@@ -97,24 +79,6 @@ def test_on_a_card_tensors_are_added_to_what_is_resident() -> None:
         for index, memory in enumerate(tensors)
     )
     assert both.growth_bytes == 2 * MIB
-
-
-@pytest.mark.parametrize(
-    "unknown",
-    [
-        told(None),
-        told(900 * MIB, device=None),
-        told(900 * MIB, memory=None),
-        told(None, size=1, incarnation=7),
-    ],
-    ids=["no resident memory", "no device", "no memory", "no resident memory of other work"],
-)
-def test_a_status_that_measured_nothing_changes_nothing(unknown: Status) -> None:
-    watch = NO_WATCH
-    for _ in range(UNTIL_KNOWN + 5):
-        assert observe(watch, unknown) == watch
-        watch = observe(watch, told(100 * MIB))
-    assert watch.growth_bytes == 0
 
 
 def training(

@@ -11,8 +11,6 @@ from orchestrator.core.slot import (
     Abandon,
     Close,
     HeadState,
-    Held,
-    Hold,
     NodeJoined,
     NodeLeft,
     Phase,
@@ -57,19 +55,6 @@ def test_another_process_of_the_actor_means_that_the_slots_has_died(begun: bool)
     assert scene.slot.counts.steps_ok == (4 if begun else 0)
 
 
-def test_a_held_process_that_ends_is_not_replaced_before_it_is_wanted() -> None:
-    for event in ("end", "actor"):
-        scene = Scene.working()
-        scene.feed(Held(hold=Hold.PAUSE))
-        scene.feed(scene.status(is_held=True))
-        assert scene.slot.ready
-        told = scene.end() if event == "end" else scene.status(actor="pc1:2", is_up=False)
-        assert scene.deeds(told) == []
-        assert (scene.slot.phase, scene.slot.ready, scene.slot.restarts) == (Phase.HELD, False, 0)
-        assert scene.slot.reason == "it gets no work, and its process has ended, until `unpause`"
-        assert not scene.orders().runs
-
-
 def test_deaths_further_apart_than_the_window_are_not_added_up() -> None:
     scene = Scene.working(max_deaths=2)
     for _ in range(5):
@@ -112,17 +97,6 @@ def test_the_back_off_is_no_part_of_the_start_timeout() -> None:
     scene.feed(Tick(), later_s=600)
     scene.feed(scene.unreached())
     assert scene.slot.phase is Phase.WORKING
-
-
-def test_a_process_that_dies_at_its_start_has_died() -> None:
-    scene = Scene.joined()
-    for deaths in range(1, RULES.max_deaths):
-        scene.feed(scene.end(), later_s=1.0)
-        assert scene.slot.restarts == deaths
-        assert scene.slot.state is HeadState.RESTARTING
-        scene.feed(Tick(), later_s=RULES.restart_backoff_max_s)
-    assert scene.deeds(scene.end(), later_s=1.0) == [Abandon()]
-    assert scene.slot.failure is SlotFailure.DIED
 
 
 def test_a_slot_that_never_comes_up_is_given_up() -> None:
@@ -176,16 +150,6 @@ def test_a_step_that_may_be_slow_is_waited_for(
             scene.feed(scene.quiet(seconds))
         scene.feed(Tick(), later_s=0.0 if answers else seconds - (limit_s if restarts else 0.0))
         assert scene.slot.restarts == restarts
-
-
-def test_a_hung_process_is_told_with_the_line_at_which_it_stands() -> None:
-    scene = Scene.working()
-    scene.feed(scene.quiet(61, stands_at="train.py:7 in step"))
-    scene.feed(Tick())
-    assert scene.slot.reason == (
-        "told nothing for 61 s, and its process used no CPU and no card, at train.py:7 in step; "
-        "its process was ended"
-    )
 
 
 @pytest.mark.parametrize(
@@ -244,19 +208,6 @@ def test_deaths_just_before_a_node_leaves_are_the_nodes(died_before_s: float, bl
     scene.feed(scene.status())
     scene.feed(scene.end())
     assert (scene.slot.phase is Phase.PAUSING) == blamed
-
-
-def test_the_process_of_a_node_that_comes_back_is_the_next_one() -> None:
-    scene = Scene.working()
-    scene.feed(NodeLeft())
-    assert (scene.orders().actor, scene.orders().runs) == (None, False)
-    scene.feed(NodeJoined())
-    assert scene.orders().incarnation == 1
-    for actor in ("pc1:1", "pc1:2"):  # it was only cut off, or it was started again
-        back = Scene.working()
-        back.slot = scene.slot
-        back.feed(back.status(actor=actor, incarnation=0))
-        assert (back.slot.restarts, back.orders().begin is None) == (0, False)
 
 
 class Leaking(Scene):

@@ -226,13 +226,6 @@ def test_shares_are_fair_after_a_while_and_stay_as_they_are(world: World, draw: 
     assert [person.told_bytes for person in world.people] == before
 
 
-@pytest.mark.parametrize("wants", [1.0, 0.3])
-def test_where_all_caps_fit_every_lease_is_its_cap(wants: float) -> None:
-    world = crowd([3 * GIB] * 4, [wants] * 4)
-    world.seconds(SETTLED_S, seeded(1))
-    assert all(person.told_bytes == person.cap_bytes for person in world.people)
-
-
 def test_small_noise_moves_next_to_no_lease() -> None:
     world, draw, moves = four(), seeded(1), 0
     world.seconds(SETTLED_S, draw, 0.01)
@@ -257,28 +250,6 @@ def test_a_process_begins_with_nothing_and_is_given_its_share_as_others_shrink()
     world.seconds(8, draw)
     assert world.broken == 0
     assert newcomer.held_bytes >= world.least_fair_bytes(newcomer)
-
-
-def test_a_raise_waits_for_a_neighbour_that_has_not_shrunk_yet() -> None:
-    world, draw = crowd([16 * GIB] * 2), seeded(1)
-    stubborn, newcomer = world.people
-    newcomer_slot = world.slots[newcomer.slot]
-    world.slots[newcomer.slot] = replace(newcomer_slot, phase=Phase.HELD)
-    for _ in range(5):
-        world.report(stubborn)
-    held_bytes = stubborn.held_bytes
-    assert held_bytes == stubborn.cap_bytes, "alone it has no lease"
-    world.slots[newcomer.slot] = newcomer_slot
-    world.start(newcomer)
-    for _ in range(8):
-        world.report(newcomer)
-        world.report(stubborn)
-        stubborn.held_bytes = held_bytes
-        assert newcomer.told_bytes <= world.there_bytes - held_bytes
-        assert stubborn.told_bytes > 0.4 * world.there_bytes, "no less than its share"
-    assert stubborn.told_bytes < 0.8 * held_bytes
-    world.seconds(8, draw)
-    assert newcomer.told_bytes == pytest.approx(stubborn.told_bytes, rel=0.06)
 
 
 def test_a_short_lack_lowers_at_once_and_raises_after_three_statuses() -> None:
@@ -324,18 +295,6 @@ def test_a_starved_job_lends_its_share_and_is_asked_again_each_minute() -> None:
         a < 0.1 < b for a, b in zip(shares[SETTLED_S:], shares[SETTLED_S + 1 :], strict=False)
     )
     assert 2 <= asked <= 4
-
-
-def test_a_starved_job_comes_back_when_the_card_has_more() -> None:
-    world, draw = four(0.6), seeded(1)
-    starved = world.people[0]
-    starved.wants_bytes = 0
-    for _ in range(SETTLED_S):
-        for person in draw.sample(world.people, 4):
-            world.report(person, starving=person is starved)
-    world.outside_bytes, starved.wants_bytes = 0, starved.cap_bytes
-    world.seconds(10, draw)
-    assert starved.held_bytes >= world.least_fair_bytes(starved)
 
 
 def test_the_users_cap_bounds_a_lease_and_leaves_the_rest_to_the_others() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -17,16 +16,13 @@ from orchestrator.core.placement import (
     SlotPlan,
     Target,
     idle_line,
-    memory_settings,
     node_budget,
     plan_slots,
     refusals,
     unnamed,
 )
 from tests.factories import REFERENCE, config_of
-from tests.scene import GUIDES
-from workers.training.settings import TrainSettings
-from workers.units import GIB, MIB
+from workers.units import GIB
 
 PC1 = NodeFact(name="pc1", node_id="a", address="10.0.0.1", cpus=56.0, gpus=1.0)
 PC2 = NodeFact(name="pc2", node_id="b", address="10.0.0.2", cpus=12.0, gpus=1.0)
@@ -74,24 +70,6 @@ def test_a_reference_worker_gets_the_numbers_of_its_guide(
     assert spec.workload.dtype == "fp16"
 
 
-def test_the_train_section_reaches_every_worker_flat() -> None:
-    plans = plan_slots(
-        config_of({"pc1": {"workers": 2}}, train={"steps": 7, "micro": 3, "ema_decay": 0.9}),
-        Target(),
-    )
-    for plan in plans:
-        settings = plan.spec.workload.settings
-        assert settings == {
-            **TrainSettings().model_dump(),
-            "steps": 7,
-            "micro": 3,
-            "ema_decay": 0.9,
-        }
-        assert all(
-            value is None or isinstance(value, str | int | float) for value in settings.values()
-        )
-
-
 def test_one_slot_trains_a_folder_unless_more_are_asked_for() -> None:
     folder = {"preset": "hf-causal", "model": "m", "data": "d"}
     training, pcs = {"name": "train"}, {"pc1": {"workers": 7}, "pc2": {"workers": 3}}
@@ -105,12 +83,6 @@ def test_one_slot_trains_a_folder_unless_more_are_asked_for() -> None:
     nano = config_of(pcs, workload=training)
     assert len(plan_slots(nano, Target())) == 10
     assert idle_line(nano, plan_slots(nano, Target())) is None
-
-
-def test_the_memory_section_reaches_every_worker_in_bytes() -> None:
-    expected = replace(GUIDES, failures_per_minute=6, leave_free_bytes=128 * MIB)
-    assert memory_settings(REFERENCE) == expected
-    assert {plan.spec.memory for plan in plan_slots(REFERENCE, Target())} == {expected}
 
 
 @pytest.mark.parametrize(

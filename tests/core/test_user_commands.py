@@ -11,11 +11,8 @@ from orchestrator.core.slot import (
     Abandon,
     Drain,
     Event,
-    HeadState,
     Held,
     Hold,
-    NodeJoined,
-    NodeLeft,
     Phase,
     Place,
     Reinstated,
@@ -154,39 +151,6 @@ def test_a_process_that_hangs_before_its_hold_is_not_replaced(
     assert (scene.slot.phase, scene.slot.restarts) == (Phase.HELD, 1)
     assert not scene.slot.runs
     scene.feed(Unheld())
-    assert (scene.orders().incarnation, scene.orders().runs) == (1, True)
-
-
-def test_a_paused_process_keeps_its_memory_and_goes_on() -> None:
-    scene = slot_in("running")
-    assert hold(scene, Hold.PAUSE) == []
-    assert (scene.orders().holds, scene.orders().runs) == (True, True)
-    assert scene.slot.state is HeadState.HELD
-    assert scene.deeds(Unheld(), later_s=1000) == []
-    assert (scene.orders().holds, scene.orders().incarnation) == (False, 0)
-    assert (scene.slot.state, scene.slot.counts.steps_ok) == (WorkerState.RUNNING, 3)
-    scene.feed(Tick(), later_s=1)
-    assert scene.slot.reason == "steady"
-
-
-def test_a_drained_process_ends() -> None:
-    scene = slot_in("running")
-    assert hold(scene, Hold.DRAIN) == [Abandon()]
-    assert scene.deeds(Unheld()) == [Place()]
-    assert (scene.orders().incarnation, scene.slot.counts.steps_ok) == (1, 3)
-
-
-def test_a_held_slot_stays_held_while_its_node_comes_and_goes() -> None:
-    scene = slot_in("held")
-    scene.feed(NodeLeft())
-    assert scene.slot.state == HeadState.HELD
-    assert scene.slot.reason == "it gets no work until `unpause`; its node has left the cluster"
-    assert scene.deeds(NodeJoined(), later_s=100) == []
-    assert (scene.slot.phase, scene.orders().runs) == (Phase.HELD, False)
-    scene.feed(NodeLeft())
-    scene.feed(Unheld())
-    assert (scene.slot.phase, scene.slot.state) == (Phase.ABSENT, HeadState.LOST)
-    scene.feed(NodeJoined())
     assert (scene.orders().incarnation, scene.orders().runs) == (1, True)
 
 

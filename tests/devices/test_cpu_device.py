@@ -120,34 +120,6 @@ class TestWall:
         )
 
 
-def in_between(spec: WorkerSpec) -> Found:
-    device = CpuDevice(spec)
-    cap_bytes = device.info.cap_bytes
-    beside = block(2 * cap_bytes)  # what Ray or Python may take between two steps
-    free_bytes = device.free_bytes()
-    with device.enforced():
-        blocks, _ = fill(MIB)
-        obtained_bytes = sum(each.nbytes for each in blocks)
-        del blocks
-    del beside
-    with device.enforced():
-        blocks, _ = fill(MIB)
-        obtained_later_bytes = sum(each.nbytes for each in blocks)
-    return {
-        "cap": cap_bytes,
-        "free": free_bytes,
-        "obtained": obtained_bytes,
-        "later": obtained_later_bytes,
-    }
-
-
-def test_what_others_take_and_give_back_changes_nothing(in_child: InChild) -> None:
-    found = in_child(in_between, spec_of(budget_bytes=BUDGET_BYTES))
-    assert found["free"] >= 0.95 * found["cap"]
-    for obtained_bytes in (found["obtained"], found["later"]):
-        assert 0.98 * found["cap"] - MIB <= obtained_bytes <= found["cap"]
-
-
 # --- giving back
 
 

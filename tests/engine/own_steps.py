@@ -42,21 +42,6 @@ class Squares(Workload):
         pass
 
 
-class Uneven(Squares):
-    """Every 17th step takes six times as much as the others."""
-
-    squares = 1
-
-    def __init__(self, context: WorkloadContext) -> None:
-        super().__init__(context)
-        self.steps = 0
-
-    def step(self, size: int, batch: int) -> StepResult:
-        self.steps += 1
-        self.work(size, 6 if self.steps % 17 == 0 else 1)
-        return StepResult(flop=1.0)
-
-
 class Leaking(Squares):
     """Keeps 2 MiB more with each step, where `release` does not reach."""
 

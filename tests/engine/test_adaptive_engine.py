@@ -141,14 +141,6 @@ class TestLease:
         assert ("gave_way", 80 * MIB) in told[:last_cut]
         assert "grew" in dict(told[last_cut:])
 
-    def test_less_than_its_smallest_step_is_an_emergency(self, in_child: InChild) -> None:
-        reports = in_child(turns, ALL_SQUARES, leases(None, MIB // 2, MIB // 2, *[None] * 27))
-        states = [report.state for report in reports]
-        assert states == ["RUNNING", "EMERGENCY", "EMERGENCY", *["RUNNING"] * 27]
-        assert failures(reports) == 0
-        assert all("the smallest" in report.reason for report in reports[1:3])
-        assert share_held(reports[-1]) >= 0.9
-
 
 def rows(workload: type = Rows, **changes: Any) -> WorkerSpec:
     settings: dict[str, Any] = {"batch": 16384, "budget_bytes": ROOMY_BUDGET_BYTES, **changes}
@@ -185,12 +177,6 @@ class TestLies:
         assert failures(reports) <= 1
         assert all(report.state is WorkerState.RUNNING for report in reports)
         assert taken_bytes(reports[-1]) >= 0.95 * reports[-1].device.cap_bytes
-
-    def test_a_workload_that_says_nothing_fits_is_not_tried(self, in_child: InChild) -> None:
-        for report in in_child(lying, rows(Liar), 1000.0, 3):
-            assert report.state is WorkerState.EMERGENCY
-            assert "the smallest step" in report.reason
-            assert (report.counts.steps_oom, report.counts.oom_count) == (0, 0)
 
 
 class TestLearned:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,11 +16,10 @@ from tests.engine.scene import begun, events, own, turn, turns
 from tests.in_child import InChild
 from tests.scene import spec_of
 from workers.engine.account import Account
-from workers.engine.between_steps import ResultChecks, ThermalControl
+from workers.engine.between_steps import ThermalControl
 from workers.messages import Status, Verdict, VerdictCause, WorkerState
-from workers.policy.base import Run
-from workers.readings import SensorReading, Throttle
-from workers.settings import THERMAL_OFF, FailureKind, ThermalSettings, WorkerSpec
+from workers.readings import Throttle
+from workers.settings import FailureKind, ThermalSettings, WorkerSpec
 from workers.testing import injected_error
 from workers.workloads.base import Workload
 
@@ -77,15 +75,6 @@ class TestHeat:
         assert "paused at 86 C, goes on below 75 C" in paused.reason
         assert [event.detail["band"] for event in events(reports, "thermal_band")] == ["NORMAL"]
         assert works(later[-1])
-
-    def test_without_thresholds_nothing_is_done_about_it(
-        self, in_child: InChild, card: Scripts
-    ) -> None:
-        card(temperature_c=99, power_w=205)
-        (report,) = in_child(turns, hot(THERMAL_OFF), [{}])
-        assert (report.state, report.counts.steps_ok) == (WorkerState.RUNNING, 1)
-        assert report.sensors is not None
-        assert (report.sensors.temperature_c, report.sensors.power_w) == (99, 205)
 
     def test_a_complaint_of_the_hardware_is_an_alarm_and_slows(
         self, in_child: InChild, card: Scripts
@@ -151,17 +140,6 @@ def test_a_hot_processor_is_no_cause_for_alarm(account: Account) -> None:
     assert heat.decision.reason == "thermal limits are off"
 
 
-def test_the_memory_is_timed_once_in_a_while(
-    account: Account, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    heat, timed = ThermalControl(spec_of(), None), []
-    heat.reading = SensorReading(memory_clock_mhz=9751)
-    for now_s in (1e9, 1e9 + 1, 1e9 + 29, 1e9 + 31):
-        monkeypatch.setattr(time, "monotonic", lambda now_s=now_s: now_s)
-        heat.measure_bandwidth(lambda now_s=now_s: timed.append(now_s), account)
-    assert timed == [1e9, 1e9 + 31]
-
-
 class TestResults:
     def test_right_results_are_checked_now_and_then(self, in_child: InChild) -> None:
         reports = in_child(turns, replace(spec_of(), check_share=0.2), [HALF] * 2)
@@ -216,26 +194,3 @@ def test_a_check_that_cannot_run_costs_the_worker_nothing(
         (r.counts.oom_count, r.counts.steps_oom, r.counts.steps_error, r.counts.verify_checks)
         for r in reports
     ] == [(0, 0, 0, 0)] * 2
-
-
-class RunsOutAtTimes(Raises):
-    def check(self, seed: int) -> None:
-        if seed % 2:
-            raise injected_error(FailureKind.DEFINITE)
-
-
-class Instant:
-    """A device on which good work takes no time."""
-
-    def timed(self, work: Callable[[], None]) -> tuple[None, float]:
-        return work(), 0.0
-
-    def release(self) -> None:
-        """Nothing is held."""
-
-
-def test_only_failed_checks_in_a_row_end_the_checks(account: Account) -> None:
-    checks, workload = ResultChecks(0.5, "pc1/0"), RunsOutAtTimes(None)
-    run = Run(size=64, batch=1)
-    costs_time = [checks.after_step(Instant(), workload, run, 1.0, account) > 0 for _ in range(20)]
-    assert costs_time == [False, True] * 10

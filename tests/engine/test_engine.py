@@ -18,8 +18,6 @@ import torch
 from tests.engine.scene import all_is_well, begun, events, names, own, turn, turns
 from tests.in_child import InChild
 from tests.scene import MIB, spec_of, vm_data_bytes
-from workers.engine.account import Account
-from workers.engine.between_steps import DutyCycle
 from workers.messages import Status, Verdict, WorkerState
 from workers.oom import MAX_PROBABLE_IN_A_ROW
 from workers.policy.base import Stages
@@ -404,22 +402,3 @@ def test_duty_is_the_share_of_time_the_device_is_busy(in_child: InChild) -> None
     )
     busy_s = sum(report.counts.busy_s for report in reports)
     assert 0.35 <= busy_s / sum(report.wall_s for report in reports) <= 0.62
-
-
-def test_rest_beyond_what_is_owed_is_no_credit() -> None:
-    duty = DutyCycle(0.5)
-    duty.worked(0.1, 1.0)
-    duty.rested(60.0)
-    duty.worked(0.1, 1.0)
-    assert duty.rest(Account(slot="pc1/0")), "some is owed again"
-
-
-def test_an_injector_with_a_seed_repeats_its_failures() -> None:
-    runs = [
-        [injector.due() for _ in range(60)]
-        for injector in (OomInjector(9, 4, seed=1) for _ in range(2))
-    ]
-    assert runs[0] == runs[1]
-    assert sum(runs[0]) == 9
-    assert not any(runs[0][:4])
-    assert runs[0][4:13] != [True] * 9, "with a seed they do not come in a row"

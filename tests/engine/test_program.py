@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -16,13 +15,12 @@ from typing import Any
 import pytest
 
 from tests.scene import MIB, ROOT, Patience, computed, spec_of, wait_for
-from workers.engine.channel import ClosedError, receive_all, send
+from workers.engine.channel import receive_all, send
 from workers.engine.pieces import SavedPieces
 from workers.engine.spec_file import read_spec, write_spec
 from workers.keeper.task import CHANNEL
 from workers.messages import (
     Begin,
-    CheckpointPiece,
     KeptBytes,
     Orders,
     Status,
@@ -89,20 +87,6 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Program]]:
         program.end.close()
 
 
-def test_it_tells_its_device_first_and_works_on_without_orders(
-    start: Callable[..., Program],
-) -> None:
-    program = start(replace(spec_of(), poll_s=0.1))
-    opened = program.until(lambda status: status.device is not None)
-    assert opened.counts.steps_ok == 0
-    assert opened.is_up
-    worked = program.until(lambda status: status.counts.steps_ok > 0)
-    more = program.until(lambda status: status.counts.steps_ok > worked.counts.steps_ok)
-    assert more.wall_s > worked.wall_s
-    counts = [status.counts.steps_ok for status in program.heard]
-    assert counts == sorted(counts), "of all since its begin"
-
-
 def test_orders_end_a_long_turn_at_once_and_a_closed_channel_the_program(
     start: Callable[..., Program],
 ) -> None:
@@ -167,22 +151,6 @@ def test_no_event_is_lost_while_it_is_not_heard(
     assert numbers == list(range(1, 501))
 
 
-def test_it_says_where_it_stands(start: Callable[..., Program], tmp_path: Path) -> None:
-    (tmp_path / "sleeps.py").write_text(
-        "import time\nfrom workers.workloads.base import Workload\nclass Sleeps(Workload):\n"
-        "    def step(self, size, batch):\n        time.sleep(3600)\n"
-        "    def release(self):\n        pass\n"
-    )
-    program = start(spec_of(name="sleeps:Sleeps"))
-    program.until(lambda status: status.device is not None)
-    printed = tmp_path / "printed"
-    patience = Patience(lambda: computed(program.process.pid))
-    while 'sleeps.py", line 5 in step' not in printed.read_text():
-        os.kill(program.process.pid, signal.SIGUSR1)
-        assert not patience.is_over(), printed.read_text()
-        time.sleep(0.1)
-
-
 def test_a_person_can_start_it(tmp_path: Path) -> None:
     path = write_spec(tmp_path, spec_of(name="no_such_workload"), 0, Begin(fresh=True))
     done = subprocess.run(
@@ -220,58 +188,6 @@ def test_a_spec_file_holds_all_that_a_worker_must_know(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
     write_spec(tmp_path, spec, 8, Begin())
     assert read_spec(path).begin() == Begin(), "a process without a copy gets none"
-
-
-def test_a_channel_that_is_not_read_is_full_and_a_closed_one_is_told() -> None:
-    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with one:
-        count = 0
-        while send(one, b"x" * 100_000):
-            count += 1
-        assert count >= 1
-        assert len(receive_all(other)) == count
-        assert receive_all(other) == []
-        assert send(one, "last")
-        other.close()
-        assert not send(one, "more")
-        with pytest.raises(ValueError, match="at most"):
-            send(one, b"x" * 300_000)
-        with pytest.raises(ClosedError):
-            receive_all(one)
-
-
-def carried(pieces: SavedPieces, saved: Path, has: bytes = b"") -> tuple[bytes, KeptBytes | None]:
-    """Take pieces as the head does, each of them twice, until there are none."""
-    kept: KeptBytes | None = None
-    while (piece := pieces.piece(str(saved), kept)) is not None:
-        assert pieces.piece(str(saved), kept) == piece, "it is sent until it is acknowledged"
-        assert pieces.pending(str(saved), kept)
-        has = _with(has, piece)
-        kept = KeptBytes(number=piece.number, size_bytes=len(has))
-    return has, kept
-
-
-def _with(has: bytes, piece: CheckpointPiece) -> bytes:
-    assert piece.offset_bytes in {0, len(has)}
-    return has[: piece.offset_bytes] + piece.data
-
-
-def test_a_saved_file_is_sent_whole_however_often_its_sender_changes(tmp_path: Path) -> None:
-    saved, pieces = tmp_path / "saved.pt", SavedPieces()
-    assert pieces.piece(None, None) is None
-    assert pieces.piece(str(saved), None) is None
-    assert not pieces.pending(str(saved), None)
-    content = os.urandom(17 * MIB)
-    saved.write_bytes(content)
-    has, kept = carried(pieces, saved)
-    assert has == content
-    assert not SavedPieces().pending(str(saved), kept), "another process asks what is there"
-    first = SavedPieces().piece(str(saved), None)
-    assert first is not None
-    half = KeptBytes(number=first.number, size_bytes=len(first.data))
-    second = SavedPieces().piece(str(saved), half)
-    assert second is not None
-    assert second.offset_bytes == len(first.data)
 
 
 def test_a_file_that_is_replaced_meanwhile_is_sent_to_its_end(tmp_path: Path) -> None:

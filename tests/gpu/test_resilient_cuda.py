@@ -1,4 +1,4 @@
-"""`resilient` on a real card: torch's own out-of-memory under a cap, measured peaks, and making room before it fails.
+"""`resilient` on a real card: torch's own out-of-memory under a cap, and making room before it fails.
 
 Run as `test_cuda.py` is. Every scenario has a process of its own, because a cap stays with its
 process.
@@ -11,13 +11,11 @@ import weakref
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-import pytest
 import torch
 
 from tests.gpu.scene import ON_A_CARD
 from tests.scene import MIB
 from workers import Retry, resilient
-from workers.elastic.card_memory import Peak, look
 from workers.resilience.attempts import Attempts, RetryRules
 
 pytestmark = ON_A_CARD
@@ -99,43 +97,6 @@ def test_the_card_has_everything_back_before_the_next_attempt(in_child: Callable
 
 
 # --- what is measured
-
-
-def room_and_peaks() -> Found:
-    cap()
-    kept = block(256 * MIB)
-    before = look()
-    assert before is not None
-    with Peak(before) as outer:
-        block(512 * MIB)
-        with Peak(look()) as inner:
-            block(128 * MIB)
-    with Peak(look()) as nothing:
-        pass
-    return {
-        "free": before.free_bytes,
-        "kept": kept.nbytes,
-        "outer": outer.bytes,
-        "inner": inner.bytes,
-        "none": nothing.bytes,
-    }
-
-
-class TestMeasuring:
-    @pytest.fixture(scope="class")
-    @staticmethod
-    def found(in_child: Callable[..., Any]) -> Found:
-        return in_child(room_and_peaks)
-
-    def test_free_is_what_the_cap_leaves(self, found: Found) -> None:
-        assert found["free"] == pytest.approx(CAP_BYTES - found["kept"], abs=4 * MIB)
-
-    def test_a_peak_is_what_came_on_top(self, found: Found) -> None:
-        assert found["inner"] == 128 * MIB
-        assert found["none"] is None
-
-    def test_one_within_another_hides_nothing(self, found: Found) -> None:
-        assert found["outer"] == 512 * MIB
 
 
 def a_neighbour_comes_and_goes() -> Found:

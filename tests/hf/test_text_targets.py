@@ -11,11 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.export.scene import CPU, gap, loaded
+from tests.export.scene import CPU, gap, loaded, trained
 from tests.hf.folders import make_folder
 from tests.scene import ROOT
-from workers.hf.export import Request, export
-from workers.training.checkpoints import Checkpoints
+from workers.hf.export import export
 from workers.training.errors import TaskError
 from workers.training.memory_plan import MemoryPlanner
 from workers.training.settings import TrainSettings
@@ -89,35 +88,15 @@ def test_text_targets_are_the_same_however_batches_are_cut(
 
 
 def test_a_trained_encoder_decoder_is_exported(tmp_path: Path) -> None:
-    settings = chosen(tmp_path, "t5", adapter="lora", steps=2)
-    run = Trainer(find_task(settings, 3), settings, CPU, 3)
-    checkpoints = Checkpoints(tmp_path / "state", run.identity)
-    checkpoints.load()
-    while not run.finished:
-        run.micro_batch(6)
-    assert checkpoints.save(run.state(), run.step)
-    assert checkpoints.wait(60)
-    files = [str(path) for path in (tmp_path / "state").glob("generation-?.pt")]
-    export(
-        Request(
-            checkpoints=files,
-            settings=settings.model_dump(),
-            seed=3,
-            run_id="r",
-            slot="pc1/0",
-            to=str(tmp_path / "out"),
-            form=None,
-            average=False,
-        )
-    )
-    batch = batch_of(run.task, 4)
+    folder = make_folder(tmp_path / "base", "t5", head="Seq2SeqLM")
+    state = tmp_path / "state"
+    run, request = trained(folder, state, pairs=True, adapter="lora", labels="text")
+    export(request(tmp_path / "out"))
+    inputs, labels = batch_of(run.task, 4)
+    given = {"input_ids": inputs[:, 0].clamp(min=0), "decoder_input_ids": labels.clamp(min=0)}
     with torch.no_grad():
-        inputs = {
-            "input_ids": batch[0][:, 0].clamp(min=0),
-            "decoder_input_ids": batch[1].clamp(min=0),
-        }
         one, other = (
-            model.eval()(**inputs).logits for model in (run.model, loaded(tmp_path / "out"))
+            model.eval()(**given).logits for model in (run.model, loaded(tmp_path / "out"))
         )
     assert gap(one, other) <= 1e-6
 

@@ -48,21 +48,6 @@ CHAINED = (
     "Traceback (most recent call last):\nAttributeError: no such thing\n"
 )
 
-#: As the head says of slots that it gives up.
-OUR_WORDS = (
-    "database connection cannot be started",
-    "cannot start: server busy",
-    "the PC's RAM was nearly full",
-    "its node has left the cluster",
-    "no process came up in 30 s",
-    "3 deaths in 60 s without progress; the last: its process ended: killed, or crashed",
-    "all 2 workers keep dying",
-    "the device no longer answers this process",
-    "torch 2.13 sees no CUDA card on pc2",
-    "raise nodes.pc2.vram_per_worker_gib",
-    "workload 'mine' cannot be loaded on this machine",
-)
-
 
 def ending(text: str = "", *, on_card: bool = True, **how: Any) -> Ending:
     """What the worker says of a program that ended so, judged by the words of its log as there."""
@@ -184,23 +169,6 @@ def test_cause_of_a_training_that_can_never_work(
 def test_a_device_that_a_program_broke_is_well() -> None:
     cause = failure_cause(SlotFailure.DEVICE, VerdictCause.EXCEPTION, None)
     assert cause is Cause.EXCEPTION
-
-
-@pytest.mark.parametrize("ours", OUR_WORDS)
-def test_words_of_ours_in_a_program_say_nothing(ours: str) -> None:
-    """What failed by an exception is tried again, whatever it calls that."""
-    error = f"Traceback (most recent call last):\nConnectionError: {ours}\n"
-    own = VerdictCause.EXCEPTION
-    causes = [
-        cause_of(ending(f"{ours}\n")),
-        cause_of(ending(error)),
-        failure_cause(SlotFailure.WORKLOAD, None, error),
-        failure_cause(SlotFailure.INCOMPATIBLE, own, error),
-    ]
-    assert causes == [Cause.EXCEPTION] * 4
-    for cause in causes:
-        assert retry_of(cause, STANDING, ours) is Retry.COUNTED
-    assert retry_of(Cause.KILLED, STANDING, ours) is Retry.AS_IS
 
 
 STANDING = Standing(job=Job(name="a", id="1"), state=JobState.RUNNING, reason="", since_s=0.0)

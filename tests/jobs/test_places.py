@@ -47,22 +47,6 @@ def running(end_s: float | None, name: str = "base", **rest: object) -> list[Pla
     return [Place(job=name, ends_at_s=end_s, **values)]  # type: ignore[arg-type]
 
 
-def worked_off(jobs: list[Candidate], cards: tuple[Card, ...]) -> list[Place]:
-    """Return the places of jobs in the order of their starts, in virtual time from 0."""
-    left = {each.job.name: each for each in jobs}
-    there: dict[str, Place] = {}
-    started: list[Place] = []
-    now_s = 0.0
-    while left or there:
-        for start in plan([*left.values()], cards, tuple(there.values()), now_s).starts:
-            del left[start.job]
-            there[start.job] = start
-            started.append(start)
-        now_s, ended = min((place.ends_at_s or now_s, name) for name, place in there.items())
-        del there[ended]
-    return started
-
-
 def places(found: Plan) -> Mapping[str, str]:
     return {start.job: start.card for start in found.starts}
 
@@ -94,32 +78,6 @@ def test_a_job_takes_the_slower_card_if_it_ends_earlier() -> None:
     found = plan([job_of("a")], CARDS, running(2000.0), 0.0)
 
     assert places(found) == {"a": "pc2"}
-
-
-def test_short_jobs_share_the_slow_card_beside_a_long_one() -> None:
-    jobs = [job_of("a", 100), job_of("b", 100), job_of("long", 1000), job_of("c", 100)]
-
-    found = plan(jobs, CARDS, (), 0.0)
-
-    assert places(found) == {"long": "pc1", "a": "pc2"}
-    assert found.reasons["c"] == "1 job goes first on pc2"
-    assert found.expected_start_s == {"b": 100.0, "c": 200.0}
-
-
-def test_unknown_lengths_are_equal_work_scaled_by_speed() -> None:
-    found = worked_off([unknown(f"job-{number}") for number in range(11)], CARDS)
-
-    assert sum(each.card == "pc1" for each in found) == 7
-
-
-def test_jobs_of_unknown_length_go_in_order_and_as_the_median_of_the_others() -> None:
-    jobs = [unknown("a"), job_of("short", 100), unknown("b"), job_of("long", 900), unknown("c")]
-
-    found = plan(jobs, (FAST,), (), 0.0)
-
-    assert places(found) == {"long": "pc1"}
-    expected = found.expected_start_s
-    assert sorted(expected, key=lambda name: expected[name]) == ["a", "b", "c", "short"]
 
 
 def test_a_length_known_on_one_card_is_scaled_to_others() -> None:
@@ -218,24 +176,9 @@ def packable(name: str, **rest: object) -> Candidate:
     return job_of(name, **{"memory_bytes": 4 * GIB, "pack": True, **rest})  # type: ignore[arg-type]
 
 
-def test_two_that_both_say_so_share_a_card_with_their_own_budgets() -> None:
-    found = plan([packable("a"), packable("b"), packable("c")], (FAST,), (), 0.0)
-
-    assert [(start.job, start.alone) for start in found.starts] == [("a", False), ("b", False)]
-    assert all(4 * GIB < start.budget_bytes < 5 * GIB for start in found.starts)
-
-
 def test_no_two_share_a_card_where_one_does_not_say_so() -> None:
     for jobs in ([packable("a"), job_of("b", memory_bytes=4 * GIB)], [job_of("a"), packable("b")]):
         assert len(plan(jobs, (FAST,), (), 0.0).starts) == 1
-
-
-def test_a_job_joins_one_that_is_packed() -> None:
-    there = running(600.0, alone=False, budget_bytes=5 * GIB)
-
-    found = plan([packable("b")], (FAST,), there, 0.0)
-
-    assert [(start.job, start.alone) for start in found.starts] == [("b", False)]
 
 
 def test_no_job_joins_before_one_that_waits_for_the_card() -> None:

@@ -12,9 +12,6 @@ from orchestrator.jobs.model import (
     Job,
     JobOrder,
     JobState,
-    MilestoneReached,
-    QueueHeld,
-    SpeedMeasured,
     StateChanged,
 )
 from tests.jobs.scene import ASHA, BIG, Scene, command, starts, training
@@ -30,19 +27,6 @@ def test_what_cannot_fit_is_infeasible_at_submit() -> None:
     assert "25.0 GiB" in scene.standing("a").reason
 
 
-def test_a_training_without_room_on_the_largest_card_parks() -> None:
-    scene = Scene(training("a"))
-    scene.turn()
-    assert scene.standing("a").card == "pc1"
-
-    scene.see("a", has_no_room=True)
-    scene.see("a", is_at_rest=True)
-    assert scene.state("a") == "PARKED"
-    assert "20.0 GiB" in scene.standing("a").reason
-
-    assert starts(scene.turn(61.0)) == {"a": "pc1"}
-
-
 def test_a_training_that_never_has_room_ends_with_the_sum() -> None:
     scene = Scene(training("a"))
 
@@ -54,18 +38,6 @@ def test_a_training_that_never_has_room_ends_with_the_sum() -> None:
 
     assert scene.state("a") == "INFEASIBLE"
     assert "tried 6 times" in scene.standing("a").reason
-
-
-def test_a_card_that_others_have_makes_no_job_infeasible() -> None:
-    scene = Scene(training("a"), cards=(BIG,))
-
-    for _ in range(10):
-        assert "a" in starts(scene.turn(600.0))
-        scene.see("a", has_no_room=True, taken="other programs hold 20.0 GiB of pc1")
-        scene.see("a", is_at_rest=True)
-    assert scene.state("a") == "PARKED"
-    assert scene.standing("a").reason == "other programs hold 20.0 GiB of pc1"
-    assert scene.standing("a").least_room_bytes is None
 
 
 def test_a_command_out_of_memory_gets_a_larger_card() -> None:
@@ -110,16 +82,6 @@ def test_the_same_exception_at_the_same_step_is_final() -> None:
 
     assert scene.state("a") == "FAILED"
     assert scene.standing("a").reason == "ValueError"
-
-
-def test_a_held_queue_goes_on_when_it_is_released() -> None:
-    scene = Scene(training("a"))
-    scene.take(QueueHeld(at_s=0.0, reason="the user says so"))
-    assert scene.turn() == []
-
-    scene.take(QueueHeld(at_s=0.0, reason=None))
-
-    assert starts(scene.turn()) == {"a": "pc1"}
 
 
 @pytest.mark.parametrize(
@@ -176,43 +138,6 @@ def sweep(count: int) -> list[Job]:
     return [training(f"lr-{i}", sweep="lr", milestones=ASHA) for i in range(count)]
 
 
-def test_a_member_that_is_not_among_the_best_pauses() -> None:
-    scene = Scene(*sweep(2), training("other"))
-    scene.turn()
-
-    reached, recalled = scene.see("lr-0", step=100, value=0.5)[:2]
-
-    assert isinstance(reached, MilestoneReached)
-    assert isinstance(recalled, AttemptRecalled)
-    assert recalled.to is JobState.PAUSED
-    assert scene.see("lr-0", step=101, value=0.4) == [], "decided once"
-    scene.see("lr-0", is_at_rest=True, step=101)
-    assert scene.state("lr-0") == "PAUSED"
-
-
-def test_the_paused_are_stopped_when_the_others_have_ended() -> None:
-    scene = Scene(*sweep(3), cards=(BIG,))
-    for _ in range(40):
-        scene.turn(10.0)
-        for name in list(scene.queue.standings):
-            standing = scene.standing(name)
-            if standing.state is JobState.RUNNING and standing.recalled_to:
-                scene.see(name, is_at_rest=True, step=standing.step)
-            elif standing.state is JobState.RUNNING and (standing.step or 0) < 900:
-                following = {None: 100, 100: 300, 300: 1000}[standing.step]
-                value = 1.0 + int(name[-1])
-                if following == 1000:
-                    scene.end(name, step=1000, value=value)
-                else:
-                    scene.see(name, step=following, value=value)
-
-    assert scene.queue.is_over
-    states = [scene.state(f"lr-{i}") for i in range(3)]
-    assert states[0] == "DONE"
-    assert set(states[1:]) <= {"DONE", "STOPPED"}
-    assert "STOPPED" in states
-
-
 def test_outside_its_hours_a_job_rests() -> None:
     scene = Scene(training("a", hours=(22 * 60, 7 * 60)))
     assert starts(scene.turn()) == {}
@@ -228,32 +153,6 @@ def test_outside_its_hours_a_job_rests() -> None:
 
     scene.minute = 22 * 60
     assert starts(scene.turn()) == {"a": "pc1"}
-
-
-def test_a_card_that_closes_parks_its_job() -> None:
-    scene = Scene(training("a"), cards=(BIG,))
-    scene.turn()
-    scene.see("a")
-
-    scene.close("pc1", "a game has it")
-    scene.see("a", is_at_rest=True)
-    assert (scene.state("a"), scene.standing("a").reason) == ("PARKED", "a game has it")
-
-    assert starts(scene.close("pc1", None)) == {"a": "pc1"}
-
-
-def test_a_job_after_a_failed_one_is_skipped() -> None:
-    scene = Scene(
-        training("a", retries=0),
-        training("b", after=("a",)),
-        training("c", after=("b",)),
-        training("d", after=("a",), after_any=True),
-    )
-    scene.turn()
-
-    assert starts(scene.end("a", Cause.EXCEPTION, "ValueError")) == {"d": "pc1"}
-    assert (scene.state("b"), scene.state("c")) == ("SKIPPED", "SKIPPED")
-    assert scene.standing("b").reason == "a is FAILED: ValueError"
 
 
 @pytest.mark.parametrize("any_end", [False, True])
@@ -318,19 +217,6 @@ def test_two_that_both_say_so_share_a_card() -> None:
     assert scene.standing("c").budget_bytes == 3 * GIB + 3 * GIB // 10 + 1, "as one alike took"
 
 
-def test_a_speed_is_recorded_when_it_is_new_or_changes() -> None:
-    scene = Scene(training("a"))
-    scene.turn()
-    scene.now_s += 100.0
-
-    (first,) = scene.see("a", step=10, steps_per_s=5.0)
-    assert isinstance(first, SpeedMeasured)
-    scene.now_s += 100.0
-    assert scene.see("a", step=20, steps_per_s=5.5) == []
-    assert len(scene.see("a", step=30, steps_per_s=7.0)) == 1
-    assert scene.standing("a").speeds == {"RTX 3090": 7.0}
-
-
 def test_a_stopped_member_does_not_skip_what_follows_a_sweep() -> None:
     scene = Scene(
         *(training(f"lr-{i}", sweep="lr") for i in range(2)),
@@ -347,31 +233,6 @@ def test_a_stopped_member_does_not_skip_what_follows_a_sweep() -> None:
     assert (scene.state("best"), scene.state("eval-1")) == ("WAITING", "SKIPPED")
 
     assert "best" in starts(scene.end("lr-0"))
-
-
-@pytest.mark.parametrize(
-    "lower", [training("low"), command("low", parks=True)], ids=["training", "parks"]
-)
-def test_a_job_that_is_preempted_goes_on_afterwards(lower: Job) -> None:
-    scene = Scene(lower, cards=(BIG,))
-    scene.turn()
-    scene.see("low", step=40)
-    scene.submit(training("urgent", priority=1, preempt=True))
-
-    (recalled,) = scene.turn()
-    assert isinstance(recalled, AttemptRecalled)
-    assert (recalled.job, recalled.to) == ("low", JobState.PREEMPTED)
-    assert scene.standing("low").reason == "makes room for urgent"
-    assert scene.turn() == [], "it is told once"
-
-    if lower.parks:
-        found = scene.end("low", Cause.PARKED, "exit code 75")
-    else:
-        found = scene.see("low", is_at_rest=True, step=50)
-    assert starts(found) == {"urgent": "pc1"}
-    assert (scene.state("low"), scene.standing("low").reason) == ("PREEMPTED", "pc1 runs urgent")
-    assert starts(scene.end("urgent")) == {"low": "pc1"}
-    assert (scene.standing("low").attempt, scene.standing("low").failures) == (2, 0)
 
 
 def test_a_program_that_does_not_say_that_it_parks_is_not_preempted() -> None:

@@ -23,7 +23,6 @@ from orchestrator.record.jobs import queue_of, queue_snapshot
 from orchestrator.record.store import STORE_NAME, RunStore
 from tests.jobs.scene import ASHA, Scene, command, training
 from tests.scene import ROOT
-from tests.watch.scene import Clock
 
 #: Gives two jobs the same best value, turn by turn, and says once that it has begun.
 WRITER = """
@@ -119,29 +118,6 @@ def test_a_hold_lasts_until_another_head_lifts_it(tmp_path: Path) -> None:
         store.queue(queue)
         store.close()
         assert queue_of(tmp_path).held == reason
-
-
-def test_what_the_disk_refuses_is_stored_later(tmp_path: Path) -> None:
-    clock, queue = Clock(), Queue()
-    store = RunStore(tmp_path / STORE_NAME, clock)
-    queue.apply(Submitted(at_s=0.0, job=training("a")))
-    store.queue(queue)
-    assert store.commit()
-    assert store._connection is not None
-    (pages,) = store._connection.execute("PRAGMA page_count").fetchone()
-    store._connection.execute(f"PRAGMA max_page_count = {pages}")
-    queue.apply(Submitted(at_s=0.0, job=training("b", origin="x" * 100_000)))
-    store.queue(queue)
-    assert not store.commit()
-    assert "disk is full" in str(store.problem)
-    assert list(queue_of(tmp_path).standings) == ["a"]
-
-    clock.now_s += 1.0
-    queue.apply(Submitted(at_s=0.0, job=training("c")))
-    store.queue(queue)
-    assert store.commit()
-    assert list(queue_of(tmp_path).standings) == ["a", "b", "c"]
-    store.close()
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,10 @@ a crash.
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import replace
 
 import pytest
 
-from orchestrator.errors import UsageError
 from orchestrator.jobs.model import (
     Job,
     JobOrder,
@@ -57,12 +55,6 @@ def chosen(count: int, *, is_min: bool = True) -> list[Standing]:
         job = member.with_settings(settings_for(member, found))
         found.append(ended(job, loss(job) if is_min else -loss(job)))
     return found
-
-
-def test_without_the_extra_the_user_is_told_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "optuna", None)
-    with pytest.raises(UsageError, match=r"type: pip install '\.\[sweep\]'"):
-        settings_for(MEMBER, ())
 
 
 FILE = """\
@@ -114,11 +106,6 @@ class TestWithOptuna:
     def test_later_settings_are_better_than_the_first(self, is_min: bool) -> None:
         losses = [loss(each.job) for each in chosen(30, is_min=is_min)]
         assert sorted(losses[-10:])[5] < sorted(losses[:10])[5]
-
-    def test_another_process_chooses_the_same(self) -> None:
-        found = chosen(15)
-        again = [settings_for(MEMBER, found[:n]) for n in (3, 14)]
-        assert again == [found[n].job.settings for n in (3, 14)]
 
     def test_two_at_a_time_do_not_try_the_same(self) -> None:
         found = chosen(12)

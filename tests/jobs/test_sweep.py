@@ -121,19 +121,3 @@ def test_values_of_a_sweep_stand_in_a_command() -> None:
         (("x", "--lr", "1e-4"), {"N": "1"}),
         (("x", "--lr", "1e-4"), {"N": "2"}),
     ]
-
-
-OPTUNA = """\
-jobs:
-  - {name: hp, train: {}, sweep: {method: optuna, count: 3, over: {lr: {log: [1e-5, 1e-3]}}}}
-  - {name: eval, command: "x {hp.dir}", after: hp, each: true}
-  - {name: sum, command: x, after: hp}
-"""
-
-
-def test_members_of_a_sampler_have_no_settings_yet() -> None:
-    jobs = {job.name: job for job in expand(read(OPTUNA))}
-    assert [name for name, job in jobs.items() if job.awaits_settings] == ["hp-0", "hp-1", "hp-2"]
-    assert (jobs["eval-2"].after, jobs["sum"].after) == (("hp-2",), ("hp-0", "hp-1", "hp-2"))
-    chosen = jobs["hp-1"].with_settings({"train.lr": 2e-4})
-    assert (chosen.overrides["train.lr"], chosen.id) == (2e-4, jobs["hp-1"].id)

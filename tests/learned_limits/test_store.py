@@ -95,20 +95,6 @@ def test_an_old_limit_is_not_offered_and_then_goes(path: Path, store: LimitStore
     assert kept(path) == [2, 3]
 
 
-def test_candidates_are_of_the_workload_in_any_version(store: LimitStore) -> None:
-    store.remember(
-        limit(1),
-        limit(2, card="another", cap_bytes=5),
-        limit(3, workload="mine.steps:Mlp@ffffffffffff batch=128"),
-        limit(4, dtype="bf16"),
-        limit(5, workload="mine.steps:Mlp2@0123456789ab"),
-        limit(6, workload="mine.steps:Mlp"),
-    )
-    found = store.candidates("mine.steps:Mlp", NOW_S)
-    assert sorted(known.learned.size for known in found) == [1, 2, 3, 4, 6]
-    assert store.candidates("mine.steps:Mlp", NOW_S + EXPIRY_S) == ()
-
-
 def test_writers_at_once_lose_nothing(path: Path, store: LimitStore) -> None:
     names = ["first", "second"]
     program = [sys.executable, "-c", WRITER, str(path)]

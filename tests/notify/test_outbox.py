@@ -99,13 +99,6 @@ def test_statuses_come_at_their_interval() -> None:
     assert sent[1][1].still == (NODE,)
 
 
-def test_the_first_message_is_a_status() -> None:
-    outbox = Outbox(None, 7.0)
-    assert outbox.due(7.0) == Message()
-    outbox.sent(7.0, is_taken=True)
-    assert outbox.due(10**9) is None, "without `every` there is no other"
-
-
 def test_the_last_message_waits_only_after_a_failure() -> None:
     taken, failed = Outbox(None, 0.0), Outbox(None, 0.0)
     taken.sent(0.0, is_taken=True)

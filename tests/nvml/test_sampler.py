@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from workers.nvml.sensors import Sampler, open_sampler, processor_reading
-from workers.readings import THROTTLE_ALARMS, SensorReading, Throttle
+from workers.readings import THROTTLE_ALARMS, SensorReading
 
 
 class Thermometer:
@@ -39,18 +39,6 @@ def test_sensors_are_read_once_a_second_however_often_asked() -> None:
     slow = Sampler(Thermometer(), every_s=5.0)
     told = [slow.sample_if_due(1e6 + late_s) for late_s in (0, 60, 61, 65)]
     assert [reading is not None for reading in told] == [True, True, False, True]
-
-
-def test_a_lost_card_says_nothing_but_that() -> None:
-    sampler = Sampler(
-        Thermometer(
-            SensorReading(throttle_bits=Throttle.HARDWARE_THERMAL), SensorReading(lost=True)
-        )
-    )
-    first, second = sampler.sample_if_due(0.0), sampler.sample_if_due(1.0)
-    assert first is not None
-    assert first.throttle_pct == 100.0
-    assert second == SensorReading(lost=True)
 
 
 @given(st.lists(st.tuples(st.floats(1, 40), st.none() | st.integers(0, 2**11 - 1)), max_size=60))

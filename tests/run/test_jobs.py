@@ -509,18 +509,6 @@ def test_a_record_that_cannot_be_stops_no_later_head(
     check_ends(run)
 
 
-def test_what_waits_is_stored_at_once(new_jobs: JobsMaker) -> None:
-    run = new_jobs(stays=True)
-    for number in range(300):
-        put(run.queue_folder, [Submitted(at_s=0.0, job=short(f"job-{number}"))])
-    statements: list[str] = []
-    run.store._connection.set_trace_callback(statements.append)
-    run.until(1.0)
-    assert len(run.standings()) == 300
-    assert statements.count("COMMIT") <= 3
-    assert not any_waits(run.queue_folder)
-
-
 def test_at_a_milestone_others_get_the_card(new_jobs: JobsMaker) -> None:
     rule = Milestones(metric="loss", is_min=True, first=40, factor=3, last=360)
     jobs = [short(f"lr-{n}", 360, sweep="lr", milestones=rule) for n in range(9)]

@@ -18,7 +18,7 @@ from orchestrator.run.environment import Mode
 from orchestrator.run.resume import Past, environment_of, past_of, rules_of
 from orchestrator.run.runner import Options, go_on
 from tests import factories
-from tests.factories import counters, counters_of, facts_of
+from tests.factories import facts_of
 from tests.scene import ROOT
 
 CONFIG = load_config(str(ROOT / "cluster.yaml"), ["run.poll_s=1.0"])
@@ -65,17 +65,6 @@ def test_slow_steps_are_known_from_what_is_compiled(given: list[str], slow_step_
     assert (
         rules_of(load_config(str(ROOT / "cluster.yaml"), given), Past()).slow_step_s == slow_step_s
     )
-
-
-def test_a_slot_goes_on_with_another_process() -> None:
-    past = past_of(stored(record()))
-    slot = past.slots["pc1/0"]
-    assert past.elapsed_s == 100.0
-    assert counters_of(slot) == counters(steps_ok=500, restarts=3, busy_s=1.5)
-    # A status of a process of before must not be taken for one of the next.
-    assert slot.incarnation == 5
-    assert slot.resume == {"failures": 2}
-    assert (slot.phase, slot.placed, slot.runs) == (Phase.ABSENT, False, False)
 
 
 def test_a_quarantined_slot_gets_another_chance() -> None:

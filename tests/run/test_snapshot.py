@@ -101,16 +101,6 @@ def test_throughput_and_duty_are_over_wall_time() -> None:
     assert meter.duty == pytest.approx(2.0 / 3.0)
 
 
-@pytest.mark.parametrize("earlier", [0, 2], ids=["first process", "new process"])
-def test_a_first_status_serves_until_there_is_another(earlier: int) -> None:
-    one = Metered()
-    for _ in range(earlier):
-        one.add()
-    one.restart()
-    assert one.add(flop=1e12).tflops == pytest.approx(1.0)
-    assert one.add(flop=8e12).tflops == pytest.approx(8.0)
-
-
 def test_what_is_older_than_the_window_is_forgotten() -> None:
     one = Metered()
     for _ in range(11):
@@ -128,13 +118,6 @@ def test_the_baseline_is_the_best_window_and_no_warming_up() -> None:
     assert one.add(flop=0.4e13).tflops == pytest.approx(7.0)
     assert one.meter.best_tflops == pytest.approx(10.0)
     assert row_of(PLAN, slot_with(told()), one.meter, 0.0).baseline_pct == pytest.approx(70.0)
-
-
-def test_a_process_that_is_awaited_says_for_how_long() -> None:
-    slot = Slot(
-        slot="pc1/3", state=HeadState.STARTING, reason="its process starts", working_since_s=1000.0
-    )
-    assert row_of(PLAN, slot, Meter(), 1009.5).reason == "its process starts, 9 s so far"
 
 
 def test_a_row_shows_counters_and_the_last_statuses_facts() -> None:
@@ -189,17 +172,6 @@ def test_a_held_slot_shows_the_memory_of_its_process() -> None:
     assert drained.cap_bytes == shown.cap_bytes
     capped = row_of(PLAN, replace(paused, orders=UserOrders(cap_bytes=2)), Meter(), 100.0)
     assert capped.cap_bytes == 2
-
-
-def test_what_was_last_known_of_a_lost_worker_stays_in_its_row() -> None:
-    slot = slot_with(told(steps_ok=5), state=HeadState.LOST, heard_at_s=10.0)
-    shown = row_of(PLAN, slot, Meter(), 100.0)
-    assert shown.size == 8192
-    assert shown.counts.steps_ok == 5
-    assert shown.heartbeat_age_s == 90.0
-    assert shown.gpu_uuid == "GPU-0"
-    again = row_of(PLAN, replace(slot, state=HeadState.STARTING, heard_at_s=None), Meter(), 100.0)
-    assert (again.counts.steps_ok, again.heartbeat_age_s) == (5, None)
 
 
 def test_progress_is_shown_of_slots_that_train_only(new_run: RunMaker) -> None:

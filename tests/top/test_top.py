@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 
 from orchestrator.cli.app import app
 from orchestrator.core.slot import HeadState
-from orchestrator.record.archive import Follower
 from orchestrator.record.model import STATES_WORST_FIRST, Row
 from orchestrator.record.store import STORE_NAME, RunStore
 from orchestrator.view.top import Rows, Top
@@ -101,21 +100,6 @@ def test_the_screen_is_the_one_that_was_looked_at(tmp_path: Path, size: tuple[in
     assert driven(made(tmp_path / "empty", []), size)[-1].startswith("ended: good")
 
 
-def test_a_head_that_writes_nothing_is_shown_as_late(tmp_path: Path) -> None:
-    folder = made(tmp_path, every_state(), outcome=None, lives=True)
-    now_s = [0.0]
-
-    async def waited(pilot: Pilot[None]) -> None:
-        top = pilot.app
-        assert isinstance(top, Top)
-        top._watch.follower = Follower(folder, lambda: now_s[0])
-        top.look()
-        now_s[0] = 12.0
-        top.look()
-
-    assert driven(folder, (120, 30), waited)[-1].startswith("late 12 s")
-
-
 def test_alerts_stand_on_top_and_have_a_page_with_what_to_do(tmp_path: Path) -> None:
     lost = [
         make_row(slot=f"pc1/{number}", state=HeadState.QUARANTINED, reason=HOSTILE)
@@ -152,16 +136,6 @@ def test_the_cursor_stays_with_its_slot_while_rows_move(tmp_path: Path) -> None:
     lines = driven(folder, (120, 24), moved)
     assert seen == ["pc1/3"]
     assert any("LOST" in line for line in lines)
-
-
-def test_a_mouse_moves_the_cursor(tmp_path: Path) -> None:
-    rows = [make_row(slot=f"pc1/{number}", reason=f"of {number}") for number in range(30)]
-
-    async def click(pilot: Pilot[None]) -> None:
-        await pilot.click(Rows, offset=(5, titles + 4))
-
-    titles = 2
-    assert driven(made(tmp_path, rows), (120, 24), click)[-2] == "pc1/4: of 4"
 
 
 def test_events_and_cards_have_pages_and_hostile_text_is_text(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.in_child import InChild
@@ -29,24 +28,10 @@ from tests.training.test_memory_plan import M_MMAP_THRESHOLD, THRESHOLD_BYTES
 from workers.devices.cpu import process_memory, reset_highest
 from workers.training import host_memory
 from workers.training.errors import TaskError, UpdateInterruptedError
-from workers.training.host_memory import blocks_for, like_all, power_of_two
-from workers.training.host_states import hosted_of
 from workers.training.memory_plan import MemoryPlanner
 from workers.training.settings import TrainSettings
 from workers.training.tasks import find_task
 from workers.training.trainer import Trainer
-
-
-def test_pinned_blocks_are_little_larger_than_what_lies_in_them() -> None:
-    """Though torch rounds what it pins up to powers of two; sizes as those of gpt2-small."""
-    sizes = [129 * 4 * rows for rows in (520, 260, 130, 33, 33, 33, 9, 5, 1)]
-    blocks, _ = blocks_for(sizes)
-    assert blocks == list(map(power_of_two, blocks))
-    assert sum(blocks) <= 1.1 * sum(sizes)
-    pinned = like_all([torch.empty(size, dtype=torch.uint8) for size in sizes], pinned=True)
-    for number, tensor in enumerate(pinned):
-        tensor.fill_(number)
-    assert [tensor.unique().tolist() for tensor in pinned] == [[each] for each in range(len(sizes))]
 
 
 def test_no_place_in_training_waits_in_a_loop() -> None:
@@ -154,18 +139,3 @@ def test_states_that_are_not_known_are_refused_on_the_host() -> None:
     other = dataclasses.replace(task("gpt"), optimizer=own)
     with pytest.raises(TaskError, match="the states of SGD are not known"):
         Trainer(other, settings(states_on_host=1), CPU, 0)
-
-
-def test_the_largest_states_that_fit_go_to_the_host() -> None:
-    parameters = [nn.Parameter(torch.zeros(size)) for size in (60, 30, 6, 4)]
-
-    def chosen(share_pct: int) -> list[int]:
-        return [len(each) for each in hosted_of(parameters, share_pct)]
-
-    assert [chosen(share) for share in (0, 3, 40, 65, 100)] == [
-        [],
-        [],
-        [30, 6, 4],
-        [60, 4],
-        [60, 30, 6, 4],
-    ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 
 from workers.training import keyed_random as keyed
 from workers.training.errors import TaskError
@@ -56,21 +55,6 @@ def test_the_numbers_are_even_and_independent() -> None:
     ):
         assert abs((one * other).mean() * 12) * one.numel() ** 0.5 < 4, "four standard deviations"
     assert (drawn.mean(dim=2) - 0.5).abs().max() * (12 * 1024) ** 0.5 < 5, "each row by itself"
-
-
-def test_a_dropped_element_does_not_depend_on_the_split() -> None:
-    model = nn.Sequential(nn.Linear(4, 300), nn.Dropout(0.3), nn.ReLU(), nn.Dropout(0.3))
-    dropouts = keyed.Dropouts(model, 5)
-    rows = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
-    dropouts.key(10, 6, rows.device)
-    whole = model(rows)
-    parts = []
-    for first, last in ((0, 1), (1, 4), (4, 6)):
-        dropouts.key(10 + first, last - first, rows.device)
-        parts.append(model(rows[first:last]) == 0)
-    assert torch.cat(parts).equal(whole == 0)
-    dropouts.key(11, 6, rows.device)
-    assert not (model(rows) == 0).equal(whole == 0), "other samples, another mask"
 
 
 def test_dropout_drops_its_share_and_scales_the_rest() -> None:

@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 from tests.in_child import InChild
 from tests.training.picture_folder import drawn_folder
 from workers.devices.cpu import process_memory, reset_highest
-from workers.training.memory_plan import MemoryPlan, MemoryPlanner
+from workers.training.memory_plan import MemoryPlanner
 from workers.training.settings import TrainSettings
 from workers.training.tasks import TrainTask, find_task
 from workers.training.trainer import Trainer
@@ -117,18 +117,6 @@ def test_an_absent_card_is_planned_for_without_its_memory() -> None:
     assert plan.state_bytes == pytest.approx(4 * 354_823_168 * 4, rel=0.001)
     assert process_memory().resident_bytes - before < 2**28
     assert planner.plan(1, planner.most_level).total_bytes < plan.total_bytes
-
-
-def test_the_largest_part_that_fits_is_found() -> None:
-    planner = planner_of(preset="gpt-nano", batch=23, precision="fp32")
-    for micro in (1, 6, 23):  # 7 would split the batch into as many parts as 6
-        cap_bytes = planner.plan(micro, 0).total_bytes
-        assert planner.largest_micro(cap_bytes, 0) == planner.plan(micro, 0)
-    found = planner.largest_micro(planner.plan(1, 0).total_bytes - 1, 0)
-    assert found is None
-    below_two: MemoryPlan | None = planner.largest_micro(planner.plan(2, 0).total_bytes - 1, 0)
-    assert below_two is not None
-    assert below_two.micro == 1
 
 
 def test_a_users_task_with_its_own_optimiser_is_planned() -> None:

@@ -11,14 +11,10 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
-from torch import nn
 from torch.nn import functional
-from torch.utils.flop_counter import FlopCounterMode
 
 from tests.training.scene import CNN, CPU, GPT, in_shared_memory, train, trainer
-from workers.training.host_memory import power_of_two
 from workers.training.keyed_random import KeyedDropout, row_keys
-from workers.training.model_levers import FLOP_OF_ATTENTION, HostActivations
 from workers.training.settings import TrainSettings
 from workers.training.tasks import find_task, next_token_loss
 from workers.training.trainer import Trainer
@@ -147,66 +143,9 @@ def test_each_block_learns_slower_than_the_one_after_it() -> None:
     assert {name: moved[name] / top for name in shares} == pytest.approx(shares, rel=0.02)
 
 
-class Saves(torch.autograd.Function):
-    """Saves tensors, and looks at what is there when the backward pass asks for them."""
-
-    back: tuple[torch.Tensor, ...] = ()
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, *saved: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(*saved)
-        return x.sum()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        Saves.back = ctx.saved_tensors
-        return (gradients[0].expand(1), *(None for _ in Saves.back))
-
-
-def test_what_waits_on_the_host_comes_back_as_it_was() -> None:
-    # A compiled backward pass insists on the very strides.
-    model = nn.Linear(64, 64)
-    whole = torch.arange(3 * 8 * 3 * 64.0).view(3, 8, 3, 64)
-    saved = (
-        whole,
-        whole[:, :, 1],
-        whole.transpose(0, 2),
-        whole[:, :, 0, :1].expand(3, 8, 512),
-        model.weight,
-        whole[0, 0, 0],
-    )
-    host = HostActivations(model, "cpu")
-    with host.saving():
-        loss = Saves.apply(torch.ones(1, requires_grad=True), *saved)
-    loss.backward()
-    for one, other in zip(Saves.back, saved, strict=True):
-        assert one.equal(other)
-        assert one.stride() == other.stride()
-    stayed = [
-        one.data_ptr() == other.data_ptr() for one, other in zip(Saves.back, saved, strict=True)
-    ]
-    assert stayed == [False, False, False, False, True, True], "weights stay, and what is small"
-    parts = (whole.nbytes, whole.nbytes, whole[:, :, 1].nbytes, 4 * 3 * 8)
-    assert host.waiting_bytes == sum(map(power_of_two, parts))
-
-
 def test_the_kernel_of_attention_that_really_ran_is_told() -> None:
     assert trainer(GPT).attention_kernels() == "flash"
     assert trainer(CNN).attention_kernels() == ""
-
-
-@pytest.mark.parametrize(
-    ("keys", "searches"),
-    [
-        ({}, False),
-        ({"micro": 4}, True),
-        ({"micro": 4, "exact": True}, False),
-        ({"micro": 4, "deterministic": True}, False),
-    ],
-    ids=str,
-)
-def test_cudnn_tries_its_kernels_where_sizes_are_few(keys: dict[str, Any], searches: bool) -> None:
-    assert TrainSettings(**keys).searches_kernels is searches
 
 
 def test_keys_of_earlier_versions_are_refused_with_what_holds_instead() -> None:
@@ -216,22 +155,3 @@ def test_keys_of_earlier_versions_are_refused_with_what_holds_instead() -> None:
     as_it_was = {"attention": "auto", "channels_last": "auto", "persistent": True}
     assert TrainSettings(**as_it_was) == TrainSettings(), "a run of before can be exported"
     assert TrainSettings().fingerprint()["attention"] == "'auto'", "and gone on from"
-
-
-def test_heads_that_share_keys_are_counted() -> None:
-    """Four products of a head's scores or values with their shapes in a pass and its gradients."""
-    query, key, value = (2, 8, 512, 64), (2, 2, 256, 64), (2, 2, 256, 32)
-    flop = 2 * 2 * 8 * 512 * 256 * (64 + 32)
-    for kernel in ("flash", "efficient", "cudnn"):
-        forward, backward = (
-            FLOP_OF_ATTENTION[
-                getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention{end}")
-            ]
-            for end in ("", "_backward")
-        )
-        assert forward(query, key, value, None, False) == flop
-        assert backward((2, 8, 512, 32), query, key, value, None) == 2 * flop
-    q, k, v = (torch.empty(2, heads, 64, 32, device="meta") for heads in (8, 2, 2))
-    with FlopCounterMode(display=False, custom_mapping=FLOP_OF_ATTENTION) as counter:
-        torch.ops.aten._scaled_dot_product_flash_attention(q, k, v)
-    assert counter.get_total_flops() == 2 * 2 * 2 * 8 * 64 * 64 * 32

@@ -363,33 +363,6 @@ class Classic(nn.Module):
         return functional.linear(x, self.tokens.weight)
 
 
-class WithUnusedBiases(WithKeyBias):
-    """Four parameters whose gradients are nothing but rounding."""
-
-    def __init__(self) -> None:
-        super().__init__(one_projection=False)
-        self.shifts = nn.ParameterList(nn.Parameter(torch.ones(1)) for _ in range(3))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        logits = super().forward(tokens)
-        for shift in self.shifts:  # which softmax takes out again
-            logits = logits + shift
-        return logits
-
-
-def test_many_parameters_that_are_rounding_are_one_hazard() -> None:
-    own = replace(task(GPT), model=WithUnusedBiases, blocks=lambda _: ())
-    run = Trainer(own, settings(preset="own:task"), CPU, 1)
-    run.micro_batch(12)
-    (sentence,) = run.hazards
-    assert re.search(r"projections.1.bias \(and of [123] other parameters\) is nothing", sentence)
-    assert "or set train.exact: true, and a number as train.micro" in sentence
-    ((name, figures),) = run.news()
-    assert (name, figures) == ("hazard", {"reason": sentence})
-    replay(run, [[12, 0, 3]])
-    assert run.news() == []
-
-
 def test_parts_that_stay_make_only_torchs_random_numbers_a_hazard() -> None:
     for functional_dropout in (False, True):
         own = replace(

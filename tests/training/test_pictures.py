@@ -140,12 +140,6 @@ def test_without_a_library_it_says_what_to_install(
         find_task(settings(tmp_path), 0)
 
 
-def test_keys_of_texts_are_refused(tmp_path: Path) -> None:
-    keys = settings(drawn_folder(tmp_path), label_smoothing=0.1)
-    with pytest.raises(TaskError, match=r"train\.label_smoothing is 0\.1, .* does not use it"):
-        find_task(keys, 0)
-
-
 def test_without_a_folder_it_says_what_to_set() -> None:
     with pytest.raises(ValidationError, match=r"also set train.data \(a folder with pictures"):
         TrainSettings(preset="cnn-landmarks")

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -116,35 +115,6 @@ def test_a_full_disk_is_a_problem_not_a_crash() -> None:
 
     assert "lost so far" in str(log.problem)
     log.close()
-
-
-def test_what_could_not_be_written_is_written_later(tmp_path: Path) -> None:
-    log = EventLog(tmp_path / "later" / "events.jsonl")
-    log.write("one")
-    assert log.problem is not None
-    (tmp_path / "later").mkdir()
-    log.write("two")
-
-    assert (log.problem, log.incomplete) == (None, False)
-    events = [line["event"] for line in lines(tmp_path / "later" / "events.jsonl")]
-    assert events == ["one", "two"]
-    log.close()
-
-
-def test_a_line_that_did_not_fit_is_ended_by_the_next(path: Path, log: EventLog) -> None:
-    class Nearly(FileIO):
-        def write(self, content: bytes) -> int | None:
-            return super().write(content[:5])
-
-    log._file._raw = Nearly(path, "a")
-    log.write("first")
-    assert "did not fit" in str(log.problem)
-    assert read_events(path.parent) == ()
-    log.close()
-    log.write("second")
-
-    assert log.problem is None
-    assert [event.event for event in read_events(path.parent)] == ["first", "second"]
 
 
 def test_events_are_asked_for_by_name_slot_and_number(path: Path, log: EventLog) -> None:

@@ -145,22 +145,6 @@ def test_a_transaction_holds_all_that_waited(path: Path, store: RunStore) -> Non
     assert (before.st_size, before.st_mtime_ns) == (after.st_size, after.st_mtime_ns)
 
 
-def test_what_can_wait_is_stored_with_the_sample_or_the_end(path: Path, store: RunStore) -> None:
-    store.slots([record()])
-    store.update(make_snapshot(make_row()))
-    assert store.commit()
-    before = read_run(path.parent).slots
-    store.slots([record(incarnation=3)], at_once=False)
-    assert store.commit()
-    assert read_run(path.parent).slots == before
-    store.update(make_snapshot(make_row(), elapsed_s=11.0))
-    assert store.commit()
-    assert read_run(path.parent).slots[0].incarnation == 3
-    store.slots([record(incarnation=4)], at_once=False)
-    store.end("failed", 1, None, [])
-    assert read_run(path.parent).slots[0].incarnation == 4
-
-
 def resumed(path: Path, chaos: str | None, pid: int) -> RunStore:
     head = RunStore(path)
     head.begin(replace(FACTS, chaos=chaos, head_pid=pid, elapsed_s=20.0 if pid > 1 else 0.0))
@@ -244,21 +228,6 @@ def test_a_locked_file_costs_a_short_wait_and_no_row(path: Path, opened_before: 
     assert [slot.slot for slot in read_run(path.parent).slots] == ["pc1/1", "pc1/2", "pc1/3"]
 
 
-def test_samples_for_which_there_is_no_room_to_wait_are_a_gap(tmp_path: Path) -> None:
-    store = RunStore(tmp_path / "later" / STORE_NAME)
-    store.begin(FACTS)
-    assert not store.commit()
-    for second in range(SAMPLES_KEPT):
-        store.update(make_snapshot(make_row(), elapsed_s=float(second)))
-    assert not store.incomplete
-    store.update(make_snapshot(make_row(), elapsed_s=float(SAMPLES_KEPT)))
-    assert store.incomplete
-    (tmp_path / "later").mkdir()
-    store.end("good", 0, None, [])
-    assert len(moments(tmp_path / "later" / STORE_NAME)) == SAMPLES_KEPT
-    assert read_run(tmp_path / "later").incomplete
-
-
 @pytest.mark.parametrize("place", ["nowhere/run", "text", "/dev/full"])
 def test_what_cannot_be_written_at_the_end_is_a_gap(tmp_path: Path, place: str) -> None:
     (tmp_path / "text").write_bytes(b"this is no database" * 100)
@@ -325,11 +294,3 @@ def test_a_gap_is_still_told_when_writing_goes_on(tmp_path: Path) -> None:
     outlets.close(make_snapshot(make_row(), now_unix_s=1011.0))
     store.end("degraded", 1, None, ())
     outlets.events.close()
-
-
-def test_a_run_that_ends_while_nothing_can_be_written_has_gaps(tmp_path: Path) -> None:
-    store = RunStore(tmp_path / "nowhere" / STORE_NAME)
-    outlets = Outlets(watchers=(), events=EventLog(tmp_path / "events.jsonl"), store=store)
-    store.begin(FACTS)
-    outlets.close(make_snapshot(make_row()))
-    assert outlets.incomplete

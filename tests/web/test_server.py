@@ -21,7 +21,6 @@ from orchestrator.cli.app import app
 from orchestrator.control.slots import Answer
 from orchestrator.errors import UsageError
 from orchestrator.record.store import STORE_NAME, RunStore
-from orchestrator.view.charts import courses_of
 from orchestrator.view.web.guard import COOKIE
 from orchestrator.view.web.server import LOOK_EVERY_S, PAGE, SERVED
 from tests.factories import add_event
@@ -82,26 +81,6 @@ def test_what_makes_no_sense_is_refused_with_a_sentence(folder: Path) -> None:
             answer = server.ask(path)
             assert (answer.status, list(answer.told)) == (status, ["error"]), path
             assert word in answer.told["error"]
-
-
-def test_a_slot_has_its_course_and_events(folder: Path) -> None:
-    with serving(folder) as server:
-        told = server.ask("/api/v1/history?slot=pc1/0").told
-        words = [event["text"].split(":")[0] for event in told["events"]]
-        assert words == ["STARTING to RUNNING", "RUNNING to QUARANTINED"]
-        charts = {chart["label"]: chart for chart in told["charts"]}
-        memory = charts["allocated, MiB"]
-        assert [name for name, _ in memory["lines"]] == ["mean", "cap"]
-        assert len(memory["lines"][0][1]) == len(told["times"])
-        few = courses_of(folder, ["pc1/0"], parts=20)["pc1/0"]["charts"]
-        (memory,) = (chart for chart in few if chart["label"] == "allocated, MiB")
-        known = [pair for pair in zip(*memory["band"], strict=True) if None not in pair]
-        assert len(known) >= 19, "without the last moment"
-        assert all(1400 <= least < most <= 2500 for least, most in known)
-        last = server.ask("/api/v1/history?slot=pc1/0&last_s=60").told
-        assert last["to"] - last["from"] == pytest.approx(60.0)
-        together = server.ask("/api/v1/history").told
-        assert together["charts"][0]["label"] == "TFLOP/s of all slots"
 
 
 def test_before_the_first_sample_there_are_no_charts_and_before_the_store_a_sentence(

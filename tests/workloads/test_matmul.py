@@ -6,8 +6,6 @@ import time
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.in_child import InChild
 from tests.scene import MIB, spec_of
@@ -15,7 +13,7 @@ from workers import oom
 from workers.devices.cpu import CpuDevice
 from workers.settings import FailureKind, WorkerSpec
 from workers.workloads.base import WorkloadContext
-from workers.workloads.matmul import TILE, Matmul, matrix_bytes, rounded
+from workers.workloads.matmul import Matmul, matrix_bytes
 
 #: What rounding once to the type may cost, relative to the size of the numbers; accumulation is in
 #: fp32.
@@ -62,32 +60,6 @@ def test_the_operands_are_random_and_follow_the_seed() -> None:
     assert not torch.equal(drawn[0][0], drawn[2][0])
 
 
-class TestClaim:
-    @pytest.mark.parametrize("claim_mib", [1, 3.5, 20])
-    def test_the_ring_fills_it(self, claim_mib: float) -> None:
-        claim_bytes = int(claim_mib * MIB)
-        workload = matmul(torch.float32, claim_bytes=claim_bytes)
-        workload.step(256, 1)
-        left, right, ring = matrices(workload)
-        each_bytes = matrix_bytes(256, torch.float32)
-        assert left.untyped_storage().nbytes() == claim_bytes, "one block, all of the claim"
-        assert {t.untyped_storage().data_ptr() for t in (left, right, *ring)} == {
-            left.untyped_storage().data_ptr()
-        }
-        assert claim_bytes - each_bytes < (2 + len(ring)) * each_bytes <= claim_bytes
-
-    def test_a_new_ring_is_filled_and_the_same_keeps_its_tensors(self) -> None:
-        workload = matmul(torch.float32)
-        found = []
-        for claim_mib in (2, 2, 4):
-            workload.hold(claim_mib * MIB)
-            workload.step(256, 1)
-            found.append(matrices(workload))
-        (first, _, before), (again, *_), (_, _, after) = found
-        assert again is first
-        assert len(after) > len(before)
-
-
 class TestStep:
     @pytest.mark.parametrize(("size", "n"), [(64, 64), (100, 64), (128, 128), (300, 256)])
     def test_counts_the_work_of_the_size_really_used(self, size: int, n: int) -> None:
@@ -100,15 +72,6 @@ class TestStep:
         assert products == [1, 2, 3, 3, 3], (
             "the first step of a size says how long one product takes"
         )
-
-
-@given(size=st.integers(1, 100_000))
-def test_rounding_is_down_to_a_whole_tile(size: int) -> None:
-    n = rounded(size)
-    assert n % TILE == 0
-    assert n >= TILE
-    assert n <= max(TILE, size) < n + TILE
-    assert rounded(n) == n
 
 
 # --- against a real wall
