@@ -99,7 +99,7 @@ def run(
         before = None
 
     def options(added: Sequence[Job], config: Config, target: Target) -> runner.Options:
-        of_queue = runner.QueueOptions(stays=stay, jobs=submitted(added, config, target))
+        of_queue = runner.QueueOptions(stays=stay, jobs=on_target(added, config, target))
         return runner.Options(
             json=here.as_json, plain=here.plain, wait_for_nodes=True, queue=of_queue
         )
@@ -418,6 +418,17 @@ def not_known(jobs: Iterable[Job], known: Iterable[Job]) -> list[Job]:
                 "this one another name, or begin another queue: jobs run --new"
             )
     return added
+
+
+def on_target(
+    jobs: Sequence[Job], config: Config, target: Target
+) -> Callable[[Config, Target], tuple[Submitted, ...]]:
+    """Return what makes the records of jobs for a run on the target that is found in the end.
+
+    What cannot be is refused here, before anything starts.
+    """
+    expected = submitted(jobs, config, target)
+    return lambda config, found: expected if found == target else submitted(jobs, config, found)
 
 
 def submitted(jobs: Iterable[Job], config: Config, target: Target) -> tuple[Submitted, ...]:

@@ -15,7 +15,7 @@ import os
 import socket
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,7 +27,7 @@ from orchestrator.config.load import dump_config
 from orchestrator.config.schema import ClusterConfig, Config, NotifyConfig
 from orchestrator.core.fleet import Fleet
 from orchestrator.core.node_commands import node_command
-from orchestrator.core.placement import Missing, idle_line, refusals, unnamed
+from orchestrator.core.placement import Missing, Target, idle_line, refusals, unnamed
 from orchestrator.core.run_outcome import outcome_of
 from orchestrator.errors import (
     NoClusterError,
@@ -97,8 +97,8 @@ class Faults(Protocol):
 class QueueOptions:
     """What a run of jobs begins with."""
 
-    jobs: tuple[Submitted, ...] = ()
-    """In addition to what its folder has."""
+    jobs: Callable[[Config, Target], tuple[Submitted, ...]] = lambda *_: ()
+    """In addition to what its folder has: what they need depends on where they run."""
     stays: bool = False
     """Whether it waits for more when nothing is left to do."""
 
@@ -189,7 +189,7 @@ def _in_folder(
                 # resumed. One that is resumed has its record, and keeps it until there is something
                 # to resume.
                 record.begin(environment)
-            record.open_queue()
+            record.open_queue(environment)
             record.start_viewer(environment.config.notify)
             return _in_environment(environment, record, interrupts)
         except BaseException as error:
@@ -212,6 +212,8 @@ def _in_environment(environment: Environment, record: _Record, interrupts: Inter
         settled = environment.settle(environment, fleet)
         if settled is not environment:
             record.tell(*settled.lines)
+        if settled.target != environment.target:
+            record.open_queue(settled)
         facts = record.begin(settled)
         record.outlets.events.write(
             "run_started",
@@ -342,14 +344,19 @@ class _Record:
         self.outlets.store.commit()
         return facts
 
-    def open_queue(self) -> None:
-        """Open the queue of a run of jobs, and store with what it begins."""
+    def open_queue(self, environment: Environment) -> None:
+        """Open the queue of a run of jobs, and store with what it begins.
+
+        Again if the cluster changes the target: then nothing has been decided yet.
+        """
         folder, options = self.folder / QUEUE_NAME, self.options.queue
         if options is None and not folder.exists():
             return
         folder.mkdir(mode=0o700, exist_ok=True)
-        queue = queue_of(self.folder)
-        for record in options.jobs if options else ():
+        # What was stored for another target is of these same jobs, and is replaced.
+        queue = queue_of(self.folder) if self.queue is None else Queue()
+        submitted = options.jobs(environment.config, environment.target) if options else ()
+        for record in submitted:
             if queue.why_refused(record) is None:
                 queue.apply(record)
         self.queue = queue
