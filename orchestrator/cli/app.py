@@ -271,8 +271,8 @@ def notify(
 
     What goes wrong is told at once, how the run is every `notify.every`.
     """
+    from orchestrator.run.notify_urls import URLS_VARIABLE, notify_urls
     from orchestrator.view.notify import notifier
-    from orchestrator.view.notify.urls import URLS_VARIABLE, notify_urls
 
     if once and test:
         raise UsageError("--once and --test exclude each other")

@@ -49,9 +49,8 @@ from orchestrator.record.jobs import QUEUE_NAME, QueueSnapshot, queue_of, queue_
 from orchestrator.record.output import Follower, last_lines
 from orchestrator.record.store import RunFacts
 from orchestrator.run.earlier import fetch_weights
-from orchestrator.run.prediction import least_room_of
+from orchestrator.run.prediction import on_target, submitted
 from orchestrator.view import jobs as view
-from workers.command.code import code_of
 
 #: A queue ends when it is empty. This only bounds it where nothing ever ends.
 _LONGEST: Final = "365d"
@@ -418,59 +417,6 @@ def not_known(jobs: Iterable[Job], known: Iterable[Job]) -> list[Job]:
                 "this one another name, or begin another queue: jobs run --new"
             )
     return added
-
-
-def on_target(
-    jobs: Sequence[Job], config: Config, target: Target
-) -> Callable[[Config, Target], tuple[Submitted, ...]]:
-    """Return what makes the records of jobs for a run on the target that is found in the end.
-
-    What cannot be is refused here, before anything starts.
-    """
-    expected = submitted(jobs, config, target)
-    return lambda config, found: expected if found == target else submitted(jobs, config, found)
-
-
-def submitted(jobs: Iterable[Job], config: Config, target: Target) -> tuple[Submitted, ...]:
-    """Return the records of jobs that are submitted here and now, to a run on `target`.
-
-    `UsageError` where a job names what cannot be trained.
-    """
-    ready = prepared(jobs, None if target.one_machine else config.head_node)
-    known = [job for job in ready if not job.awaits_settings]
-    on_card = target.device != "cpu" and any(node.gpus for node in config.nodes.values())
-    least = least_room_of(known, config, on_card=on_card)
-    return tuple(
-        Submitted(at_s=job.submitted_at_unix_s, job=job, least_bytes=least.get(job.name))
-        for job in ready
-    )
-
-
-def prepared(jobs: Iterable[Job], head_node: str | None) -> tuple[Job, ...]:
-    """Return jobs as they are submitted here and now: with the time, the folder of a command, and
-    its code.
-
-    The folders of jobs are on the head's PC. Where other PCs work too, `head_node` is its name: a
-    job that names the folder of another then runs there.
-    """
-    codes: dict[str, str | None] = {}  # to hash a folder takes too long to do it for each job
-
-    def of_here(job: Job) -> Job:
-        now = replace(job, submitted_at_unix_s=time.time())
-        command = job.command
-        texts = [*map(str, job.overrides.values())]
-        if command is not None:
-            texts += [*command.argv, *command.env.values(), command.cwd or ""]
-        if head_node is not None and not job.nodes and any(".dir}" in text for text in texts):
-            now = replace(now, nodes=(head_node,))
-        if command is None or ".dir}" in (command.cwd or ""):
-            return now
-        cwd = str(Path.cwd() / Path(command.cwd or "").expanduser())
-        if cwd not in codes:
-            codes[cwd] = code_of(cwd) if Path(cwd).is_dir() else None
-        return replace(now, command=replace(command, cwd=cwd), code=codes[cwd])
-
-    return tuple(map(of_here, jobs))
 
 
 def check_sampling(jobs: Iterable[Job]) -> None:

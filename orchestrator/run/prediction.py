@@ -1,4 +1,5 @@
-"""What is known of jobs before they run: their configuration, and the least memory of trainings.
+"""What is known of jobs before they run: where they are submitted, their configuration, and the
+least memory of trainings.
 
 Memory is predicted as for `plan` of a training, by a process of its own. Measures nothing, and
 starts no job.
@@ -6,15 +7,20 @@ starts no job.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, Final
 
 from orchestrator.config.load import config_from_data
 from orchestrator.config.schema import Config
+from orchestrator.core.placement import Target
 from orchestrator.errors import UsageError, one_line
-from orchestrator.jobs.model import Job
+from orchestrator.jobs.model import Job, Submitted
 from orchestrator.jobs.places import SAME_STEP
 from orchestrator.run.child import ask_child
+from workers.command.code import code_of
 from workers.settings import ASSUMED_CONTEXT_BYTES
 
 #: A large model of the user, on a slow disk.
@@ -84,3 +90,56 @@ def least_room_of(
             total_bytes = known[key]["caps"][0]["steps"][-1]["total_bytes"]
             least_bytes[job.name] = int(_SURE * (total_bytes + context_bytes))
     return least_bytes
+
+
+def on_target(
+    jobs: Sequence[Job], config: Config, target: Target
+) -> Callable[[Config, Target], tuple[Submitted, ...]]:
+    """Return what makes the records of jobs for a run on the target that is found in the end.
+
+    What cannot be is refused here, before anything starts.
+    """
+    expected = submitted(jobs, config, target)
+    return lambda config, found: expected if found == target else submitted(jobs, config, found)
+
+
+def submitted(jobs: Iterable[Job], config: Config, target: Target) -> tuple[Submitted, ...]:
+    """Return the records of jobs that are submitted here and now, to a run on `target`.
+
+    `UsageError` where a job names what cannot be trained.
+    """
+    ready = prepared(jobs, None if target.one_machine else config.head_node)
+    known = [job for job in ready if not job.awaits_settings]
+    on_card = target.device != "cpu" and any(node.gpus for node in config.nodes.values())
+    least = least_room_of(known, config, on_card=on_card)
+    return tuple(
+        Submitted(at_s=job.submitted_at_unix_s, job=job, least_bytes=least.get(job.name))
+        for job in ready
+    )
+
+
+def prepared(jobs: Iterable[Job], head_node: str | None) -> tuple[Job, ...]:
+    """Return jobs as they are submitted here and now: with the time, the folder of a command, and
+    its code.
+
+    The folders of jobs are on the head's PC. Where other PCs work too, `head_node` is its name: a
+    job that names the folder of another then runs there.
+    """
+    codes: dict[str, str | None] = {}  # to hash a folder takes too long to do it for each job
+
+    def of_here(job: Job) -> Job:
+        now = replace(job, submitted_at_unix_s=time.time())
+        command = job.command
+        texts = [*map(str, job.overrides.values())]
+        if command is not None:
+            texts += [*command.argv, *command.env.values(), command.cwd or ""]
+        if head_node is not None and not job.nodes and any(".dir}" in text for text in texts):
+            now = replace(now, nodes=(head_node,))
+        if command is None or ".dir}" in (command.cwd or ""):
+            return now
+        cwd = str(Path.cwd() / Path(command.cwd or "").expanduser())
+        if cwd not in codes:
+            codes[cwd] = code_of(cwd) if Path(cwd).is_dir() else None
+        return replace(now, command=replace(command, cwd=cwd), code=codes[cwd])
+
+    return tuple(map(of_here, jobs))

@@ -50,6 +50,7 @@ from orchestrator.run.dispatcher import Dispatcher
 from orchestrator.run.earlier import fetch_weights
 from orchestrator.run.environment import Environment, Mode
 from orchestrator.run.learned_limits import LearnedLimits
+from orchestrator.run.notify_urls import notify_urls
 from orchestrator.run.resume import Past
 from orchestrator.run.run_dir import CheckpointKeeper
 from orchestrator.run.supervisor import Clock, Commands, Outlets, Supervisor, answers_before
@@ -63,7 +64,6 @@ from orchestrator.run.terminal import (
 )
 from orchestrator.view.cells import width_of, wrapped
 from orchestrator.view.live import LiveTable, PlainLines, Watcher
-from orchestrator.view.notify.urls import notify_urls
 from orchestrator.view.phrases import fault_lines, section
 from workers.keeper.processes import start_time
 from workers.learned_limits import LimitStore

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
-from orchestrator.view.notify.urls import URLS_VARIABLE
+from orchestrator.run.notify_urls import URLS_VARIABLE
 
 
 @dataclass(frozen=True, slots=True)

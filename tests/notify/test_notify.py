@@ -17,9 +17,9 @@ from orchestrator.config.schema import NotifyConfig
 from orchestrator.core.slot import HeadState
 from orchestrator.errors import UsageError
 from orchestrator.record.store import STORE_NAME, RunStore
+from orchestrator.run.notify_urls import URLS_VARIABLE
 from orchestrator.view.notify.notifier import LOCK_NAME, Notifier
 from orchestrator.view.notify.outbox import Pace
-from orchestrator.view.notify.urls import URLS_VARIABLE
 from tests.factories import add_event, event, make_row
 from tests.fleet.in_process import CONFIG, IN_PROCESS
 from tests.notify.receivers import Receiver, http_receiver

@@ -1,7 +1,7 @@
 """The addresses that notifications go to. They are secrets: no file of a run and no line of output
 may hold them.
 
-Does not interpret or use them (`notifier.py`).
+Does not interpret or use them (`view/notify/notifier.py`).
 """
 
 from __future__ import annotations
