@@ -100,7 +100,7 @@ def waiting(folder: Path) -> list[Row]:
     Raises:
         CommandFileError: They cannot be read, or are not to be trusted.
     """
-    with closing(Incoming(folder)) as incoming:
+    with closing(Incoming(folder, _PATIENCE_S)) as incoming:
         rows = incoming.rows()
         if incoming.problem is not None:
             raise CommandFileError(incoming.problem)
@@ -109,7 +109,7 @@ def waiting(folder: Path) -> list[Row]:
 
 def any_waits(folder: Path) -> bool:
     """Say whether there is anything for the next head to read."""
-    with closing(Incoming(folder)) as incoming:
+    with closing(Incoming(folder, _PATIENCE_S)) as incoming:
         return bool(incoming.rows())
 
 
@@ -124,11 +124,15 @@ class _File:
 
 
 class Incoming:
-    """The rows of a folder, for its head. Nothing in it raises, and nothing waits."""
+    """The rows of a folder. Nothing in it raises, and for its head nothing waits.
 
-    def __init__(self, folder: Path) -> None:
+    One that looks, and ends, closes files: SQLite locks a file while its last user closes it. To
+    another that looks a locked file would seem empty, hence its patience.
+    """
+
+    def __init__(self, folder: Path, patience_s: float = 0.0) -> None:
         """Touch nothing yet."""
-        self._folder = folder
+        self._folder, self._patience_s = folder, patience_s
         self._files: dict[str, _File] = {}
         self.problem: str | None = None
         """A sentence while something cannot be read; `None`: all can."""
@@ -176,7 +180,7 @@ class Incoming:
         if file is None or file.identity != identity:  # the user may have moved it away
             if file is not None:
                 file.connection.close()
-            file = self._files[name] = _File(identity, _connected(path, 0.0))
+            file = self._files[name] = _File(identity, _connected(path, self._patience_s))
             # A checkpoint syncs: that is left to verbs.
             file.connection.execute("PRAGMA wal_autocheckpoint = 0")
             file.connection.execute("PRAGMA synchronous = NORMAL")

@@ -314,7 +314,8 @@ def test_a_wait_prints_what_the_job_prints_and_has_its_exit_code(
         store_queue(folder, replace(record, job=job), replace(begun("ev"), attempt=1))
         output._add(folder.parent / "output" / "ev.log", b"one\ntw")
         assert waits.stdout is not None
-        assert waits.stdout.readline() == "one\n"
+        first = waits.stdout.readline()
+        assert first == "one\n", ended(waits)
         output._add(folder.parent / "output" / "ev.log", b"o\nthree")
         why = {"at_s": STARTED_UNIX_S + 1, "job": "ev", "attempt": 1, "text": "so it ended"}
         store_queue(folder, AttemptEnded(**why, **end))

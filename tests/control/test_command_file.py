@@ -31,6 +31,14 @@ for number in range(10):
     put(Path(sys.argv[1]), b"x", identity=f"{sys.argv[2]}-{number}")
 """
 
+LOOKS = """
+import sys
+from pathlib import Path
+from orchestrator.record.command_file import waiting
+for look in range(500):
+    assert len(waiting(Path(sys.argv[1]))) == 1, f"look {look} found nothing"
+"""
+
 
 def held(path: Path, *statements: str) -> sqlite3.Connection:
     """Return a connection to the file of commands that has carried out so much."""
@@ -75,6 +83,18 @@ def test_many_verbs_at_once_lose_nothing(tmp_path: Path, incoming: Incoming) -> 
         incoming.remove(rows)
     assert [verb.returncode for verb in verbs] == [0] * 10
     assert sorted(seen) == sorted(f"{verb}-{row}" for verb in range(10) for row in range(10))
+
+
+def test_of_many_that_look_each_sees_what_waits(tmp_path: Path) -> None:
+    """SQLite locks the file while the last of them closes it."""
+    put(tmp_path, b"a", identity="a")
+    looks = [
+        subprocess.Popen(
+            [sys.executable, "-c", LOOKS, tmp_path], cwd=ROOT, text=True, stderr=subprocess.PIPE
+        )
+        for _ in range(3)
+    ]
+    assert ["" for _ in looks] == [look.communicate()[1] for look in looks]
 
 
 @pytest.mark.parametrize("lock", ["BEGIN IMMEDIATE", "BEGIN EXCLUSIVE"])

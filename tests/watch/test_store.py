@@ -17,7 +17,13 @@ import pytest
 
 from orchestrator.record.archive import read_answers, read_run
 from orchestrator.record.events import EventLog
-from orchestrator.record.store import SAMPLES_KEPT, STORE_NAME, CommandRecord, RunStore
+from orchestrator.record.store import (
+    SAMPLES_KEPT,
+    SCHEMA_VERSION,
+    STORE_NAME,
+    CommandRecord,
+    RunStore,
+)
 from orchestrator.run.supervisor import Outlets
 from tests.factories import FACTS, make_row, make_snapshot, record
 from tests.scene import ROOT, namespaced
@@ -110,7 +116,7 @@ def test_a_sample_per_slot_and_second(path: Path, store: RunStore) -> None:
 
     assert (store.problem, store.incomplete) == (None, False)
     assert read(path, "SELECT count(*) FROM samples") == [(8,)]
-    assert read(path, "PRAGMA user_version") == [(3,)]
+    assert read(path, "PRAGMA user_version") == [(SCHEMA_VERSION,)]
     assert read(
         path, "SELECT slot, state, tflops, power_w FROM samples ORDER BY at_unix_s DESC, slot"
     )[:2] == [("pc1/0", "RUNNING", 9.61, 281.4), ("pc1/1", "BACKOFF", None, None)]
