@@ -2,7 +2,8 @@
 whether the same command goes on.
 
 Real Ray with two raylets: a run of three workers, or with `--jobs` the queue with trainings under
-`train.exact`, which must end with the weights of a queue that was left alone. After each kill
+`train.exact`, which must end with the weights of a queue that was left alone, and with a program
+that counts, and that notes if it ever runs twice at a time. After each kill
 nothing of the victim's is there ten seconds later, the store is sound, no counter goes back, and
 the counters grow again. A GCS, a head, and one of each kind at once end the run: then nothing of it
 is left, and the command is typed again.
@@ -31,14 +32,16 @@ import psutil
 
 from benches.common import ROOT, Result, amiss, progress
 from benches.outside import WITNESS, Ledger, Scene, called, is_dead, shared_files, within
+from workers.host.processes import ENGINE_NAME
 from workers.keeper.keeper import NAME as KEEPER
 from workers.keeper.processes import below, children
 from workers.keeper.server import SERVER_NAME
 
 #: Each with what its process is called, but for the head.
-NAMES: Mapping[str, str] = {
-    "child": "orch-engine", "keeper": KEEPER, "server": SERVER_NAME, "actor": "ray::WorkerActor",
-    "raylet": "raylet", "gcs": "gcs_server",
+NAMES: Mapping[str, tuple[str, ...]] = {
+    "child": ("",),  # what a keeper keeps: an engine, or any program
+    "keeper": (KEEPER,), "server": (SERVER_NAME,), "raylet": ("raylet",), "gcs": ("gcs_server",),
+    "actor": ("ray::WorkerActor", "ray::CommandActor"),
 }  # fmt: skip
 VICTIMS = (*NAMES, "head", "all at once")
 #: Victims with which the run ends.
@@ -59,10 +62,27 @@ _SMALL = {
     "nodes.pc1.workers": 2, "nodes.pc2.workers": 1, "compute_share_mode": "none",
     "run.death_window_s": 1, "run.min_success_rate": 0,
 }  # fmt: skip
+_COUNTER = "counter"
 _TRAIN = {
     "preset": "gpt-nano", "seq": 32, "batch": 4, "micro": 2, "exact": True, "precision": "fp32",
     "dropout": 0.1, "save_every_s": 2, "loader_workers": 1,
 }  # fmt: skip
+#: Counts to a number, and goes on where it was when it is started again.
+_PROGRAM = """
+import fcntl, os, time
+from pathlib import Path
+folder = Path(os.environ["ORCHESTRATOR_JOB_DIR"])
+lock = (folder / "lock").open("w")
+try:
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+except BlockingIOError:
+    (folder / "twice").touch()
+counts = folder / "counts"
+while not counts.exists() or counts.stat().st_size < {counts}:
+    with counts.open("a") as file:
+        file.write("+")
+    time.sleep(0.1)
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,7 +194,11 @@ class Course:
         if steps is not None:
             file = self._scene.folder / "night.json"
             trains = [{**_TRAIN, "steps": steps, "lr": 1e-3 * (1 + n)} for n in range(4)]
-            jobs = [{"name": f"t{n}", "train": keys} for n, keys in enumerate(trains)]
+            jobs: list[dict[str, Any]] = [
+                {"name": f"t{n}", "train": keys} for n, keys in enumerate(trains)
+            ]
+            program = _PROGRAM.format(counts=steps)
+            jobs.insert(2, {"name": _COUNTER, "command": [sys.executable, "-c", program]})
             file.write_text(json.dumps({"jobs": jobs}))
             self._words = ["jobs", "run", str(file), "--rehearse", "--plain", *words]
         self._broken: list[str] = []
@@ -213,7 +237,9 @@ class Course:
         return self._row(began_s)
 
     def weights(self) -> dict[str, str] | None:
-        """Wait for the end of all jobs; return the hash of the weights of each."""
+        """Wait for the end of all jobs; return the hash of the weights of each training, and what
+        the program has left.
+        """
         code, said = self._scene.ended(self._head, _NIGHT_S)
         if code != 0:
             self._broken.append(f"the queue ended with {code}: {said[-500:]}")
@@ -225,9 +251,11 @@ class Course:
         ).stdout  # fmt: skip
         jobs = json.loads(listed)["jobs"]
         self._demand(
-            f"{job['job_name']} is {job['job_state']}" for job in jobs if not job["job_sha256"]
+            f"{job['job_name']} is {job['job_state']}" for job in jobs if job["job_state"] != "DONE"
         )
-        return {job["job_name"]: job["job_sha256"] for job in jobs}
+        left = next(self._scene.runs.glob(f"*/jobs/files/{_COUNTER}"))
+        told = {"left": f"{sorted(each.name for each in left.iterdir())}"}
+        return told | {job["job_name"]: job["job_sha256"] for job in jobs}
 
     def end(self) -> list[str]:
         """End the run as Ctrl-C does; return what did not hold since the last kill."""
@@ -363,7 +391,7 @@ class Course:
         kept = self._kept()
         places = Counter(place for place, _ in kept)
         known = {pid for _, keeper in kept for pid in below(keeper.pid)}
-        engines = [each for each in self._scene.look() if _name(each) == NAMES["child"]]
+        engines = [each for each in self._scene.look() if _name(each) == ENGINE_NAME]
         return [
             *(f"{count} keepers for {place}" for place, count in places.items() if count > 1),
             *(f"keeper {one.pid} keeps nothing" for _, one in kept if not below(one.pid)),
