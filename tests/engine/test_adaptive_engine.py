@@ -103,7 +103,8 @@ def test_it_holds_the_cap_from_the_first_step_on(in_child: InChild) -> None:
         "each change fills all of the memory anew"
     )
     for report in reports:
-        assert 0.95 <= share_held(report) <= 1.0
+        # The next size takes 4 % more; what a product keeps beside its tensors depends on the CPU.
+        assert 0.92 <= share_held(report) <= 1.0
         assert 3 * matrix_bytes(report.size, torch.float32) <= report.claim_bytes
         assert 3 * matrix_bytes(report.size + 256, torch.float32) > report.claim_bytes
 
