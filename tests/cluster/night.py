@@ -1,0 +1,87 @@
+"""A queue of exact trainings through the real command on real Ray, and what it should end with."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from orchestrator.control.queue import put
+from orchestrator.jobs.model import ON_CARD, JobOrder, Standing, UserOrder
+from orchestrator.record.jobs import QUEUE_NAME, queue_of
+from tests.cluster.conftest import SMALL, Head, Starter
+from tests.scene import ROOT, orchestrator
+
+RATES = (1e-4, 1e-3, 3e-3)
+
+#: Parts of a batch stay as they are, so that a kill changes no bit.
+KEYS: dict[str, Any] = {
+    "preset": "gpt-nano", "steps": 120, "batch": 4, "micro": 2, "exact": True, "precision": "fp32",
+    "save_every_s": 0.5,
+}  # fmt: skip
+
+#: Steps of a training that is to be held while it trains.
+LONG = 600
+
+#: Trains without the engine, and without an interruption; prints the hash of the weights for each
+#: rate.
+UNDISTURBED = f"""
+import sys, torch
+from workers.training.settings import TrainSettings
+from workers.training.tasks import find_task
+from workers.training.trainer import Trainer
+torch.set_num_threads(1)
+for rate in map(float, sys.argv[2:]):
+    settings = TrainSettings(**{KEYS} | {{"steps": int(sys.argv[1])}}, lr=rate)
+    trainer = Trainer(find_task(settings, 0), settings, torch.device("cpu"), 0)
+    while not trainer.finished:
+        trainer.micro_batch(2)
+    print(trainer.weights_sha256())
+"""
+
+
+class Night:
+    """A queue under the command, and what it says."""
+
+    def __init__(self, start: Starter, folder: Path, *where: str, **environment: str) -> None:
+        self.start, self.where, self.runs = start, where, folder / "runs"
+        self.file = folder / "night.yaml"
+        self.environment = {**environment, "PYTHONPATH": str(ROOT)}
+
+    def begin(self, *words: str) -> Head:
+        self.head = self.start(
+            *(*words, *self.where, "--plain", *SMALL),
+            verb=("jobs", "run"),
+            runs=self.runs,
+            cwd=self.file.parent,
+            environment=self.environment,
+        )
+        return self.head
+
+    def file_of(self, jobs: object) -> str:
+        """Write the jobs into the file, and return its name."""
+        self.file.write_text(json.dumps(jobs))
+        return str(self.file)
+
+    def submit(self, *words: str) -> None:
+        where = ("--run-dir", str(self.runs))
+        done = orchestrator("jobs", "submit", *where, *words, cwd=ROOT, **self.environment)
+        assert done.returncode == 0, done.stderr
+
+    def say(self, order: JobOrder, job: str) -> None:
+        """Have the head hear a order about a job, as `jobs hold` and the like do."""
+        now_ns = time.time_ns()
+        said = UserOrder(at_s=now_ns / 1e9, id=f"{now_ns}-{job}", order=order, job=job, by="test")
+        put(self.head.folder() / QUEUE_NAME, [said])
+
+    def standings(self) -> dict[str, Standing]:
+        return dict(queue_of(self.head.folder()).standings)
+
+    def trains(self) -> str | None:
+        """Return a job that has a checkpoint, and is at work."""
+        rows = self.head.rows()
+        for name, standing in self.standings().items():
+            if standing.state in ON_CARD and rows.get(name, {}).get("saved_step"):
+                return name
+        return None
