@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -37,6 +38,8 @@ class Scene:
     """Folders of its own for some runs, and an account of every process that they bring."""
 
     def __init__(self) -> None:
+        # A shell has what it starts by `&` ignore Ctrl-C, and runs would inherit that.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         # What a run leaves behind becomes a child of this process, and is found.
         prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         # Short, because Ray's sockets lie below it and a socket's path ends at 107 bytes.

@@ -84,6 +84,9 @@ def fork_context() -> ForkServerContext:
 
 def run_arm(connection: Connection, spec: ArmSpec) -> None:
     """Answer until the other end is closed. Ctrl-C is for the head, which closes it."""
+    # The folder of the head's sockets is inherited. The arm makes one of its own, which goes with
+    # its loader processes.
+    getattr(multiprocessing.current_process(), "_config", {}).pop("tempdir", None)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     log = os.open(spec.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(log, 1)  # standard output belongs to the head
