@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
-from orchestrator.cli.jobs import ground_of
 from orchestrator.core.placement import plan_slots
 from orchestrator.errors import OrchestratorError, UsageError, one_line
 from orchestrator.record.archive import read_run
 from orchestrator.run.child import ask_child
 from orchestrator.run.earlier import BEST, LAST, checkpoints_of
+from orchestrator.run.environment import ground_of
 from workers.units import MIB
 
 

@@ -23,7 +23,6 @@ from typer import Argument
 
 from orchestrator.cli.loading import AS_JSON, NewRun, OfQueue, flag, shared, value
 from orchestrator.cli.printing import print_json, tell
-from orchestrator.config.load import config_from_text
 from orchestrator.config.schema import Config, WorkersConfig
 from orchestrator.config.yaml_source import read_text
 from orchestrator.control.queue import Message, put, say, waiting
@@ -47,8 +46,8 @@ from orchestrator.record.folders import (
 )
 from orchestrator.record.jobs import QUEUE_NAME, QueueSnapshot, queue_of, queue_snapshot
 from orchestrator.record.output import Follower, last_lines
-from orchestrator.record.store import RunFacts
 from orchestrator.run.earlier import fetch_weights
+from orchestrator.run.environment import ground_of
 from orchestrator.run.prediction import on_target, submitted
 from orchestrator.view import jobs as view
 
@@ -395,12 +394,6 @@ def _say_that_it_goes_on(stored: StoredRun, queue: Queue, added: int, *, stays: 
     new, waits = f", {added} new" if added else "", "; it waits for more" if stays else ""
     look = command_for(stored.folder, "jobs", "list")
     typer.echo(f"{said}{new}{waits}; look at it: {look}", err=True)
-
-
-def ground_of(facts: RunFacts) -> tuple[Config, Target]:
-    """Return the configuration and the target of a run."""
-    config = config_from_text(facts.config_yaml, f"the configuration of run {facts.run_id}")
-    return config, Target(device=facts.device, one_machine=facts.one_machine)
 
 
 def not_known(jobs: Iterable[Job], known: Iterable[Job]) -> list[Job]:

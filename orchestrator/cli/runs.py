@@ -8,23 +8,22 @@ nothing behind, is an `ArchiveError`.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from orchestrator.cli.printing import Part
 from orchestrator.config.duration import format_duration
 from orchestrator.core.slot import HeadState
-from orchestrator.errors import NothingStoredError
-from orchestrator.record.archive import StoredRun, read_run
+from orchestrator.record.archive import StoredRun, missed_of, read_run
 from orchestrator.record.events import StoredEvent, read_events
-from orchestrator.record.folders import Listed, go_on_command, run_object, summary_of
+from orchestrator.record.folders import Listed, go_on_command, run_object
 from orchestrator.record.history import courses, sampled_between, state_spans
 from orchestrator.record.jobs import QUEUE_NAME
 from orchestrator.record.output import last_lines, slots_with_output
-from orchestrator.record.store import STORE_NAME
 from orchestrator.record.summary import summary_dict
 from orchestrator.view.advice import SAMPLED, advice_lines
 from orchestrator.view.cells import clean, clock, moment, share_pct
@@ -95,48 +94,35 @@ def report_text(folder: Path, width: int) -> str:
     """Return one run in words: how it ended, its health table within `width` cells, and what
     happened to it.
     """
-    try:
-        frame = Watch(folder).look().frame
-    except NothingStoredError:
-        summary = summary_of(folder)
-        if summary is None:
-            raise
-        lines = [clean(f"run {folder.name}"), clean(_verdict(summary))]
-        if summary.get("workers"):
-            lines.append(f"{STORE_NAME} is missing; summary.json has how its workers ended")
-    else:
-        run, queue, events = frame.run, frame.queue, read_events(folder, _TOLD)
-        missed = frame.missed if run.outcome == "degraded" else ()
-        lines = [*_header(run), "", plain_text(health_lines(frame.snapshot, width))]
-        if queue is not None:
-            lines += ["", "jobs", plain_text(table_lines(jobs_table(queue, current(queue)), width))]
-        lines += section("what fell short", missed)
-        lines += section("what happened", map(_event_line, filter(_is_told, events)))
-        lines += section("why the cards were not busy", _advice(run))
-        errors = (one for one in events if one.event == "workload_error")
-        lines += section("errors of the workload", map(_event_line, errors))
-        lines += section("printed last; more: `logs SLOT`", _printed(run.folder))
-        lines += section("injected faults", fault_lines(run.faults))
+    frame = Watch(folder).look().frame
+    run, queue, events = frame.run, frame.queue, read_events(folder, _TOLD)
+    missed = frame.missed if run.outcome == "degraded" else ()
+    lines = [*_header(run), "", plain_text(health_lines(frame.snapshot, width))]
+    if queue is not None:
+        lines += ["", "jobs", plain_text(table_lines(jobs_table(queue, current(queue)), width))]
+    lines += section("what fell short", missed)
+    lines += section("what happened", map(_event_line, filter(_is_told, events)))
+    lines += section("why the cards were not busy", _advice(run))
+    errors = (one for one in events if one.event == "workload_error")
+    lines += section("errors of the workload", map(_event_line, errors))
+    lines += section("printed last; more: `logs SLOT`", _printed(run.folder))
+    lines += section("injected faults", fault_lines(run.faults))
     return "\n".join(line.rstrip() for line in lines)
 
 
 def report_json(folder: Path) -> str:
-    """Return the summary of a run: the one it wrote itself, else the same object made from its
-    store.
+    """Return the summary of a run, made from its store.
 
     `exit_code` is `null` where the run never ended by itself.
     """
-    written = summary_of(folder)
-    if written is not None:
-        return json.dumps(written, indent=2)
-    run = read_run(folder)
-    iso = ""
+    run, missed = read_run(folder), missed_of(read_events(folder, ("run_ended",)))
+    snapshot, iso = run.snapshot(), ""
     with suppress(ValueError, OverflowError, OSError):  # no calendar goes that far
         began = datetime.fromtimestamp(run.facts.started_at_unix_s, tz=UTC)
         iso = began.isoformat(timespec="milliseconds")
-    made = summary_dict(
-        run.snapshot(), run.outcome, run.exit_code or 0, iso, run.error, faults=run.faults
-    )
+    notices = tuple(dict.fromkeys((*snapshot.notices, *missed)))
+    told = replace(snapshot, notices=notices)
+    made = summary_dict(told, run.outcome, run.exit_code or 0, iso, run.error, faults=run.faults)
     return json.dumps({**made, "exit_code": run.exit_code, "started_at": iso or None}, indent=2)
 
 
@@ -169,12 +155,8 @@ def _outcome_words(run: StoredRun) -> str:
         return (
             "outcome: interrupted; its head was killed, or the machine went down. The last state:"
         )
-    return _verdict({"outcome": run.outcome, "exit_code": run.exit_code, "error": run.error})
-
-
-def _verdict(ended: Mapping[str, Any]) -> str:
-    said = f"outcome: {ended.get('outcome')}, exit code {ended.get('exit_code')}"
-    return f"{said} ({ended['error']})" if ended.get("error") else said
+    said = f"outcome: {run.outcome}, exit code {run.exit_code}"
+    return f"{said} ({run.error})" if run.error else said
 
 
 def _is_told(event: StoredEvent) -> bool:

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -63,7 +61,7 @@ def rehearsed(plans: Sequence[RayletPlan]) -> Iterator[Fleet]:
     short = usual if len(usual) <= _LONGEST_FOLDER else "/tmp"  # noqa: S108
     folder = Path(tempfile.mkdtemp(prefix="orch-", dir=short))
     saved = {name: os.environ.get(name) for name in (*_ENVIRONMENT, *_ALSO_SET)}
-    # Cleans up if this process is killed; out of reach of the terminal's Ctrl-C.
+    # Cleans up, also if this process is killed; out of reach of the terminal's Ctrl-C.
     reaper = subprocess.Popen(  # noqa: S603 - our own file, with a folder we made
         [sys.executable, "-I", orphan_reaper.__file__, str(folder)],
         stdin=subprocess.PIPE,
@@ -87,11 +85,10 @@ def rehearsed(plans: Sequence[RayletPlan]) -> Iterator[Fleet]:
             yield fleet
     finally:
         raylets.end_all()
-        _end_marked(str(folder))
-        shutil.rmtree(folder, ignore_errors=True)
-        # Where something still works in it on a machine under load, the reaper goes on until
-        # nothing is left.
-        reaper.communicate("" if folder.exists() else "bye\n")
+        # Where something still works in it on a machine under load, the reaper goes on alone.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            reaper.communicate("bye", timeout=_END_TIMEOUT_S)
+        reap_adopted()
         _set_environment(saved)
 
 
@@ -110,18 +107,3 @@ def _await_nodes(fleet: Fleet, names: set[str]) -> None:
                 f"the rehearsal's nodes did not come up in {_START_TIMEOUT_S:.0f} s"
             )
         time.sleep(0.02)
-
-
-def _end_marked(folder: str) -> None:
-    """End all that is left of a rehearsal; what only tidies up gets half of the time for it."""
-    began_s = time.monotonic()
-    while left := processes.marked(MARK, folder):
-        waited_s = time.monotonic() - began_s
-        if waited_s > _END_TIMEOUT_S:
-            return
-        is_late = waited_s > _END_TIMEOUT_S / 2
-        processes.send(
-            (pid for pid in left if is_late or not processes.tidies(pid)), signal.SIGKILL
-        )
-        time.sleep(0.05)
-        reap_adopted()

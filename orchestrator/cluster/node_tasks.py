@@ -16,7 +16,6 @@ import shlex
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import pynvml
@@ -70,20 +69,22 @@ def _answer(
     deadline_s: float,
 ) -> NodeAnswer:
     name, address = node.get("Labels", {}).get(NODE_LABEL), str(node["NodeManagerAddress"])
+    told, why_not = _answered(ref, deadline_s)
+    if why_not is not None:
+        return NodeAnswer(name=name, address=address, error=why_not)
+    facts, unreachable = told
+    return NodeAnswer(name=name, address=address, facts=facts, unreachable=unreachable)
+
+
+# Ray's reference type has no name, and what a call returns can be anything.
+def _answered(ref: Any, until_s: float) -> tuple[Any, str | None]:  # noqa: ANN401
+    """Return what a call answered until then (monotonic seconds), or why it has not."""
     try:
-        facts, unreachable = ray.get(ref, timeout=max(0.1, deadline_s - time.monotonic()))
+        return ray.get(ref, timeout=max(0.0, until_s - time.monotonic())), None
     except GetTimeoutError:
-        return NodeAnswer(
-            name=name, address=address, error=f"nothing came back in time; see: {status_command()}"
-        )
+        return None, f"nothing came back in time; see what holds it: {status_command()}"
     except RayError as error:
-        return NodeAnswer(name=name, address=address, error=in_a_line(error))
-    return NodeAnswer(
-        name=name,
-        address=address,
-        facts=facts,
-        unreachable=unreachable,
-    )
+        return None, in_a_line(error)
 
 
 # Ray's types have no names.
@@ -109,19 +110,9 @@ def _opens(door: str) -> bool:
 #: A process starts, and another run puts its cards back.
 _OUTCOME_S = 60.0
 _END_S = 15.0
-_LOOK_EVERY_S = 0.25
 
-#: Called with a node whose cards were put back, and with what was done.
-Ended = Callable[[str, tuple[str, ...]], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SetOutcome:
-    """What was done to the cards of a node."""
-
-    lines: tuple[str, ...] = ()
-    problem: str | None = None
-    """Why they were not set; then each is as it was before."""
+#: Called with the name of an event, a node, and what was done to its cards.
+Done = Callable[[str, str, tuple[str, ...]], None]
 
 
 class CardSettingsActor:
@@ -130,14 +121,16 @@ class CardSettingsActor:
     """
 
     def __init__(self, wanted: WantedSettings) -> None:
+        self._lines: tuple[str, ...] = ()
+        self._problem: str | None = None
         try:
-            self._outcome = SetOutcome(lines=set_cards(wanted))
+            self._lines = set_cards(wanted)
         except (CardSettingError, OSError, pynvml.NVMLError) as error:
-            self._outcome = SetOutcome(problem=f"{wanted.node}: its cards cannot be set: {error}")
+            self._problem = f"its cards cannot be set: {error}"
 
-    def outcome(self) -> SetOutcome:
-        """Return what was done."""
-        return self._outcome
+    def outcome(self) -> tuple[tuple[str, ...], str | None]:
+        """Return what was done, and why the cards are as they were before, if they are."""
+        return self._lines, self._problem
 
     def end(self) -> tuple[str, ...]:
         """Put the cards back, and return what was done."""
@@ -145,17 +138,9 @@ class CardSettingsActor:
 
 
 @contextlib.contextmanager
-def with_cards_set(
-    wanted: Mapping[str, WantedSettings], ended: Ended, interrupted: Callable[[], bool]
-) -> Iterator[dict[str, SetOutcome]]:
+def with_cards_set(wanted: Mapping[str, WantedSettings], done: Done) -> Iterator[list[str]]:
     """Have the cards of some nodes, which must be there, set until the end of the block; yield what
-    was done on each.
-
-    `ended` is called for each node, however the block ends, and `interrupted` is asked while the
-    cards are set.
-
-    Raises:
-        KeyboardInterrupt: The user stopped before every node had answered.
+    could not be done. `done` is told what was, also when the cards are put back.
     """
     actor_class = ray.remote(CardSettingsActor)
     actors: dict[str, Any] = {
@@ -166,46 +151,24 @@ def with_cards_set(
     }
     requests = {node: actor.outcome.remote() for node, actor in actors.items()}
     try:
-        _await(list(requests.values()), interrupted)
-        yield {node: _outcome(node, ref) for node, ref in requests.items()}
+        problems, until_s = [], time.monotonic() + _OUTCOME_S
+        for node, ref in requests.items():
+            told, why_not = _answered(ref, until_s)
+            lines, problem = told or ((), why_not)
+            done("node_kept", node, lines)
+            problems += [] if problem is None else [f"{node}: {problem}"]
+        yield problems
     finally:
         endings = {node: actor.end.remote() for node, actor in actors.items()}
-        if endings:
-            ray.wait(list(endings.values()), num_returns=len(endings), timeout=_END_S)
+        until_s = time.monotonic() + _END_S
         for node, ref in endings.items():
-            ended(node, _sentences(node, ref))
+            fix = (
+                f"{node}: its cards could not be put back; type on it: python -m orchestrator stop"
+            )
+            lines, why_not = _answered(ref, until_s)
+            done("node_restored", node, lines if why_not is None else (fix,))
         for actor in actors.values():
             ray.kill(actor, no_restart=True)
-
-
-def _await(requests: list[Any], interrupted: Callable[[], bool]) -> None:
-    until_s = time.monotonic() + _OUTCOME_S
-    while (
-        ray.wait(requests, num_returns=len(requests), timeout=_LOOK_EVERY_S)[1]
-        and time.monotonic() < until_s
-    ):
-        if interrupted():
-            raise KeyboardInterrupt
-
-
-# Ray's reference type has no name.
-def _outcome(node: str, ref: Any) -> SetOutcome:  # noqa: ANN401
-    try:
-        # What `CardSettingsActor.outcome` returns.
-        return ray.get(ref, timeout=0)  # type: ignore[no-any-return]
-    except GetTimeoutError:
-        why = f"nothing came back in {_OUTCOME_S:.0f} s; see what holds it: {status_command()}"
-    except RayError as error:
-        why = in_a_line(error)
-    return SetOutcome(problem=f"{node}: {why}")
-
-
-# Ray's reference type has no name.
-def _sentences(node: str, ref: Any) -> tuple[str, ...]:  # noqa: ANN401
-    with contextlib.suppress(RayError):
-        # What `CardSettingsActor.end` returns.
-        return ray.get(ref, timeout=0)  # type: ignore[no-any-return]
-    return (f"{node}: its cards could not be put back; type on it: python -m orchestrator stop",)
 
 
 def status_command() -> str:

@@ -1,6 +1,6 @@
 """Commands to a queue of jobs: what is submitted to it, and what is said of its jobs.
 
-A message is a batch of `Submitted`, `UserOrder` and `QueueHeld`, and is one row beside the queue
+A message is a batch of `Submitted`, `UserOrder` and `QueueHeld`, and is one file beside the queue
 (`record/command_file.py`). Its sender waits for no answer: the head may be dead. Does not know what
 the queue does about it (`jobs/queue.py`).
 """
@@ -78,7 +78,7 @@ def waiting(folder: Path) -> list[Message]:
 
 
 def message_of(content: bytes) -> Message:
-    """Return the message that a row holds; `NoMessageError` if it holds none."""
+    """Return the message that a file holds; `NoMessageError` if it holds none."""
     try:
         return _MESSAGE.validate_python(json.loads(content), extra="forbid")
     except ValidationError as failure:

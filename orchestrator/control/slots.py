@@ -1,6 +1,6 @@
 """Commands to the slots of a running run: how one is sent, read and answered.
 
-The sender puts it as a row beside the run's store (`record/command_file.py`), and waits until the
+The sender puts it as a file beside the run's store (`record/command_file.py`), and waits until the
 store has its answer. Does not know which slots there are (`core/user_commands.py`).
 """
 
@@ -50,7 +50,7 @@ _AMOUNT: Final = TypeAdapter(Annotated[ByteSize, Field(gt=0, lt=2**63)])
 
 
 def command_of(content: bytes) -> Command:
-    """Return the command that a row holds; `NoCommandError` if it holds none."""
+    """Return the command that a file holds; `NoCommandError` if it holds none."""
     if len(content) > COMMAND_MOST_BYTES:
         raise NoCommandError(f"a command has at most {COMMAND_MOST_BYTES} bytes")
     try:

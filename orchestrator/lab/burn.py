@@ -16,10 +16,9 @@ from typing import Any, Final, TypeAlias
 from orchestrator.config.duration import format_duration
 from orchestrator.config.schema import Config, WorkloadConfig
 from orchestrator.core.slot import HeadState
-from orchestrator.errors import ArchiveError
 from orchestrator.record import history
+from orchestrator.record.archive import read_run
 from orchestrator.record.events import read_events
-from orchestrator.record.folders import summary_of
 from orchestrator.record.model import Snapshot
 from orchestrator.run import runner
 from orchestrator.run.environment import Environment
@@ -165,16 +164,15 @@ def workers_of(folder: Path, length_s: float) -> Iterator[WorkerCourse]:
 
     `length_s` is the planned length; `ArchiveError` if the folder cannot be read.
     """
-    summary = summary_of(folder)
-    if summary is None:
-        raise ArchiveError(f"{folder} has no summary.json: nothing is known of this run")
+    run = read_run(folder)
     events = read_events(folder, ["counting", "alarm_raised", "checks_ended", "state"])
     # A run that never counted has no samples of that time.
     began_s = next((each.at_unix_s for each in events if each.event == "counting"), None) or 0.0
     count = max(1, min(_SAMPLES_MOST, round(length_s)))
     keys = ("reserved_bytes", "temperature_c", "tflops")
     courses = history.courses(folder, keys, began_s, began_s + length_s, count)
-    for row in summary["workers"]:
+    for record in run.slots:
+        row = record.row.to_dict()
         of_slot = [each.details for each in events if each.slot == row["slot"]]
         yield WorkerCourse(
             row=row,

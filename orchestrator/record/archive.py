@@ -249,7 +249,7 @@ class Follower:
             events=events,
             freshness=freshness,
             late_s=late_s,
-            missed=_missed_of(events) or (() if before is None else before.missed),
+            missed=missed_of(events) or (() if before is None else before.missed),
             queue=queue_snapshot(
                 self._folder,
                 snapshot.rows,
@@ -276,7 +276,7 @@ def _disk_free_bytes(folder: Path) -> int | None:
         return None
 
 
-def _missed_of(events: Iterable[StoredEvent]) -> tuple[str, ...]:
+def missed_of(events: Iterable[StoredEvent]) -> tuple[str, ...]:
     """Return what fell short, as the end of a run among these events says."""
     ends = [event.details.get("missed") for event in events if event.event == "run_ended"]
     return tuple(map(str, ends[-1])) if ends and isinstance(ends[-1], list) else ()

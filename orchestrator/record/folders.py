@@ -6,10 +6,8 @@ is in a store (`archive.py`). A folder that cannot be read is an `ArchiveError`.
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import islice
@@ -20,7 +18,6 @@ from orchestrator.config.schema import RunConfig
 from orchestrator.errors import ArchiveError, NothingStoredError, UsageError, one_line
 from orchestrator.record.archive import StoredRun, head_of, read_run
 from orchestrator.record.jobs import QUEUE_NAME
-from workers.files import read_small
 
 LATEST = "latest"
 RUNNING = "running"
@@ -29,9 +26,6 @@ UNREADABLE = "unreadable"
 
 _RUN_ID = re.compile(r"[0-9]{8}-[0-9]{6}-[0-9a-f]{4}")
 """As `run` makes them: the moment in UTC, and four digits of chance."""
-_SUMMARY_NAME = "summary.json"
-_SUMMARY_MOST_BYTES = 16 * 2**20
-"""A summary of ten thousand workers and ten thousand faults has 13 MiB."""
 
 _DEFAULT_RUNS_DIR = Path(RunConfig.model_fields["dir"].default)
 _SUFFIX = re.compile(r"[0-9a-f-]{4,20}")
@@ -168,15 +162,6 @@ def find_queue(runs_dir: Path, run_id: str) -> Path:
     return folder
 
 
-def summary_of(folder: Path) -> Mapping[str, Any] | None:
-    """Return the content of a run's summary.json; `None` if there is none that can be read."""
-    try:
-        content = json.loads(read_small(folder / _SUMMARY_NAME, _SUMMARY_MOST_BYTES))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return content if isinstance(content, dict) else None
-
-
 def _run_ids(runs_dir: Path) -> list[str]:
     """Return the names of the run folders, the newest first.
 
@@ -199,7 +184,7 @@ def _listed(folder: Path) -> Listed:
     try:
         run = read_run(folder)
     except NothingStoredError:
-        return _without_store(folder)
+        return Listed(folder=folder, outcome=RUNNING if head_of(folder) else "interrupted")
     except ArchiveError as failure:
         return Listed(folder=folder, outcome=UNREADABLE, error=str(failure))
     return Listed(
@@ -213,18 +198,4 @@ def _was_refused(one: Listed) -> bool:
     """
     return one.outcome == "failed" and (
         one.run is None or (one.run.was_refused and not one.run.slots)
-    )
-
-
-def _without_store(folder: Path) -> Listed:
-    """Return a run that could store nothing: as its summary says, else by its head."""
-    summary = summary_of(folder)
-    if summary is None:
-        return Listed(folder=folder, outcome=RUNNING if head_of(folder) else "interrupted")
-    code, error = summary.get("exit_code"), summary.get("error")
-    return Listed(
-        folder=folder,
-        outcome=str(summary.get("outcome")),
-        exit_code=code if isinstance(code, int) else None,
-        error=None if error is None else str(error),
     )

@@ -211,7 +211,6 @@ class Dispatcher:
             found = self.queue.next_records(self._world(slots, nodes))
             self._take(record for record in found if isinstance(record, AttemptEnded))
             self._stored()
-        self._incoming.close()
 
     def _decide(self, slots: Mapping[str, Slot], nodes: Collection[str], away_s: float) -> None:
         """Have the queue take all that follows by now."""

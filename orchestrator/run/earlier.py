@@ -12,14 +12,13 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from orchestrator.cluster.connect import connected
-from orchestrator.config.load import config_from_text
-from orchestrator.core.placement import Target, plan_slots
+from orchestrator.core.placement import plan_slots
 from orchestrator.errors import NoClusterError, OrchestratorError, UsageError, one_line
 from orchestrator.record.archive import StoredRun, read_run
 from orchestrator.record.folders import command_for, find_run
 from orchestrator.record.jobs import QUEUE_NAME
 from orchestrator.run.child import ask_child
-from orchestrator.run.environment import Mode
+from orchestrator.run.environment import Mode, ground_of
 from orchestrator.run.job_files import CHECKPOINT, FILES
 from orchestrator.run.run_dir import STATES, weights_of
 from workers.learned_limits import default_path
@@ -42,10 +41,7 @@ def fetch_weights(start: str, runs_dir: Path) -> Iterator[str]:
     if folder.name != run_id:
         raise UsageError(f"train.from: {start}: write the whole name of the run, {folder.name}")
     stored = read_run(folder)
-    facts = stored.facts
-    config = config_from_text(facts.config_yaml, f"the configuration of run {run_id}")
-    target = Target(device=facts.device, one_machine=facts.one_machine)
-    nodes = {plan.spec.slot: plan.spec.node for plan in plan_slots(config, target)}
+    nodes = {plan.spec.slot: plan.spec.node for plan in plan_slots(*ground_of(stored.facts))}
     nodes |= {record.slot: record.row.node for record in stored.slots}
     if slot not in nodes:
         valid = ", ".join(sorted(nodes))
@@ -85,7 +81,7 @@ def checkpoints_of(
         paths += folder.glob(f"{STATES}/{slot}.pt")
         paths += folder.glob(f"{QUEUE_NAME}/{FILES}/{slot}/{CHECKPOINT}")
     if not paths and facts.mode == Mode.CLUSTER:
-        config = config_from_text(facts.config_yaml, f"the configuration of run {run_id}")
+        config, _ = ground_of(facts)
         near.mkdir(parents=True, exist_ok=True)
         place = tempfile.TemporaryDirectory(prefix=".checkpoints-", dir=near)
         copies = Path(stack.enter_context(place))

@@ -19,11 +19,12 @@ from orchestrator.cluster.connect import connected
 from orchestrator.cluster.local_cluster import rehearsed
 from orchestrator.cluster.raylets import RayletPlan
 from orchestrator.config.gpu_specs import by_formula
-from orchestrator.config.load import config_from_data
+from orchestrator.config.load import config_from_data, config_from_text
 from orchestrator.config.schema import MOST_GIB, Config, NodeConfig
 from orchestrator.core.fleet import Fleet
 from orchestrator.core.placement import SlotPlan, Target, node_budget, plan_slots
 from orchestrator.errors import PreflightError, UsageError
+from orchestrator.record.store import RunFacts
 from orchestrator.run import scaling
 from orchestrator.run.scaling import REHEARSAL_SCALE, Scaled, scale_config
 from workers.host.facts import CardFacts
@@ -107,6 +108,14 @@ def again(mode: str, config: Config, target: Target) -> Environment:
         address = config.cluster.address
         lines = () if address == "auto" else (f"Connecting to {address}, as the run did",)
     return Environment(mode=Mode(mode), config=config, target=target, lines=lines)
+
+
+def ground_of(facts: RunFacts) -> tuple[Config, Target]:
+    """Return the configuration and the target of a run; `ConfigError` where this version does not
+    accept them.
+    """
+    config = config_from_text(facts.config_yaml, f"the configuration of run {facts.run_id}")
+    return config, Target(device=facts.device, one_machine=facts.one_machine)
 
 
 def _settled(environment: Environment, fleet: Fleet) -> Environment:

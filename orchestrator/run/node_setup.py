@@ -72,7 +72,6 @@ def cards_set(
     fleet: Fleet,
     wanted: Mapping[str, WantedSettings],
     *,
-    interrupted: Callable[[], bool],
     tell: Callable[[str], None],
     events: EventLog,
 ) -> Iterator[None]:
@@ -80,7 +79,6 @@ def cards_set(
 
     Raises:
         PreflightError: A card cannot be set so; then none of its node is.
-        KeyboardInterrupt: The user wants to stop before all of it is done.
     """
     live = {fact.name for fact in fleet.nodes()} if wanted else set()
     for name in wanted.keys() - live:
@@ -91,17 +89,12 @@ def cards_set(
         return
     from orchestrator.cluster.node_tasks import with_cards_set  # noqa: PLC0415 - imports ray
 
-    def ended(node: str, lines: tuple[str, ...]) -> None:
+    def done(event: str, node: str, lines: tuple[str, ...]) -> None:
         for line in lines:
             tell(one_line(line))
-        events.write("node_restored", node=node, text="; ".join(lines))
+        events.write(event, node=node, text="; ".join(lines))
 
-    with with_cards_set(present, ended, interrupted) as outcomes:
-        for name, outcome in outcomes.items():
-            for line in outcome.lines:
-                tell(one_line(line))
-            events.write("node_kept", node=name, text="; ".join(outcome.lines))
-        problems = [outcome.problem for outcome in outcomes.values() if outcome.problem]
+    with with_cards_set(present, done) as problems:
         if problems:
             raise PreflightError(problems)
         yield

@@ -8,7 +8,7 @@ queries nothing (`supervisor.py` does).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -53,7 +53,7 @@ class NodeWatch:
         if seen == self._facts:
             return []
         self._facts = seen
-        happened = [*self._gone(seen), *self._come(seen)]
+        happened = list(self._compared(seen))
         for node, event in happened:
             if isinstance(event, NodeJoined):
                 self._events.write("node_joined", node=node, node_id=self.present[node])
@@ -76,36 +76,30 @@ class NodeWatch:
                 lines.append(f"{name} has {'left' if name in self._ever else 'not joined'}")
         return lines
 
-    def _gone(self, facts: Sequence[NodeFact]) -> list[tuple[str, NodeEvent]]:
-        answering = {fact.node_id for fact in facts if fact.answers}
-        listed = {fact.node_id for fact in facts}
-        gone = {name: it for name, it in self.present.items() if it not in answering}
-        for name in gone:
-            del self.present[name]
-        return [
-            (name, NodeLeft(reason=_SILENT) if node_id in listed else NodeLeft())
-            for name, node_id in gone.items()
-        ]
-
-    def _come(self, facts: Sequence[NodeFact]) -> list[tuple[str, NodeEvent]]:
-        answering = [fact for fact in facts if fact.answers and fact.name in self._config.nodes]
+    def _compared(self, seen: Sequence[NodeFact]) -> Iterator[tuple[str, NodeEvent]]:
+        answering = [fact for fact in seen if fact.answers and fact.name in self._config.nodes]
         texts: dict[str, list[str]] = {}
         for refusal in refusals(self._config, answering):
             if refusal.missing is not Missing.NODE:
                 texts.setdefault(refusal.node, []).append(refusal.text)
-        events: list[tuple[str, NodeEvent]] = []
-        for fact in answering:
-            if fact.name is not None and fact.name not in {*self.present, *texts}:
-                self.present[fact.name] = fact.node_id
-                self._ever.add(fact.name)
-                events.append((fact.name, NodeJoined()))
-        before, self.refused = (
-            self.refused,
-            {name: "; ".join(text) for name, text in texts.items() if name not in self.present},
-        )
+
         for name in self._config.nodes:
-            if name not in self.present and before.get(name) != self.refused.get(name):
+            ids = [fact.node_id for fact in answering if fact.name == name]
+            before = self.present.get(name)
+            if before is not None and before not in ids:
+                del self.present[name]
+                is_listed = any(fact.node_id == before for fact in seen)
+                yield name, NodeLeft(reason=_SILENT) if is_listed else NodeLeft()
+            if name in self.present:
+                continue
+            was_refused, refused = self.refused.pop(name, None), "; ".join(texts.get(name, ()))
+            if refused:
+                self.refused[name] = refused
+            elif ids:
+                self.present[name] = ids[0]
+                self._ever.add(name)
+                yield name, NodeJoined()
+                continue
+            if refused != (was_refused or ""):
                 # One that could not be used, and is there no more, has left.
-                reason = self.refused.get(name, NodeLeft().reason)
-                events.append((name, NodeRefused(reason=reason)))
-        return events
+                yield name, NodeRefused(reason=refused or NodeLeft().reason)

@@ -11,10 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from orchestrator.config.load import config_from_text
 from orchestrator.config.schema import Config
 from orchestrator.control.slots import Answer
-from orchestrator.core.placement import Target
 from orchestrator.core.slot import HeadState, Phase, Rules, Slot
 from orchestrator.core.training import Training
 from orchestrator.errors import UsageError
@@ -91,15 +89,13 @@ def environment_of(
             "longer: --resume "
             f"{facts.run_id} --duration 2h"
         )
-    config = config_from_text(facts.config_yaml, f"the configuration of run {facts.run_id}")
+    config, target = environments.ground_of(facts)
     if more_s is not None:
         duration = f"{stored.elapsed_s + more_s}s"
         config = config.model_copy(
             update={"run": config.run.model_copy(update={"duration": duration})}
         )
-    return environments.again(
-        facts.mode, config, Target(device=facts.device, one_machine=facts.one_machine)
-    )
+    return environments.again(facts.mode, config, target)
 
 
 def past_of(stored: StoredRun) -> Past:

@@ -10,7 +10,6 @@ run folder exists, its summary is always written.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import socket
 import subprocess
@@ -42,18 +41,15 @@ from orchestrator.record.events import EVENTS_NAME, EventLog
 from orchestrator.record.folders import command_for, go_on_command
 from orchestrator.record.jobs import QUEUE_NAME, queue_of
 from orchestrator.record.model import Snapshot
-from orchestrator.record.output import OutputFiles
 from orchestrator.record.store import STORE_NAME, RunFacts, RunStore
 from orchestrator.record.summary import failure_dict, summary_dict, summary_text, write_summary
 from orchestrator.run import node_setup, resume, run_dir
 from orchestrator.run.dispatcher import Dispatcher
 from orchestrator.run.earlier import fetch_weights
 from orchestrator.run.environment import Environment, Mode
-from orchestrator.run.learned_limits import LearnedLimits
 from orchestrator.run.notify_urls import notify_urls
 from orchestrator.run.resume import Past
-from orchestrator.run.run_dir import CheckpointKeeper
-from orchestrator.run.supervisor import Clock, Commands, Outlets, Supervisor, answers_before
+from orchestrator.run.supervisor import Clock, Outlets, Supervisor, answers_before
 from orchestrator.run.terminal import (
     Interrupts,
     Screen,
@@ -224,8 +220,6 @@ def _in_environment(environment: Environment, record: _Record, interrupts: Inter
         chaos, plans = record.options.chaos, settled.plans
         # With injected failures nothing is learned that holds without them.
         remembers = settled.config.memory.remember and chaos is None
-        store = LimitStore() if remembers else None
-        learned_limits = LearnedLimits(store, record.outlets.events)
         if record.queue is None:
             record.tell(*filter(None, [idle_line(settled.config, plans)]))
         if chaos is not None:
@@ -239,32 +233,22 @@ def _in_environment(environment: Environment, record: _Record, interrupts: Inter
             tell=record.tell,
         )
         settings = node_setup.cards_set(
-            fleet,
-            wanted,
-            interrupted=lambda: interrupts.asked,
-            tell=record.tell,
-            events=record.outlets.events,
+            fleet, wanted, tell=record.tell, events=record.outlets.events
         )
         clock = Clock()
-        listening = functools.partial(
-            Commands, record.folder, record.outlets, clock, record.past.answers
-        )
-        with settings, contextlib.closing(listening()) as commands:
-            record.tell(*filter(None, [commands.problem]))
+        with settings:
             dispatcher = record.dispatcher(settled)
             slots = plans if dispatcher is None else tuple(dispatcher.resumed())
             record.supervisor = Supervisor(
                 facts=facts,
                 past=record.past,
                 config=settled.config,
-                plans=learned_limits.add_learned(slots, clock.unix_s()),
+                plans=slots,
                 fleet=fleet if chaos is None else chaos.around(fleet, record.outlets.events, clock),
                 outlets=record.outlets,
+                folder=record.folder,
                 interrupted=lambda: interrupts.asked,
-                learned_limits=learned_limits,
-                checkpoints=CheckpointKeeper(record.folder / run_dir.STATES),
-                output=OutputFiles(record.folder),
-                commands=commands,
+                limits=LimitStore() if remembers else None,
                 clock=clock,
                 dispatcher=dispatcher,
             )

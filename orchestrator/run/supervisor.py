@@ -2,7 +2,7 @@
 watchers.
 
 A turn takes in what has happened, writes it to the store, and only then orders anything. So a head
-that is killed has never ordered what its store does not know. The user's commands come as rows
+that is killed has never ordered what its store does not know. The user's commands come as files
 beside the store; they are judged, and stored with their answers in the turn's commit. Decides
 nothing about a slot (`lifecycle.py`), about nodes (`node_watch.py`) or about where slots go
 (`placement.py`). It decides only when a run begins to count and when it ends. One thread, no
@@ -38,9 +38,10 @@ from orchestrator.run.dispatcher import Dispatcher
 from orchestrator.run.learned_limits import LearnedLimits
 from orchestrator.run.node_watch import NodeWatch
 from orchestrator.run.resume import Past, rules_of
-from orchestrator.run.run_dir import CheckpointKeeper
+from orchestrator.run.run_dir import STATES, CheckpointKeeper
 from orchestrator.run.snapshot import Meter, Recorder, row_of
 from orchestrator.view.live import Watcher
+from workers.learned_limits import LimitStore
 from workers.messages import Begin, Orders, Status
 
 #: How long one wait for a status may last: Ctrl-C and times may be late by so much.
@@ -133,12 +134,11 @@ class Supervisor:
     """Told of every event, every snapshot, and every slot that changed before anything is ordered
     because of it.
     """
+    folder: Path
+    """Of the run: commands come there, and states and what is printed are kept there."""
     interrupted: Callable[[], bool]
-    learned_limits: LearnedLimits
-    checkpoints: CheckpointKeeper
-    output: OutputFiles
-    commands: Commands
-    """Those of the user."""
+    limits: LimitStore | None = None
+    """What earlier runs have learned; `None`: nothing is read or kept."""
     clock: Clock = field(default_factory=Clock)
     dispatcher: Dispatcher | None = None
     """Of a run of jobs: it says which slots there are."""
@@ -150,7 +150,12 @@ class Supervisor:
     """The traceback of the last error of the workload."""
 
     def __post_init__(self) -> None:
-        self._plans = {plan.spec.slot: plan for plan in self.plans}
+        self.learned_limits = LearnedLimits(self.limits, self.outlets.events)
+        self.checkpoints = CheckpointKeeper(self.folder / STATES)
+        self.output = OutputFiles(self.folder)
+        self.commands = Commands(self.folder, self.outlets, self.clock, self.past.answers)
+        plans = self.learned_limits.add_learned(self.plans, self.clock.unix_s())
+        self._plans = {plan.spec.slot: plan for plan in plans}
         self._rules = rules_of(self.config, self.past)
         self._slots = {name: self.past.slots.get(name, Slot(slot=name)) for name in self._plans}
         self._meters = {name: Meter() for name in self._plans}
@@ -527,7 +532,7 @@ def answers_before(folder: Path) -> dict[str, Answer]:
 
 
 class Commands:
-    """Those of one run, until it is closed."""
+    """Those of one run."""
 
     def __init__(
         self, folder: Path, outlets: Outlets, clock: Clock, answers: Mapping[str, Answer]
@@ -537,7 +542,6 @@ class Commands:
         `answers` are those that earlier heads gave, by the ids of the commands.
         """
         self._incoming = Incoming(folder)
-        self.close = self._incoming.close
         self._outlets = outlets
         self._clock = clock
         self._answers = dict(answers)

@@ -17,7 +17,7 @@ from orchestrator.record.folders import find_run, list_runs
 from orchestrator.record.jobs import QUEUE_NAME
 from orchestrator.record.model import Snapshot
 from orchestrator.record.store import STORE_NAME, RunStore
-from orchestrator.record.summary import summary_dict, write_summary
+from orchestrator.record.summary import summary_dict
 from orchestrator.view.terminal import plain_text
 from tests.cli.conftest import Command
 from tests.factories import FACTS, add_event, event, make_row, make_snapshot, record
@@ -214,28 +214,17 @@ def test_a_bad_night_is_told_by_its_last_lines(tmp_path: Path) -> None:
     assert "71 before these, in events.jsonl" in text
 
 
-def test_the_object_is_the_summary_else_one_from_the_store(tmp_path: Path) -> None:
-    written(tmp_path)
+def test_the_object_is_the_summary_that_the_run_wrote(tmp_path: Path) -> None:
+    store = written(tmp_path)
     told = json.loads(report_json(tmp_path / RUN_ID))
-    summary = summary_dict(snapshot_of(RUN_ID), "good", 0, "2023-11-14T22:13:20.000+00:00")
-    assert set(summary) <= set(told)
     assert (told["outcome"], told["exit_code"], told["steps_ok"]) == ("interrupted", None, 990)
-    assert told["workers"][0]["slot"] == "pc1/0"
-    assert told["started_at"] == summary["started_at"]
 
-    write_summary(tmp_path / RUN_ID / "summary.json", summary)
+    add_event(store, event(name="run_ended", missed=["too few good steps"]))
+    store.end("degraded", 1, None, [])
+    snapshot = snapshot_of(RUN_ID)
+    snapshot = replace(snapshot, notices=(*snapshot.notices, "too few good steps"))
+    summary = summary_dict(snapshot, "degraded", 1, "2023-11-14T22:13:20.000+00:00")
     assert json.loads(report_json(tmp_path / RUN_ID)) == summary
-
-
-def test_a_run_that_only_left_a_summary_is_told_from_it(tmp_path: Path) -> None:
-    (tmp_path / RUN_ID).mkdir()
-    summary = summary_dict(
-        snapshot_of(RUN_ID), "failed", 3, "2023-11-14T22:13:20.000+00:00", "no cluster\x1b"
-    )
-    write_summary(tmp_path / RUN_ID / "summary.json", summary)
-    text = report_text(tmp_path / RUN_ID, 100)
-    assert "outcome: failed, exit code 3 (no cluster )" in text
-    assert "summary.json has how its workers ended" in text
 
 
 def test_the_verbs_tell_a_run_under_way(command: Command, tmp_path: Path) -> None:

@@ -55,15 +55,16 @@ with rehearsed([RayletPlan(name="pc1", cpus=5, gpus=1), RayletPlan(name="pc2", c
     fleet.nodes()
     from orchestrator.cluster.node_tasks import with_cards_set  # Ray reads its settings when imported
     wanted = {"pc1": WantedSettings(node="pc1", cards=1, power_limit_w=280)}
-    ended = lambda *_: None
+    done = []
+    note = lambda event, node, lines: done.append(f"{event} {node} {lines}")
     def limit_w():
         return json.loads(Path("cards.set").read_text())["CARD"]["power_limit_w"]
-    with with_cards_set(wanted, ended, lambda: False) as outcomes:
+    with with_cards_set(wanted, note):
         during_w = limit_w()
     between_w = limit_w()
     stays = contextlib.ExitStack()
-    again = stays.enter_context(with_cards_set(wanted, ended, lambda: False))
-    tell("limits", [str(outcomes["pc1"]), during_w, between_w, str(again["pc1"]), limit_w()])
+    stays.enter_context(with_cards_set(wanted, note))
+    tell("limits", [done[0], during_w, between_w, done[2], limit_w()])
     for name, node in (("first", "pc1"), ("second", "pc2"), ("third", "pc1")):
         spec = command_spec("-c", FORKS, slot=name, cwd=os.getcwd(), grace_s=1.0)
         fleet.place(dataclasses.replace(spec, node=node), 1, 0)
@@ -148,6 +149,7 @@ def test_a_limit_is_put_back_when_its_block_ends(scene: Scene) -> None:
     first, during_w, between_w, second, again_w = told(scene.folder / "limits")
     assert (during_w, between_w, again_w) == (280, 350, 280)
     for words in (first, second):
+        assert words.startswith("node_kept pc1")
         assert "power limit 280 W until the run ends (before: 350 W)" in words
 
 

@@ -46,6 +46,14 @@ print(own.wait())
 reap_adopted()
 """
 
+#: Has a semaphore, of whose file in /dev/shm it prints the name.
+WITH_SEMAPHORE = """
+import multiprocessing, time
+lock = multiprocessing.get_context("spawn").Lock()
+print("sem." + lock._semlock.name.strip("/"), flush=True)
+time.sleep(600)
+"""
+
 
 def test_only_keepers_are_reaped(tmp_path: Path) -> None:
     done = ran([sys.executable, "-c", HEAD, str(tmp_path)])
@@ -76,3 +84,21 @@ def test_what_has_the_mark_of_a_rehearsal_ends_after_its_head(tmp_path: Path) ->
         for sleeper in sleepers:
             sleeper.kill()
             sleeper.wait()
+
+
+def test_what_tidies_up_after_a_killed_training_is_not_killed(tmp_path: Path) -> None:
+    """A process of Python's removes its semaphores, which would stay in /dev/shm."""
+    folder = tmp_path / "orch-a"
+    with subprocess.Popen(
+        [sys.executable, "-c", WITH_SEMAPHORE],
+        env={**os.environ, MARK: str(folder)},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as training:
+        assert training.stdout is not None
+        semaphore = Path("/dev/shm", training.stdout.readline().strip())
+        assert semaphore.exists()
+        done = ran([sys.executable, "-I", orphan_reaper.__file__, str(folder)], input="")
+        assert (done.returncode, done.stderr) == (0, "")
+    assert training.returncode == -9
+    assert not semaphore.exists()

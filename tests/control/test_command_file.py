@@ -1,14 +1,13 @@
-"""`commands.sqlite`: nothing is lost, nothing waits for a verb that is stopped, and others are refused."""
+"""Files of commands: nothing is lost, what is none stops no command, and others are refused."""
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
-import sqlite3
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import closing
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -31,21 +30,9 @@ for number in range(10):
     put(Path(sys.argv[1]), b"x", identity=f"{sys.argv[2]}-{number}")
 """
 
-LOOKS = """
-import sys
-from pathlib import Path
-from orchestrator.record.command_file import waiting
-for look in range(500):
-    assert len(waiting(Path(sys.argv[1]))) == 1, f"look {look} found nothing"
-"""
 
-
-def held(path: Path, *statements: str) -> sqlite3.Connection:
-    """Return a connection to the file of commands that has carried out so much."""
-    connection = sqlite3.connect(path / COMMANDS_NAME, isolation_level=None)
-    for statement in statements:
-        connection.execute(statement)
-    return connection
+def refuse(*_: object, **__: object) -> None:
+    raise OSError(errno.EROFS, "read-only file system")
 
 
 def ids(folder: Path) -> list[str]:
@@ -53,9 +40,8 @@ def ids(folder: Path) -> list[str]:
 
 
 @pytest.fixture
-def incoming(tmp_path: Path) -> Iterator[Incoming]:
-    with closing(Incoming(tmp_path)) as opened:
-        yield opened
+def incoming(tmp_path: Path) -> Incoming:
+    return Incoming(tmp_path)
 
 
 def test_rows_stay_until_they_are_removed(tmp_path: Path, incoming: Incoming) -> None:
@@ -85,61 +71,44 @@ def test_many_verbs_at_once_lose_nothing(tmp_path: Path, incoming: Incoming) -> 
     assert sorted(seen) == sorted(f"{verb}-{row}" for verb in range(10) for row in range(10))
 
 
-def test_of_many_that_look_each_sees_what_waits(tmp_path: Path) -> None:
-    """SQLite locks the file while the last of them closes it."""
-    put(tmp_path, b"a", identity="a")
-    looks = [
-        subprocess.Popen(
-            [sys.executable, "-c", LOOKS, tmp_path], cwd=ROOT, text=True, stderr=subprocess.PIPE
-        )
-        for _ in range(3)
-    ]
-    assert ["" for _ in looks] == [look.communicate()[1] for look in looks]
-
-
-@pytest.mark.parametrize("lock", ["BEGIN IMMEDIATE", "BEGIN EXCLUSIVE"])
-def test_a_verb_that_keeps_the_lock_holds_neither_head_nor_verbs(
-    tmp_path: Path, incoming: Incoming, lock: str
+def test_what_cannot_be_removed_does_not_come_again(
+    tmp_path: Path, incoming: Incoming, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put(tmp_path, b"", identity="before")
-    with closing(held(tmp_path, lock, "DELETE FROM commands")) as stopped:
-        put(tmp_path, b"", identity="after")
-        rows = incoming.rows()
-        assert [row.id for row in rows] == ["before", "after"]
-        incoming.remove(rows)
-        assert incoming.rows() == []
-        stopped.execute("ROLLBACK")
+    put(tmp_path, b"", identity="a")
+    with monkeypatch.context() as read_only:
+        read_only.setattr(Path, "unlink", refuse)
+        incoming.remove(incoming.rows())
+    assert incoming.rows() == []
+    assert any_waits(tmp_path)
     incoming.remove([])
-    assert ids(tmp_path) == []
+    assert not any_waits(tmp_path)
 
 
 def test_a_verb_whose_disk_is_full_leaves_nothing(tmp_path: Path) -> None:
     put(tmp_path, b"", identity="before")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    size = (tmp_path / COMMANDS_NAME).stat().st_size
     child = os.fork()
     if child == 0:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
         try:
             put(tmp_path, bytes(2**20), identity="after")
-        except (OSError, CommandFileError):
+        except OSError:
             os._exit(7)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     assert ids(tmp_path) == ["before"]
+    assert len(list((tmp_path / COMMANDS_NAME).iterdir())) == 1
 
 
 def test_files_are_for_their_user_alone(tmp_path: Path) -> None:
     put(tmp_path, b"", identity="a")
-    with closing(held(tmp_path, "SELECT * FROM commands")):
-        put(tmp_path, b"", identity="b")
-        modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
-    assert modes.keys() >= {COMMANDS_NAME, f"{COMMANDS_NAME}-wal"}
-    assert set(modes.values()) == {0o600}
+    place = tmp_path / COMMANDS_NAME
+    assert place.stat().st_mode & 0o777 == 0o700
+    assert [path.stat().st_mode & 0o777 for path in place.iterdir()] == [0o600]
 
 
 def opened_to_all(folder: Path) -> None:
-    (folder / COMMANDS_NAME).chmod(0o644)
+    (folder / COMMANDS_NAME).chmod(0o755)
 
 
 def folder_opened(folder: Path) -> None:
@@ -151,18 +120,12 @@ def linked(folder: Path) -> None:
     (folder / COMMANDS_NAME).symlink_to(folder / "target")
 
 
-def piped(folder: Path) -> None:
-    (folder / COMMANDS_NAME).unlink()
-    os.mkfifo(folder / COMMANDS_NAME, 0o600)
-
-
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (opened_to_all, "chmod 600"),
+        (opened_to_all, "chmod 700"),
         (folder_opened, "chmod go-w"),
-        (linked, "no regular file"),
-        (piped, "no regular file"),
+        (linked, "no folder"),
     ],
 )
 def test_what_others_could_have_written_is_refused(
@@ -191,14 +154,20 @@ def test_another_users_commands_are_refused(
     assert "another user" in str(incoming.problem)
 
 
-def test_a_file_that_is_none_stops_no_command(tmp_path: Path, incoming: Incoming) -> None:
+@pytest.mark.parametrize("content", [os.urandom(64), b"{}", b"5"])
+def test_a_file_that_is_none_stops_no_command(
+    tmp_path: Path, incoming: Incoming, content: bytes
+) -> None:
     put(tmp_path, b"", identity="before")
-    (tmp_path / COMMANDS_NAME).write_bytes(os.urandom(8192))
+    junk, pipe = tmp_path / COMMANDS_NAME / "0.json", tmp_path / COMMANDS_NAME / "1.json"
+    junk.write_bytes(content)
     put(tmp_path, b"", identity="after")
-    assert [row.id for row in incoming.rows()] == ["after"]
-    assert f"{COMMANDS_NAME} cannot be read" in str(incoming.problem)
-    for path in tmp_path.glob(f"{COMMANDS_NAME}*"):
-        path.unlink()
-    put(tmp_path, b"", identity="new")
-    assert [row.id for row in incoming.rows()] == ["after", "new"]
+    assert [row.id for row in incoming.rows()] == ["before", "after"]
+    assert f"{junk} cannot be read" in str(incoming.problem)
+    junk.unlink()
+    os.mkfifo(pipe)
+    assert [row.id for row in incoming.rows()] == ["before", "after"]
+    assert "no regular file" in str(incoming.problem)
+    pipe.unlink()
+    assert [row.id for row in incoming.rows()] == ["before", "after"]
     assert incoming.problem is None

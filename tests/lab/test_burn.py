@@ -26,7 +26,6 @@ from orchestrator.lab.burn import (
     workers_of,
 )
 from orchestrator.record.store import STORE_NAME, RunStore
-from orchestrator.record.summary import summary_dict, write_summary
 from tests.factories import FACTS, add_event, event, make_row, make_snapshot, record
 
 CAPS, HEAT, FULL = PHASES
@@ -216,7 +215,6 @@ def test_a_run_folder_is_judged_by_what_it_has(tmp_path: Path) -> None:
     )
     add_event(store, {**event(name="checks_ended", text="no\nroom"), "slot": "pc1/0", "at": _at(9)})
     store.end("good", 0, None, ())
-    write_summary(tmp_path / "summary.json", summary_dict(make_snapshot(row), "good", 0, ""))
     (worker,) = workers_of(tmp_path, 40.0)
     found = judge(worker)
     assert found["memory"] == (True, "held 95.0 % of its cap, more than 90 is due")

@@ -325,8 +325,6 @@ class JobsRun(HeadScene):
 
     def die(self) -> None:
         """End the head as SIGKILL does: its files are closed by the system, and no more is done."""
-        self.commands.close()
-        self.dispatcher._incoming.close()
         self.log.close()
         self.store._disconnect()
 

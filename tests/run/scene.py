@@ -18,12 +18,9 @@ from orchestrator.lab.chaos import Chaos
 from orchestrator.record.archive import StoredRun, read_run
 from orchestrator.record.events import EventLog
 from orchestrator.record.model import Row, Snapshot
-from orchestrator.record.output import OutputFiles
 from orchestrator.record.store import STORE_NAME, RunStore
-from orchestrator.run.learned_limits import LearnedLimits
 from orchestrator.run.resume import Past
-from orchestrator.run.run_dir import CheckpointKeeper
-from orchestrator.run.supervisor import Commands, Outlets, Supervisor
+from orchestrator.run.supervisor import Outlets, Supervisor
 from orchestrator.run.terminal import Interrupts
 from tests.factories import facts_of
 from tests.run.scripted_fleet import ScriptedFleet, VirtualClock
@@ -78,7 +75,6 @@ class HeadScene:
         self.log = EventLog(folder / "events.jsonl", unix_s=clock.unix_s, also=self._on_event)
         self.recorder = Recorder()
         self._outlets = Outlets(watchers=(self.recorder,), events=self.log, store=self.store)
-        self.commands = Commands(folder, self._outlets, clock, past.answers)
 
     def _begin(
         self, fleet: Fleet, plans: Sequence[SlotPlan], *, chaos: str | None = None, **more: Any
@@ -100,10 +96,7 @@ class HeadScene:
             plans=tuple(plans),
             fleet=fleet,
             outlets=self._outlets,
-            learned_limits=LearnedLimits(None, self.log),
-            checkpoints=CheckpointKeeper(self.folder / "states"),
-            output=OutputFiles(self.folder),
-            commands=self.commands,
+            folder=self.folder,
             clock=self.clock,
             **more,
         )
@@ -112,8 +105,7 @@ class HeadScene:
         """Be told of an event."""
 
     def close(self, outcome: str = "interrupted", code: int = 130) -> None:
-        """Close the files and the socket of a head that ends by itself."""
-        self.commands.close()
+        """Close the files of a head that ends by itself."""
         self.log.close()
         self.store.end(outcome, code, None, ())
 

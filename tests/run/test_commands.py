@@ -19,7 +19,7 @@ from orchestrator.core.run_outcome import outcome_of
 from orchestrator.core.slot import HeadState
 from orchestrator.core.user_commands import Do
 from orchestrator.record.archive import read_answers, read_run
-from orchestrator.record.command_file import COMMANDS_NAME, any_waits, put
+from orchestrator.record.command_file import any_waits, put
 from orchestrator.run.resume import past_of
 from orchestrator.run.supervisor import answers_before
 from tests.run.conftest import RunMaker
@@ -183,14 +183,13 @@ def test_a_command_whose_sender_has_given_up_is_not_obeyed(new_run: RunMaker) ->
     assert not any_waits(run.folder)
 
 
-#: A verb that is stopped inside its transaction, where it holds the lock of the file.
+#: A verb that is stopped while it writes.
 STOPPED = """
-import os, signal, sqlite3, sys, time
-file = sqlite3.connect(sys.argv[1], isolation_level=None)
-file.execute("BEGIN IMMEDIATE")
-file.execute("INSERT INTO commands VALUES (NULL, 'stopped', 0.0, NULL, x'')")
-os.kill(os.getpid(), signal.SIGSTOP)
-time.sleep(600)
+import os, signal, sys
+from pathlib import Path
+from orchestrator.record.command_file import put
+os.fsync = lambda _: os.kill(os.getpid(), signal.SIGSTOP)
+put(Path(sys.argv[1]), b"{}", identity="stopped")
 """
 
 
@@ -198,7 +197,7 @@ def test_a_stopped_verb_holds_neither_the_head_nor_others(ask: Ask, new_run: Run
     run = new_run(duration="40s")
     first = {"id": "first", "do": "pause", "slots": ["pc1/0"], "by": "test"}
     put(run.folder, json.dumps(first).encode(), identity="first")
-    verb = subprocess.Popen([sys.executable, "-c", STOPPED, run.folder / COMMANDS_NAME])
+    verb = subprocess.Popen([sys.executable, "-c", STOPPED, run.folder], cwd=ROOT)
     try:
         assert os.waitid(os.P_PID, verb.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT).si_status == (
             signal.SIGSTOP

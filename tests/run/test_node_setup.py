@@ -80,7 +80,6 @@ def test_a_node_that_is_not_there_yet_is_told() -> None:
     with cards_set(
         fleet,
         settings,
-        interrupted=lambda: False,
         tell=told.append,
         events=None,  # type: ignore[arg-type]
     ):

@@ -26,7 +26,7 @@ from orchestrator.core.slot import HeadState, Hold, UserOrders
 from orchestrator.errors import ArchiveError, NothingStoredError, UsageError
 from orchestrator.record.archive import head_of, read_run
 from orchestrator.record.events import read_events
-from orchestrator.record.folders import find_run, list_runs, summary_of
+from orchestrator.record.folders import find_run, list_runs
 from orchestrator.record.jobs import queue_of
 from orchestrator.record.store import STORE_NAME, RunStore
 from orchestrator.run.resume import environment_of
@@ -287,7 +287,7 @@ def test_a_store_that_is_none_or_says_nonsense_is_a_sentence(
 
 
 @pytest.mark.parametrize("kind", ["pipe", "link", "folder", "huge"])
-@pytest.mark.parametrize("name", [STORE_NAME, "summary.json", "head.json"])
+@pytest.mark.parametrize("name", [STORE_NAME, "head.json"])
 def test_what_only_has_the_name_of_a_file_of_ours_is_not_read(
     folder: Path, name: str, kind: str
 ) -> None:
@@ -301,7 +301,7 @@ def test_what_only_has_the_name_of_a_file_of_ours_is_not_read(
         path.mkdir()
     else:
         path.write_bytes(b"{}" + b" " * (16 * 2**20 - 1))
-    assert (summary_of(folder), head_of(folder)) == (None, None)
+    assert head_of(folder) is None
     with pytest.raises(ArchiveError):
         read_run(folder)
     (listed,) = list_runs(folder.parent)
