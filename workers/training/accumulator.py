@@ -20,6 +20,7 @@ from typing import Final
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from workers.training import schedule
 from workers.training.errors import NotFiniteError, TaskError
@@ -261,16 +262,20 @@ def _hooked(gradient: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Tensor
 
 def _refuse_reentrant(loss: Tensor) -> None:
     """Raise a `TaskError` where activations are recomputed in a way that hides parameters."""
-    waiting, seen = [loss.grad_fn], set[object]()
+    if "CheckpointFunctionBackward" in operators_of(loss):
+        raise TaskError(
+            "the model uses torch.utils.checkpoint with use_reentrant=True, from which no "
+            "gradients of parts can be had; set use_reentrant=False, in transformers by "
+            "gradient_checkpointing_kwargs={'use_reentrant': False}"
+        )
+
+
+def operators_of(loss: Tensor) -> set[str]:
+    """Return the names of the operators that a loss was computed with, as autograd has them."""
+    waiting, seen = [loss.grad_fn], set[Node]()
     while waiting:
         node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        if node.name() == "CheckpointFunctionBackward":
-            raise TaskError(
-                "the model uses torch.utils.checkpoint with use_reentrant=True, from which no "
-                "gradients of parts can be had; set use_reentrant=False, in transformers by "
-                "gradient_checkpointing_kwargs={'use_reentrant': False}"
-            )
-        seen.add(node)
-        waiting += [each for each, _ in node.next_functions]
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [each for each, _ in node.next_functions]
+    return {node.name() for node in seen}

@@ -15,13 +15,16 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from workers import oom
 from workers.resilience.attempts import Attempts, OutOfBatchError, RetryRules
-from workers.training.accumulator import Accumulator
+from workers.settings import FailureKind
+from workers.training.accumulator import Accumulator, operators_of
 from workers.training.batches import Batch, map_tensors, part_of, rows_of, tensors_in
 from workers.training.errors import TaskError
 from workers.training.keyed_random import Dropouts
 from workers.training.optimizers import allocate_states
 from workers.training.parts import (
+    Kept,
     PartsError,
     Place,
     RandomState,
@@ -29,6 +32,7 @@ from workers.training.parts import (
     check_parts,
     one_number,
     places_of,
+    put,
 )
 from workers.training.unevenness import PartsCheck
 
@@ -173,6 +177,10 @@ class BatchInParts:
         """
         self.draws = False
         """Whether a user accepts that samples draw from torch's own random numbers."""
+        self.writes: bool | None = None
+        """Whether a loss writes into its batch; `None`: none has been computed."""
+        self.operators = set[str]()
+        """With which losses were computed, by name."""
         self.repeats = True
         """Whether samples that are computed again, or in other parts, have the same gradients."""
 
@@ -195,8 +203,8 @@ class BatchInParts:
         *,
         is_mean: bool,
         is_cut: bool,
-    ) -> None:
-        """Refuse a batch whose parts do not add up.
+    ) -> TaskError | None:
+        """Refuse a batch whose parts do not add up; return why one cannot be cut that need not be.
 
         Raises:
             PartsError: They do not, and no user can accept it, or none does.
@@ -218,12 +226,26 @@ class BatchInParts:
         except TaskError as error:
             if is_cut or isinstance(error, PartsError):
                 raise
+            return error
+        except Exception as error:
+            if oom.classify(error).kind is not FailureKind.OTHER:
+                raise
+            said = " ".join(str(error).split())
+            uncut = TaskError(
+                f"the loss fails with some of the {rows_of(batch)} samples "
+                f"({type(error).__name__}: {said}); leave out of the batch what belongs to all "
+                "samples alike and only happens to have as many rows, such as weights of classes, "
+                "and keep no state of a size that follows the batch"
+            )
+            if is_cut:
+                raise uncut from error
+            return uncut  # the batch is computed at once, and fails there or not at all
         finally:
             self.checking = False
         once = [place for place, is_once in self._changing.items() if is_once]
         self.buffers = once, [place for place in self._changing if not self._changing[place]]
         if found is None:  # the next batch may tell more
-            return
+            return None
         if found and (self._on_hazard is None or found[0].cause == "unknown"):
             raise found[0]
         self.draws = any(each.cause == "dropout" for each in found)
@@ -231,6 +253,7 @@ class BatchInParts:
         for sentence in self.check.done({each.cause: str(each) for each in found}):
             if self._on_hazard is not None:
                 self._on_hazard(sentence)
+        return None
 
 
 @dataclass
@@ -255,6 +278,8 @@ class _OneBatch(Generic[R]):
         self._random = RandomState(self.owner.sums.loss[0].device)
         self._is_drawn = False
         """Whether a part may have drawn random numbers since."""
+        self._whole_only: TaskError | None = None
+        """Why it can only be computed at once."""
         self._each_pass: Snapshot | None = None
         """Buffers that a pass changes once, as they were at first; `None`: nothing has begun."""
         self._at_first = self._now = Snapshot([])
@@ -265,6 +290,8 @@ class _OneBatch(Generic[R]):
         owner, sums = self.owner, self.owner.sums
         fits, most_rows = most_rows, min(most_rows, owner.most_rows or most_rows)
         each_pass = self._each_pass or self._begin(fits, is_cut=most_rows < self.rows)
+        if self._whole_only is not None and most_rows < self.rows:
+            raise self._whole_only
         if sums.is_torn and not owner.repeats:
             sums.begin(self.rows, self.items)
         if rows := sums.next_rows(most_rows):
@@ -276,7 +303,7 @@ class _OneBatch(Generic[R]):
             part = self.batch if self.uncut else part_of(self.batch, at, rows)
             total = self._value(part, at, rows) * (rows if self.is_mean else 1)
             sums.add(rows, total, self.scale)
-            if len(sums.used) > self._used:  # than any batch before: of that nothing is known
+            if self._reach() > self._reached:  # of that nothing is known
                 owner.check.forget()
                 self.undo()
                 return []
@@ -286,12 +313,14 @@ class _OneBatch(Generic[R]):
             owner.parts.append(rows)
         if sums.remaining:
             return []
-        for (module, name), buffer in self._passed.items():
-            module._buffers[name] = buffer
+        for place, kept in self._passed.items():
+            put(place, kept)
         return [self.finish()]
 
     def undo(self) -> None:
-        """Leave buffers as if the batch had not begun."""
+        """Leave buffers and random numbers as if the batch had not begun."""
+        if self._is_drawn:
+            self._random.restore()
         if self._each_pass is not None:
             self._each_pass.restore()
             self._at_first.restore()
@@ -306,19 +335,36 @@ class _OneBatch(Generic[R]):
             and min(most_rows, self.rows) > 1
             and owner.is_due(self.batch, self.rows, self.is_mean, code)
         ):
-            owner.refuse(self.batch, self._value, most_rows, is_mean=self.is_mean, is_cut=is_cut)
+            self._whole_only = owner.refuse(
+                self.batch, self._value, most_rows, is_mean=self.is_mean, is_cut=is_cut
+            )
         owner.sums.begin(self.rows, self.items)
-        self._used = len(owner.sums.used)
+        self._reached = self._reach()
         once, self._adding = owner.buffers
-        self._passed = dict[Place, Tensor]()
+        self._passed = dict[Place, Kept]()
         self._at_first = self._now = Snapshot(self._adding)
         self._each_pass = Snapshot(once)
         return self._each_pass
+
+    def _reach(self) -> int:
+        """Return how many parameters and operators losses were computed with until now."""
+        return len(self.owner.sums.used) + len(self.owner.operators)
 
     def _value(self, part: Batch, at: int, rows: int) -> Tensor:
         if self._is_drawn and not self.owner.draws:
             self._random.restore()
         self._is_drawn = True
         self.owner.dropouts.key(self.first + at, rows, self.owner.sums.loss[0].device)
-        # In containers of its own: a loss may take values out of them, and be called again.
-        return one_number(self.loss(map_tensors(lambda tensor: tensor, part)))
+        # In containers of its own: a loss may take values out of them, and be called again. Tensors
+        # of its own are given to one that writes into them, since it would see what it has written.
+        owner = self.owner
+        writable = owner.checking or owner.writes is not False
+        given = map_tensors(
+            lambda each: each.clone() if writable and isinstance(each, Tensor) else each, part
+        )
+        before = [each._version for each in tensors_in(given)]
+        value = one_number(self.loss(given))
+        changed = before != [each._version for each in tensors_in(given)]
+        owner.writes = bool(owner.writes) or changed
+        self.owner.operators |= operators_of(value)
+        return value

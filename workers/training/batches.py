@@ -47,6 +47,13 @@ def tensors_in(tree: object) -> Iterator[Tensor]:
             yield from tensors_in(value)
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is neither sparse nor nested: only then it has all operators, and can be cut
+    by sample.
+    """
+    return tensor.layout == torch.strided and not tensor.is_nested
+
+
 def rows_of(batch: Batch) -> int:
     """Return the number of samples in a batch.
 
@@ -117,6 +124,8 @@ def _mapped(tree: Mapping[Any, Any], change: Callable[[Any, Any], Any]) -> Any: 
 
 def _shape(tree: object) -> tuple[int, ...] | None:
     """Return the shape of a tensor or array, `None` of all else."""
+    if isinstance(tree, Tensor) and tree.is_nested:  # it may have no shape
+        return (tree.size(0),)
     shape = getattr(tree, "shape", None)
     return tuple(shape) if isinstance(shape, tuple) else None
 
@@ -155,6 +164,9 @@ def _cut(value: Any, take: Callable[[Any], Any], whole: int, path: str) -> Any: 
         return pack_padded_sequence(
             take(padded), take(lengths), batch_first=True, enforce_sorted=False
         )
+    if isinstance(value, Tensor) and not is_plain(value):
+        kind = "nested" if value.is_nested else "sparse"
+        raise TaskError(f"{path} is a {kind} tensor, which cannot be cut by sample: {_MEND}")
     if shape is not None:
         if shape[0] == whole:
             return take(value)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from workers.training.accumulator import Accumulator
 from workers.training.batches import Batch, part_of, picked, rows_of, tensors_in
 from workers.training.errors import TaskError
-from workers.training.unevenness import telling
+from workers.training.unevenness import shuffled, telling
 from workers.units import MIB
 
 Cause: TypeAlias = Literal[
@@ -30,10 +30,19 @@ Cause: TypeAlias = Literal[
 ]
 
 Place: TypeAlias = tuple[nn.Module, str]
-"""Where a buffer is: a module, and its name there."""
+"""Where a buffer is, or a number that a module keeps as an attribute, such as a count of its
+passes: a module, and its name there.
+"""
+
+Kept: TypeAlias = Tensor | float
+"""A buffer or a number."""
 
 #: Samples of a check: two in each part, because a batch norm refuses a single one.
 ROWS: Final = 4
+
+#: Samples that are compared besides, where so many fit: a loss that chooses among the samples, such
+#: as the 16 hardest, or those of one query, may choose alike among few.
+_MANY_ROWS: Final = 32
 
 #: Times the precision. The rounding of a sum of n terms grows as their root, and the longest sum of
 #: a gradient has some 10^6 (tokens x samples). In half precision and TF32 sums are of fp32, and
@@ -83,7 +92,7 @@ def check_parts(  # noqa: PLR0913 - each option has a default
     buffers: dict[Place, bool] | None = None,
     sees_rounding: bool = False,
 ) -> list[PartsError] | None:
-    """Compute up to `rows` samples of a batch at once and in two parts; compare.
+    """Compute some samples of a batch at once and in two parts; compare.
 
     It takes the memory of a part of `rows` samples, may run out of it as one, and changes nothing.
     Fewer than two samples tell nothing.
@@ -95,7 +104,7 @@ def check_parts(  # noqa: PLR0913 - each option has a default
         weight: By what the loss of a part is multiplied before it is added: how many items a mean
             is of. `None`: the loss is added up as it is.
         counted: What tells the loss of the items of the whole batch, for the sentence.
-        rows: Samples that fit.
+        rows: Samples that fit. Above `ROWS` as many more are compared besides, up to 32.
         accumulator: Whose parameters get gradients; what it has added up is lost. `None`: those of
             the model, and more memory is taken.
         buffers: Is told the buffers that a pass changes, and whether it does so once, whatever its
@@ -113,7 +122,8 @@ def check_parts(  # noqa: PLR0913 - each option has a default
             mean by another `count`.
         TaskError: A value of the batch cannot be cut.
     """
-    rows = min(rows, rows_of(batch), ROWS)
+    many = min(rows, rows_of(batch), _MANY_ROWS)
+    rows = min(many, ROWS)
     if rows < 2:
         return []
     if accumulator is None:
@@ -129,8 +139,10 @@ def check_parts(  # noqa: PLR0913 - each option has a default
         return by_norms
     of = partial(_Comparison, model, loss, weight, accumulator, sees_rounding)
     with unchanged(model):
-        comparisons = _compared(of, batch, rows, {} if buffers is None else buffers)
+        comparisons = _compared(of, batch, (rows, many), {} if buffers is None else buffers)
         compared = comparisons[-1]
+        for module, name in compared.drifting:
+            raise PartsError(f"{_named(module, name)} {_BUFFER}", "batch statistics")
         adds_up = compared.is_right
         if adds_up and not any(each.tells for each in comparisons):
             return None
@@ -158,13 +170,17 @@ def check_parts(  # noqa: PLR0913 - each option has a default
 
 
 def _compared(
-    of: Callable[[Batch], _Comparison], batch: Batch, rows: int, buffers: dict[Place, bool]
+    of: Callable[[Batch], _Comparison],
+    batch: Batch,
+    rows: tuple[int, int],
+    buffers: dict[Place, bool],
 ) -> list[_Comparison]:
-    """Compare samples for each way in which they differ, until some do not add up."""
+    """Compare few samples for each way in which they differ, and many, until some do not add up."""
     done: list[_Comparison] = []
-    for places in telling(batch, rows):
+    few, many = rows
+    for places in [*telling(batch, few), *([shuffled(batch, many)] if many > few else [])]:
         done.append(of(picked(batch, places)))
-        if not done[-1].adds_up() or done[-1].lost:
+        if not done[-1].adds_up() or done[-1].lost or done[-1].drifting:
             break
     for place in {place for each in done for place in each.kept}:
         buffers[place] = all(each.kept.get(place, True) for each in done)
@@ -205,18 +221,24 @@ class _Comparison:
         self._sums.begin(2 * rows, 1)
         with _Draws(constant=False) as of_whole:
             scale = _OTHER_SCALE if self._sees_rounding else 1.0
-            whole, _ = self._add(self._batch, 0, -1.0, scale)
+            whole, _ = self._add(self._batch, 0, scale, is_whole=True)
         #: The gradient of the whole, negative, where single parameters are looked at.
         self._whole = [
             (parameter, own.to("cpu", copy=True))
             for parameter, own in (self._sums.pairs if self._sees_rounding else ())
         ]
-        after = start.changed(restore=True)
+        after, sizes = start.changed(restore=True), _sizes(self._model, start)
         with _Draws(constant=False) as of_part:
-            first, length = self._add(part_of(self._batch, 0, half), 0, 1.0)
+            first, length = self._add(part_of(self._batch, 0, half), 0)
         one = start.changed(restore=True)
-        second, other = self._add(part_of(self._batch, half, rows - half), half, 1.0)
+        second, other = self._add(part_of(self._batch, half, rows - half), half)
         two = start.changed(restore=True)
+        #: Other numbers of the model that a pass changes, and each further one.
+        self.drifting = [
+            place
+            for place, size in _sizes(self._model, start).items()
+            if size != sizes.get(place) and not (math.isnan(size) and math.isnan(sizes[place]))
+        ]
         #: Buffers that a pass changes: whether it does so once, whatever its samples are.
         self.kept: dict[Place, bool] = {}
         #: Buffers to which the parts add up to something else than the whole.
@@ -225,8 +247,10 @@ class _Comparison:
             before = start.saved[place]
             parts = [each.get(place, before) for each in (one, two)]
             self.kept[place] = all(_alike(part, at, before) for part in parts)
-            added = before if before.dtype == torch.bool else parts[0] + parts[1] - before
-            if not self.kept[place] and not _alike(added, at, before):
+            added = before if _is_flag(before) else parts[0] + parts[1] - before
+            # A number may be the last of something, which nothing reads.
+            counts = isinstance(before, Tensor)
+            if counts and not self.kept[place] and not _alike(added, at, before):
                 self.lost.append(place)
         self.tells = bool(length and other)
         fine = self._precision < _TF32 / 2
@@ -241,8 +265,13 @@ class _Comparison:
             and _norm([own for _, own in self._sums.pairs]) <= self._tolerance * (length + other)
         )  # fmt: skip
 
-    def _add(self, part: Batch, first: int, sign: float, scale: float = 1.0) -> tuple[float, float]:
-        """Add a part to the sums, or subtract the whole; return its loss and length."""
+    def _add(
+        self, part: Batch, first: int, scale: float = 1.0, *, is_whole: bool = False
+    ) -> tuple[float, float]:
+        """Add a part to the sums, or subtract the whole; return its loss and length.
+
+        What goes back through the model has the sign that it has in a step: hooks may depend on it.
+        """
         weight = 1.0 if self._weight is None else float(self._weight(part))
         if not weight:  # of no items, which add nothing
             self._points.append((0.0, 0.0))
@@ -253,13 +282,13 @@ class _Comparison:
             new = gradient if scale == 1 else gradient / scale
             along.append(torch.dot(parameter.detach().flatten(), new.flatten()).double())
             norms.append(torch.linalg.vector_norm(new).double())
-            return new
+            return new.neg() if is_whole else new
 
         with torch.autograd.graph.saved_tensors_hooks(self._look, lambda saved: saved):
             loss = self._loss(part, first)
-            self._sums.add(rows_of(part), loss, weight * sign * scale, seen)
+            self._sums.add(rows_of(part), loss, weight * scale, seen)
         value = float(self._look(loss.detach()))
-        self._points.append((value, float(sum(along)) / (weight * sign)))
+        self._points.append((value, float(sum(along)) / weight))
         return value * weight, float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
 
     def noise(self) -> list[str]:
@@ -305,23 +334,19 @@ class _Comparison:
 
 
 class Snapshot:
-    """Buffers, as they are at one moment."""
+    """Buffers and numbers, as they are at one moment."""
 
     def __init__(self, places: Iterable[Place]) -> None:
-        self._buffers = {
-            (module, name): buffer
-            for module, name in places
-            if (buffer := module._buffers[name]) is not None
-        }
-        self.saved = {place: buffer.clone() for place, buffer in self._buffers.items()}
+        self._kept = {place: kept for place in places if (kept := _at(place)) is not None}
+        self.saved = {place: _copied(kept) for place, kept in self._kept.items()}
 
-    def changed(self, *, restore: bool = False) -> dict[Place, Tensor]:
-        """Return copies of those that hold something else now."""
-        now = {(module, name): module.get_buffer(name) for module, name in self.saved}
+    def changed(self, *, restore: bool = False) -> dict[Place, Kept]:
+        """Return copies of those that are something else now."""
+        now = {place: kept for place in self.saved if (kept := _at(place)) is not None}
         changed = {
-            place: buffer.clone()
-            for place, buffer in now.items()
-            if not torch.equal(buffer, self.saved[place])
+            place: _copied(kept)
+            for place, kept in now.items()
+            if not _is_same(kept, self.saved[place])
         }
         if restore:
             self.restore()
@@ -330,36 +355,90 @@ class Snapshot:
     @torch.no_grad()
     def restore(self) -> None:
         """Put them back."""
-        for (module, name), saved in self.saved.items():
-            module._buffers[name] = self._buffers[module, name].copy_(saved)
+        for place, saved in self.saved.items():
+            kept = self._kept[place]
+            put(place, kept.copy_(torch.as_tensor(saved)) if isinstance(kept, Tensor) else saved)
+
+
+def _at(place: Place) -> Kept | None:
+    """Return what is there; `None`: nothing, or something else than a buffer or a number."""
+    module, name = place
+    kept = module._buffers[name] if name in module._buffers else vars(module).get(name)
+    return kept if isinstance(kept, Tensor | float | int) else None
+
+
+def put(place: Place, kept: Kept) -> None:
+    """Have this there."""
+    module, name = place
+    if name in module._buffers:
+        module._buffers[name] = cast("Tensor", kept)
+    elif vars(module).get(name) is not kept:
+        vars(module)[name] = kept
+
+
+def _copied(kept: Kept) -> Kept:
+    return kept.clone() if isinstance(kept, Tensor) else kept
+
+
+def _sizes(model: nn.Module, known: Snapshot) -> dict[Place, float]:
+    """Return the sum of all of each weight, and of each buffer that a snapshot has not: of tables,
+    and of what no `state_dict` has. Signs do not count.
+    """
+    places = [
+        (module, name)
+        for module in model.modules()
+        for name, kept in (*module._parameters.items(), *module._buffers.items())
+        if kept is not None and kept.is_floating_point() and (module, name) not in known.saved
+    ]
+    tensors = [getattr(module, name).detach() for module, name in places]
+    norms = torch._foreach_norm(tensors, 1, torch.float64) if tensors else []
+    return dict(zip(places, map(float, norms), strict=True))
+
+
+def _is_same(one: Kept, other: Kept) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return bool(one == other)
+
+
+def _is_flag(kept: Kept) -> bool:
+    return kept.dtype == torch.bool if isinstance(kept, Tensor) else isinstance(kept, bool)
 
 
 def places_of(modules: Iterable[nn.Module], *, small: bool = False) -> list[Place]:
-    """Return where modules have buffers; or only those of a `state_dict` that are no tables."""
-    return [
-        (module, name)
-        for module in modules
-        for name, buffer in module._buffers.items()
-        if not small
-        or (
-            buffer is not None
-            and buffer.nbytes <= _SMALL_BYTES
-            and name not in module._non_persistent_buffers_set
-        )
-    ]
+    """Return where modules have buffers; or only those of a `state_dict` that are no tables, and
+    numbers.
+    """
+    places = list[Place]()
+    for module in modules:
+        for name, buffer in module._buffers.items():
+            if not small or (
+                buffer is not None
+                and buffer.nbytes <= _SMALL_BYTES
+                and name not in module._non_persistent_buffers_set
+            ):
+                places.append((module, name))
+        numbers = vars(module).items() if small else ()
+        places += [
+            (module, name)
+            for name, value in numbers
+            if type(value) in {int, float, bool} and name != "training"
+        ]
+    return places
 
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Leave buffers, modes and torch's random numbers as they were."""
-    modes = [(module, module.training) for module in model.modules()]
+    """Leave buffers, modes, other attributes and torch's random numbers as they were."""
+    attributes = [(vars(module), dict(vars(module))) for module in model.modules()]
     device = next((weight.device for weight in model.parameters()), torch.device("cpu"))
     buffers, drawn = Snapshot(places_of(model.modules())), RandomState(device)
     try:
         yield
     finally:
-        for module, training in modes:
-            module.training = training
+        for now, before in attributes:
+            now.clear()
+            now.update(before)
         buffers.restore()
         drawn.restore()
 
@@ -421,8 +500,9 @@ class _Draws(TorchDispatchMode):
         return result
 
 
-def _alike(one: Tensor, other: Tensor, before: Tensor) -> bool:
-    """Whether two successors of a buffer are equal but for rounding."""
+def _alike(one: Kept, other: Kept, before: Kept) -> bool:
+    """Whether two successors of a buffer or number are equal but for rounding."""
+    one, other, before = (torch.as_tensor(each) for each in (one, other, before))
     if one.shape != other.shape or not other.is_floating_point():
         return torch.equal(one, other)
     precision = torch.finfo(other.dtype).eps

@@ -9,6 +9,7 @@ fills it up. Computes no loss (`parts.py` does).
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -16,7 +17,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from workers.training.batches import Batch, rows_of, tensors_in
+from workers.training.batches import Batch, is_plain, rows_of, tensors_in
 
 #: Numbers of a sample in what may be labels, tokens or a mask: the longest is 1,048,576 tokens.
 _ITEMS_MOST: Final = 2**20
@@ -24,6 +25,8 @@ _ITEMS_MOST: Final = 2**20
 #: Real numbers of a sample in what may be a mask. More are features: to look at 3 million of them
 #: takes 15 ms of a core in each batch (256 samples of 12,288 numbers, measured).
 _REAL_MOST: Final = 2**13
+
+_UNSIGNED: Final = (torch.uint16, torch.uint32, torch.uint64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,44 @@ def telling(batch: Batch, rows: int) -> list[list[int]]:
         places = [*order[: rows - 1], order[-1]]
         if places not in chosen:
             chosen.append(places)
+    for lengths in _lengths(batch, all_rows):  # two long ones, and two that are filled up to them
+        order = lengths.argsort(descending=True).tolist()
+        ends = [*order[: rows - rows // 2], *order[-(rows // 2) :]]
+        if ends not in chosen and int(lengths.max()) > int(lengths.min()):
+            chosen.append(ends)
+    chosen += [places for places in _pairs(batch, all_rows, rows) if places not in chosen]
     return chosen
+
+
+def shuffled(batch: Batch, rows: int) -> list[int]:
+    """Return the places of so many samples in an order that has nothing to do with theirs, so that
+    samples which belong together come apart.
+    """
+    all_rows = rows_of(batch)
+    return random.Random(all_rows).sample(range(all_rows), rows)  # noqa: S311 - no secret
+
+
+def _pairs(batch: Batch, all_rows: int, rows: int) -> Iterator[list[int]]:
+    """Yield, for each column of labels, two samples of each of two labels, one of each in each
+    half: a loss over pairs of one label finds them in the whole alone.
+    """
+    if rows < 4:
+        return
+    for tensor in _small(batch, all_rows):
+        if tensor.dim() != 1 or tensor.is_floating_point() or tensor.is_complex():
+            continue
+        by_label: dict[int, list[int]] = {}
+        for place, label in enumerate(tensor.tolist()):
+            by_label.setdefault(label, []).append(place)
+        groups = sorted(by_label.values(), key=len, reverse=True)
+        if len(groups) < 2:
+            continue
+        first, second = groups[:2]
+        if len(second) > 1:
+            yield [first[0], second[0], first[1], second[1]]
+        elif len(first) > 1:
+            rest = [place for place in range(all_rows) if place not in first] + first[2:]
+            yield [first[0], rest[0], first[1], rest[-1]]
 
 
 class PartsCheck:
@@ -85,7 +125,11 @@ class PartsCheck:
         if len(spreads) == len(self._spreads):
             spreads = list(map(max, spreads, self._spreads))
         self._spreads = spreads
-        forms = ((each.dtype, *map(int.bit_length, each.shape[1:])) for each in tensors_in(batch))
+        forms = (
+            (each.dtype, *map(int.bit_length, each.shape[1:]))
+            for each in tensors_in(batch)
+            if is_plain(each)
+        )
         self._form = (*spreads, *others, *forms)
         return self._form not in self._seen or self._batches.bit_count() == 1
 
@@ -116,11 +160,37 @@ def _most(tensor: Tensor) -> int:
 
 def _small(batch: Batch, rows: int) -> Iterator[Tensor]:
     for tensor in tensors_in(batch):
-        if tensor.dim() and tensor.shape[0] == rows and 0 < tensor[0].numel() <= _most(tensor):
-            yield tensor.detach()
+        if (
+            is_plain(tensor)
+            and tensor.dim()
+            and tensor.shape[0] == rows
+            and 0 < tensor[0].numel() <= _most(tensor)
+        ):
+            # Torch compares no unsigned numbers of more than 8 bits.
+            yield tensor.detach().long() if tensor.dtype in _UNSIGNED else tensor.detach()
+
+
+def _lengths(tree: object, rows: int) -> Iterator[Tensor]:
+    """Yield the lengths of samples that are texts, lists of tokens or tensors of their own."""
+    if isinstance(tree, Mapping | list | tuple):
+        values = list(tree.values() if isinstance(tree, Mapping) else tree)
+        if len(values) == rows and all(
+            isinstance(value, str | list) or (isinstance(value, Tensor) and value.dim() > 0)
+            for value in values
+        ):
+            sizes = [
+                value.numel() if isinstance(value, Tensor) and is_plain(value) else len(value)
+                for value in values
+            ]
+            yield torch.tensor(sizes)
+        else:
+            for value in values:
+                yield from _lengths(value, rows)
 
 
 def _measures(batch: Batch, rows: int) -> Iterator[_Measure]:
+    for lengths in _lengths(batch, rows):
+        yield _Measure(-lengths, by_chance=False)  # as of zeros and ignored labels: fewer items
     for tensor in _small(batch, rows):
         flat = tensor.reshape(rows, -1)
         if tensor.is_complex():

@@ -1,0 +1,455 @@
+"""Losses that choose among samples or keep a state, and batches with odd values: the result of the
+plain loop, or one sentence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from workers.training.elastic import ElasticStep
+from workers.training.errors import TaskError
+from workers.training.parts import PartsError
+
+Loss = Callable[[Any], Tensor]
+
+X = torch.randn(12, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+Y = torch.arange(12) % 3
+PAIRS = torch.arange(12) % 6
+COMPARES = "compares samples with each other"
+
+
+def net(classes: int = 3) -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(2)
+        return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, classes)).double()
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([w for w in model.parameters() if w.requires_grad], 0.01, eps=1e-2)
+
+
+def short(loss: Loss, rows: int) -> Loss:
+    """Return a loss that runs out of memory with more samples than these."""
+
+    def limited(part: Any) -> Tensor:
+        value = loss(part)
+        if len(part[0] if isinstance(part, tuple) else part) > rows:
+            raise torch.OutOfMemoryError("CUDA out of memory. (acted)")
+        return value
+
+    return limited
+
+
+def trained(
+    model: nn.Module, loss: Loss, batch: Callable[[], Any], most: int | None, steps: int = 4
+) -> list[Tensor]:
+    """Return the weights after some steps, in parts or at once."""
+    elastic = ElasticStep(model, optimizer_of(model), sleep=lambda _: None)
+    elastic.most_rows = most
+    for _ in range(steps):
+        elastic.step(batch(), loss)
+    return [each.detach().clone() for each in model.state_dict().values()]
+
+
+def plain(model: nn.Module, loss: Loss, batch: Callable[[], Any], steps: int = 4) -> list[Tensor]:
+    optimizer = optimizer_of(model)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        torch.autograd.backward(loss(batch()))
+        optimizer.step()
+    return [each.detach().clone() for each in model.state_dict().values()]
+
+
+def close(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(torch.allclose(a, b, rtol=1e-8) for a, b in zip(one, other, strict=True))
+
+
+def same_label(labels: Tensor) -> Tensor:
+    return (labels[:, None] == labels) & ~torch.eye(len(labels), dtype=torch.bool)
+
+
+def hardest_triplets(model: nn.Module) -> Loss:
+    def loss(part: Any) -> Tensor:
+        made, labels = functional.normalize(model(part[0]), dim=1), part[1]
+        apart = (made[:, None] - made).square().sum(-1)
+        same, other = same_label(labels), labels[:, None] != labels
+        counts = same.any(1) & other.any(1)
+        far = apart.masked_fill(~same, -1.0).amax(1)
+        near = apart.masked_fill(~other, 99.0).amin(1)
+        mean: Tensor = (functional.relu(far - near + 0.3) * counts).sum() / len(labels)
+        return mean
+
+    return loss
+
+
+def supervised_contrast(model: nn.Module) -> Loss:
+    def loss(part: Any) -> Tensor:
+        made, same = functional.normalize(model(part[0]), dim=1), same_label(part[1])
+        alike = (2 * made @ made.T).masked_fill(torch.eye(len(made), dtype=torch.bool), -1e9)
+        of_pairs = (alike.log_softmax(1) * same).sum(1)
+        mean: Tensor = -(of_pairs / same.sum(1).clamp(min=1)).mean()
+        return mean
+
+    return loss
+
+
+def ranking(model: nn.Module) -> Loss:
+    def loss(part: Any) -> Tensor:
+        scores = model(part[0])[:, 0]
+        pairs = same_label(part[1]).triu()
+        return (functional.softplus(scores - scores[:, None]) * pairs).sum() / len(scores)
+
+    return loss
+
+
+@pytest.mark.parametrize("made", [hardest_triplets, supervised_contrast, ranking])
+@pytest.mark.parametrize("labels", [PAIRS, PAIRS.sort().values])
+@pytest.mark.parametrize("rows", [4, 12])
+def test_a_loss_over_pairs_of_one_label_is_refused(
+    made: Callable[[nn.Module], Loss], labels: Tensor, rows: int
+) -> None:
+    """Also where no more than four samples fit, of which those with rare labels have no pairs."""
+    model = net()
+    elastic = ElasticStep(model, optimizer_of(model), sleep=lambda _: None)
+    with pytest.raises(PartsError, match=COMPARES):
+        elastic.step((X, labels), short(made(model), rows))
+
+
+def of_each(model: nn.Module, part: Any) -> Tensor:
+    return functional.cross_entropy(model(part[0]), part[1], reduction="none")
+
+
+def hardest(model: nn.Module) -> Loss:
+    def loss(part: Any) -> Tensor:
+        each = of_each(model, part)
+        return each.topk(min(5, len(each))).values.mean()
+
+    return loss
+
+
+def without_outliers(model: nn.Module) -> Loss:
+    def loss(part: Any) -> Tensor:
+        each = of_each(model, part)
+        known = each.detach()
+        return (each * (known <= known.mean() + 1.5 * known.std())).mean()
+
+    return loss
+
+
+@pytest.mark.parametrize("made", [hardest, without_outliers])
+def test_a_loss_that_chooses_among_many_samples_is_refused(
+    made: Callable[[nn.Module], Loss],
+) -> None:
+    model = net()
+    elastic = ElasticStep(model, optimizer_of(model))
+    with pytest.raises(PartsError, match=COMPARES):
+        elastic.step((X, Y), made(model))
+
+
+@pytest.mark.xfail(strict=True, reason="four samples of a check are all among the five hardest")
+def test_a_loss_that_chooses_among_more_samples_than_fit_is_refused() -> None:
+    model = net()
+    elastic = ElasticStep(model, optimizer_of(model), sleep=lambda _: None)
+    with pytest.raises(PartsError, match=COMPARES):
+        elastic.step((X, Y), short(hardest(model), 4))
+
+
+@pytest.mark.xfail(strict=True, reason="less than an eighth of a bf16 gradient may be rounding")
+def test_a_small_term_that_compares_samples_is_refused_under_autocast() -> None:
+    model = net().float()
+
+    def loss(part: Any) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            made = model(part[0])
+            contrast = functional.cross_entropy(made @ made.T, torch.arange(len(made)))
+            return functional.cross_entropy(made, part[1]) + 0.05 * contrast
+
+    elastic = ElasticStep(model, optimizer_of(model))
+    with pytest.raises(PartsError, match=COMPARES):
+        elastic.step((X.float(), Y), loss)
+
+
+def test_a_term_that_compares_samples_is_refused_when_it_comes() -> None:
+    """In the third step, by a switch that no batch, mode or code of the loss shows."""
+    model, step = net(), 0
+
+    def loss(part: Any) -> Tensor:
+        made = model(part[0])
+        value = functional.cross_entropy(made, part[1])
+        contrast = functional.cross_entropy(made @ made.T, torch.arange(len(made)))
+        return value + contrast if step == 2 else value
+
+    elastic = ElasticStep(model, optimizer_of(model))
+    elastic.most_rows = 4
+    for step in range(2):  # noqa: B007 - the loss reads it
+        elastic.step((X, Y), loss)
+    step, before = 2, [each.clone() for each in model.state_dict().values()]
+    with pytest.raises(PartsError, match=COMPARES):
+        elastic.step((X, Y), loss)
+    assert all(map(torch.equal, before, model.state_dict().values()))
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        [[place % 9] * (9 if place == 20 else 3) for place in range(40)],
+        [torch.full((9 if place == 20 else 3,), place % 9) for place in range(40)],
+        ["abcdefghi"[place % 9] * (9 if place == 20 else 3) for place in range(40)],
+    ],
+    ids=["lists", "tensors", "texts"],
+)
+def test_a_mean_over_samples_of_unequal_lengths_is_refused(batch: Any) -> None:
+    """One of 40 is longer, and no more than four fit."""
+    model = nn.Embedding(9, 9).double()
+
+    def loss(part: Any) -> Tensor:
+        if len(part) > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory. (acted)")
+        tokens = torch.tensor([
+            ord(token) - ord("a") if isinstance(token, str) else int(token)
+            for sample in part
+            for token in sample
+        ])  # fmt: skip
+        return functional.cross_entropy(model(tokens), tokens)
+
+    elastic = ElasticStep(model, optimizer_of(model), sleep=lambda _: None)
+    with pytest.raises(PartsError, match="unequally many"):
+        elastic.step(batch, loss)
+
+
+def test_a_loss_that_fills_samples_up_to_the_longest_is_refused() -> None:
+    """What is filled up takes part in it."""
+    samples = [X[place, : 4 + place % 5] for place in range(12)]
+    model = nn.Conv1d(1, 3, 3, padding=1).double()
+
+    def loss(part: Any) -> Tensor:
+        padded = nn.utils.rnn.pad_sequence(part[0], batch_first=True)
+        return functional.cross_entropy(model(padded[:, None]).amax(-1), part[1])
+
+    elastic = ElasticStep(model, optimizer_of(model))
+    with pytest.raises(PartsError):
+        elastic.step((samples, Y), loss)
+
+
+class Averaging(nn.Module):
+    """Keeps a slow average of its weights, in a forward pass, as momentum encoders do."""
+
+    def __init__(self, write: Callable[[Tensor, Tensor], None]) -> None:
+        super().__init__()
+        self.fast, self.slow = net(), net().requires_grad_(requires_grad=False)
+        self._write = write
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for new, slow in zip(self.fast.parameters(), self.slow.parameters(), strict=True):
+                self._write(slow, new)
+            wanted = self.slow(x)
+        made: Tensor = self.fast(x)
+        return functional.mse_loss(made, wanted) + made.square().mean()
+
+
+def lerp(slow: Tensor, new: Tensor) -> None:
+    slow.lerp_(new, 1e-5)
+
+
+def replace(slow: Tensor, new: Tensor) -> None:
+    slow.data = slow.data * 0.99999 + new.data * 0.00001
+
+
+def behind(slow: Tensor, new: Tensor) -> None:
+    slow.data.mul_(0.99999).add_(new.data, alpha=0.00001)
+
+
+@pytest.mark.parametrize("write", [lerp, replace, behind])
+def test_weights_that_a_pass_changes_are_named(write: Callable[[Tensor, Tensor], None]) -> None:
+    """By less than a gradient shows; at first they are equal, and but for rounding stay so."""
+    model = Averaging(write).float()
+    elastic = ElasticStep(model, optimizer_of(model))
+
+    def two_steps() -> None:
+        for _ in range(2):
+            elastic.step(X.float(), model)
+
+    with pytest.raises(PartsError, match=r"weight \(Linear\) is changed by each pass"):
+        two_steps()
+
+
+class Queue(nn.Module):
+    """Tells samples from those of earlier passes, in a table of 2 MiB."""
+
+    earlier: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = net()
+        self.register_buffer("earlier", functional.normalize(torch.randn(2**17, 4), dim=1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = functional.normalize(self.inner(x), dim=1)
+        own = (made * made.roll(1, 1)).sum(1, keepdim=True)
+        logits = torch.cat([own, made @ self.earlier[:, :3].T], 1)
+        self.earlier[: len(x), :3] = made.detach()
+        return functional.cross_entropy(logits, torch.zeros(len(x), dtype=torch.int64))
+
+
+def test_a_large_table_that_a_pass_changes_is_named() -> None:
+    model = Queue().float()
+    with pytest.raises(PartsError, match=r"earlier \(Queue\) is changed by each pass"):
+        ElasticStep(model, optimizer_of(model)).step(X.float(), model)
+
+
+class Annealed(nn.Module):
+    """Counts its passes and samples in attributes, and changes its scale by them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = net()
+        self.passes, self.samples, self.warm = 0, 0, True
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += 1
+        self.samples += len(x)
+        self.warm = self.passes < 3
+        made: Tensor = self.inner(x)
+        return made * (1.0 if self.warm else 0.5)
+
+
+@pytest.mark.parametrize("rows", [2, 5, 12])
+def test_numbers_that_a_module_keeps_are_those_of_one_pass(rows: int) -> None:
+    model, other = Annealed(), Annealed()
+
+    def of(model: nn.Module) -> Loss:
+        return lambda part: functional.cross_entropy(model(part[0]), part[1])
+
+    elastic = ElasticStep(model, optimizer_of(model), sleep=lambda _: None)
+    for _ in range(4):
+        elastic.step((X, Y), short(of(model), rows))
+    wanted = plain(other, of(other), lambda: (X, Y))
+    assert close(list(model.state_dict().values()), wanted)
+    assert (model.passes, model.warm) == (other.passes, other.warm)
+    assert model.samples == other.samples
+
+
+class Carrying(nn.Module):
+    """Begins each batch with the state in which the last one ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads, self.head = nn.GRU(4, 8, batch_first=True).double(), nn.Linear(8, 3).double()
+        self.state: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        read, state = self.reads(x.view(len(x), 2, 4), self.state)
+        self.state = state.detach()
+        return self.head(read[:, -1])  # type: ignore[no-any-return]
+
+
+def test_what_only_a_whole_batch_can_compute_is_computed_while_it_fits() -> None:
+    """A state of as many rows; weights of as many classes; positions; who is beside whom."""
+    matrix, classes = torch.softmax(X @ X.T, 1), torch.linspace(0.1, 2.0, 12)
+    model, other = Carrying(), Carrying()
+    other.load_state_dict(model.state_dict())
+    wide, wider = net(12), net(12)
+
+    def carried(model: nn.Module) -> Loss:
+        return lambda part: functional.cross_entropy(model(part[0]), part[1])
+
+    def weighted(model: nn.Module) -> Loss:
+        return lambda part: functional.cross_entropy(
+            model(part[0]), part[1], part[2].double(), reduction="none"
+        ).mean()
+
+    def beside(model: nn.Module) -> Loss:
+        return lambda part: functional.cross_entropy(model(part[2] @ part[0]), part[1])
+
+    for one, same, made, batch in (
+        (model, other, carried, (X, Y)),
+        (wide, wider, weighted, (X, Y, classes)),
+        (wide, wider, beside, (X, Y, matrix)),
+    ):
+        assert close(
+            trained(one, made(one), lambda batch=batch: batch, None),  # type: ignore[misc]
+            plain(same, made(same), lambda batch=batch: batch),  # type: ignore[misc]
+        )
+        for limited, most in ((made(one), 5), (short(made(one), 7), None)):
+            elastic = ElasticStep(one, optimizer_of(one), sleep=lambda _: None)
+            elastic.most_rows = most
+            before = [each.clone() for each in one.state_dict().values()]
+            with pytest.raises(TaskError, match="the loss fails with some of the 12 samples") as it:
+                elastic.step(batch, limited)
+            assert "\n" not in str(it.value)
+            assert all(map(torch.equal, before, one.state_dict().values()))
+
+
+@pytest.mark.parametrize(
+    ("made", "called"),
+    [
+        (lambda: X.relu().to_sparse(), "sparse"),
+        (lambda: X.relu().to_sparse_csr(), "sparse"),
+        (lambda: torch.nested.nested_tensor(list(X[:, None])), "nested"),
+        (lambda: torch.nested.nested_tensor(list(X[:, None]), layout=torch.jagged), "nested"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*(nested|Sparse).*")
+def test_a_tensor_that_is_not_dense_is_not_cut(made: Callable[[], Tensor], called: str) -> None:
+    batch, model = made(), nn.Linear(8, 3, bias=False).double()
+
+    def loss(part: Any) -> Tensor:
+        if part[0].is_nested:
+            return model(torch.cat(part[0].unbind())).square().mean()  # type: ignore[no-any-return]
+        made: Tensor = part[0] @ model.weight.T
+        return made.square().mean()
+
+    assert sum(len(each) for each in trained(model, loss, lambda: (batch, Y), None)) == 3
+    with pytest.raises(TaskError, match=rf"batch\[0\] is a {called} tensor"):
+        trained(model, loss, lambda: (batch, Y), 5)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32])
+def test_unsigned_tokens_are_looked_at(dtype: torch.dtype) -> None:
+    model, other = net(), net()
+    tokens = (X.abs() * 9).to(dtype)
+
+    def of(model: nn.Module) -> Loss:
+        return lambda part: functional.cross_entropy(model(part[0].double()), part[1])
+
+    wanted = plain(other, of(other), lambda: (tokens, Y))
+    assert close(trained(model, of(model), lambda: (tokens, Y), 5), wanted)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 12])
+def test_a_loss_may_write_into_its_batch(rows: int) -> None:
+    """Also where a part is computed again."""
+    model, other = net(), net()
+
+    def of(model: nn.Module) -> Loss:
+        def loss(part: Any) -> Tensor:
+            part[0].sub_(part[0].mean(1, keepdim=True)).mul_(2)
+            return functional.cross_entropy(model(part[0]), part[1])
+
+        return loss
+
+    wanted = plain(other, of(other), lambda: (X.clone(), Y))
+    found = trained(model, short(of(model), rows), lambda: (X.clone(), Y), None)
+    assert close(found, wanted)
+
+
+def test_a_hook_of_an_activation_sees_the_sign_of_a_step() -> None:
+    model, other = net(), net()
+
+    def of(model: nn.Sequential) -> Loss:
+        def loss(part: Any) -> Tensor:
+            hidden = model[0](part[0])
+            hidden.register_hook(lambda gradient: gradient.clamp(min=0))
+            return functional.cross_entropy(model[1:](hidden), part[1])
+
+        return loss
+
+    wanted = plain(other, of(other), lambda: (X, Y))
+    assert close(trained(model, of(model), lambda: (X, Y), 5), wanted)
