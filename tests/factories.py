@@ -17,7 +17,7 @@ from typing import Any
 from orchestrator.config.load import dump_config, load_config
 from orchestrator.config.schema import Config
 from orchestrator.core.slot import NOTHING_ASKED, Rules, Slot, UserOrders, slot_state
-from orchestrator.jobs.model import Job, JobState, Record, Standing
+from orchestrator.jobs.model import Job, JobState, Standing
 from orchestrator.record.events import EVENTS_NAME
 from orchestrator.record.jobs import queue_of
 from orchestrator.record.model import Row, Snapshot
@@ -205,13 +205,16 @@ def make_standing(name: str = "lr-0", state: str = "QUEUED", **changed: Any) -> 
     return Standing(state=JobState(state), **(known | changed))
 
 
-def store_queue(folder: Path, *records: Record) -> None:
-    """Have the queue of a folder take records, as its head does."""
+def store_queue(folder: Path, *standings: Standing) -> None:
+    """Have jobs stand so in the queue of a folder, as its head does."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     queue, store = queue_of(folder.parent), RunStore(folder.parent / STORE_NAME)
-    for each in records:
-        queue.apply(each)
-    store.queue(queue)
+    known = dict(queue.standings)
+    for each in standings:
+        there = known.get(each.job.name)
+        number = len(known) if there is None else there.number
+        known[each.job.name] = replace(each, number=number)
+    store.queue(replace(queue, standings=known))
     assert store.commit(), store.problem
     store.close()
 

@@ -66,23 +66,35 @@ class Verdict(StrEnum):
     BAD_INPUT = "bad input"
 
 
-class VerdictCause(StrEnum):
-    """What is behind a verdict other than OK and DONE."""
+class Cause(StrEnum):
+    """Why a process, a slot, or an attempt at a job has ended, or can do nothing more."""
 
-    #: What was asked for, or how its PC is set up; the reason says what.
-    OTHER = "other"
-    #: Its code is not on its PC, or cannot be imported there.
-    NO_CODE = "no code"
-    #: Its budget is too small for it.
-    NO_ROOM = "no room"
-    #: Its PC has no device that it can use.
-    NO_DEVICE = "no device"
+    DONE = "done"
+    #: It ended by itself and wants to be started again (exit code 75, EX_TEMPFAIL).
+    PARKED = "parked"
+    #: Out of memory, or its budget is too small for it.
+    OUT_OF_MEMORY = "out of memory"
+    #: The RAM of its PC was full.
+    HOST_MEMORY = "host memory"
+    #: By a person, by another program, or by the kernel.
+    KILLED = "killed"
+    #: Its processes were killed, crashed, ended by themselves, hung, or kept too much memory by
+    #: their first statuses, one after the other and without progress between.
+    DIED = "died in vain"
+    #: Its PC has no device that it can use, or that, or its driver, no longer answers.
+    DRIVER = "driver fault"
+    #: Out of memory, because other programs hold what it may have of the card.
+    CARD_TAKEN = "card taken"
+    DISK_FULL = "disk full"
+    TIME_LIMIT = "time limit"
+    #: An error of its own, or what was asked for: words say what.
+    EXCEPTION = "exception"
+    #: The program or its folder is not there, or no process can be started, or none came up.
+    NOT_STARTED = "not started"
+    #: Its code is not on its PC, or cannot be imported there; or its configuration is wrong.
+    BAD_CONFIG = "bad configuration"
     #: The loss of a training is no finite number.
     NAN_LOSS = "loss is not a number"
-    #: An error of its own: before its first step, or one that broke the context of its device.
-    EXCEPTION = "exception"
-    #: Its device, or the driver of that.
-    DEVICE = "device"
 
 
 class IncompatibleError(Exception):
@@ -93,7 +105,7 @@ class IncompatibleError(Exception):
 
     verdict = Verdict.INCOMPATIBLE
 
-    def __init__(self, text: object = "", *, cause: VerdictCause = VerdictCause.OTHER) -> None:
+    def __init__(self, text: object = "", *, cause: Cause = Cause.EXCEPTION) -> None:
         """Say in words what would work, and as a value what is in the way."""
         super().__init__(text)
         self.cause = cause
@@ -475,7 +487,7 @@ class Status:
     actor: str = ""
     """The actor's process; the actor itself fills it in, as all fields from `news` on."""
     verdict: Verdict = Verdict.OK
-    verdict_cause: VerdictCause | None = None
+    verdict_cause: Cause | None = None
     """`None` with the verdicts OK and DONE."""
     state: WorkerState = WorkerState.WARMING
     reason: str = "its process starts"

@@ -28,6 +28,7 @@ from orchestrator.config.yaml_source import read_text
 from orchestrator.control.queue import Message, put, say, waiting
 from orchestrator.core.placement import Target
 from orchestrator.errors import ArchiveError, UsageError
+from orchestrator.jobs.lifecycle import EVENTS
 from orchestrator.jobs.model import ENDED, Job, JobOrder, JobState, QueueHeld, Standing, Submitted
 from orchestrator.jobs.queue import Queue
 from orchestrator.jobs.sampler import settings_for
@@ -234,7 +235,7 @@ def show(queue: OfQueue, job: str = _JOB, json_output: bool = AS_JSON) -> None:
         return
     happened: Sequence[StoredEvent] = ()
     with suppress(ArchiveError):  # the run has no record yet
-        happened = read_events(folder, view.TOLD_OF_JOBS, slot=job)
+        happened = read_events(folder, EVENTS, slot=job)
     tell(*view.job_lines(standing, happened, snapshot))
 
 

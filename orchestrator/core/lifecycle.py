@@ -64,12 +64,11 @@ from orchestrator.core.slot import (
     Reinstated,
     SaveAsked,
     Slot,
-    SlotFailure,
     Tick,
     Transition,
     Unheld,
 )
-from workers.messages import Begin, CheckpointPiece, KeptBytes, Orders, Verdict
+from workers.messages import Begin, Cause, CheckpointPiece, KeptBytes, Orders, Verdict
 
 #: Deaths this shortly before a node is seen to have left are the node's, not the slot's. Ray tells
 #: of a dead raylet seconds after its actors have failed (seen: 3 to 10 s; its health check allows 5
@@ -164,8 +163,8 @@ def _node_refused(slot: Slot, event: NodeRefused, _: Moment) -> Transition:
 
 
 def _card_quarantined(slot: Slot, event: CardQuarantined, _: Moment) -> Transition:
-    is_host_memory = slot.failure is SlotFailure.HOST_MEMORY  # the card is well
-    failure = SlotFailure.HOST_MEMORY if is_host_memory else SlotFailure.DEVICE
+    is_host_memory = slot.failure is Cause.HOST_MEMORY  # the card is well
+    failure = Cause.HOST_MEMORY if is_host_memory else Cause.DRIVER
     return processes.quarantine(slot, failure, event.reason)
 
 
@@ -183,7 +182,7 @@ def _time_passed_while_working(slot: Slot, _: Tick, moment: Moment) -> Transitio
         return slot, ()  # it waits for the head to have all of its state
     why = _why_hung(slot, moment)
     if why is not None:
-        failure = SlotFailure.DIED if slot.ready else SlotFailure.NOT_STARTED
+        failure = Cause.DIED if slot.ready else Cause.NOT_STARTED
         return processes.died(slot, failure, why, moment)
     silent = _silent(slot, moment)
     return (slot if silent is None else replace(slot, reason=silent[0])), ()

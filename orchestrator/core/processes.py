@@ -26,12 +26,11 @@ from orchestrator.core.slot import (
     Place,
     Rules,
     Slot,
-    SlotFailure,
     SlotState,
     Transition,
 )
 from orchestrator.core.training import follow
-from workers.messages import STARVED, EndCause, ProcessEnd, Status, Verdict, WorkerState
+from workers.messages import STARVED, Cause, EndCause, ProcessEnd, Status, Verdict, WorkerState
 from workers.units import MIB
 
 #: A poll may come to nothing for so long before the table says it.
@@ -58,10 +57,10 @@ _AT_WORK: Final = frozenset(
 )
 
 _FAILURES: Final = {
-    EndCause.EXITED: SlotFailure.DIED,
-    EndCause.SIGNALLED: SlotFailure.DIED,
-    EndCause.HOST_MEMORY: SlotFailure.HOST_MEMORY,
-    EndCause.UNBUILDABLE: SlotFailure.NOT_STARTED,
+    EndCause.EXITED: Cause.DIED,
+    EndCause.SIGNALLED: Cause.DIED,
+    EndCause.HOST_MEMORY: Cause.HOST_MEMORY,
+    EndCause.UNBUILDABLE: Cause.NOT_STARTED,
 }
 
 ACTOR_ENDED: Final = "its process ended: killed, or crashed"
@@ -75,7 +74,7 @@ def told(slot: Slot, event: Told, moment: Moment) -> Transition:
     status = event.status
     slot, is_same_actor = _heard(slot, status)
     if not is_same_actor:
-        return died(slot, SlotFailure.DIED, ACTOR_ENDED, moment)
+        return died(slot, Cause.DIED, ACTOR_ENDED, moment)
     if status.incarnation != slot.incarnation:
         return slot, ()
     worked_before = slot.first_work_s is not None
@@ -90,7 +89,7 @@ def told(slot: Slot, event: Told, moment: Moment) -> Transition:
         return _ended(slot, status.died, moment, worked_before=worked_before)
     if status.errors_in_a_row >= moment.rules.max_workload_errors:
         why = f"{status.errors_in_a_row} times in a row: {status.reason}"
-        return quarantine(slot, SlotFailure.WORKLOAD, why)
+        return quarantine(slot, Cause.EXCEPTION, why)
     return _go_on(slot, status, moment) if status.is_up else (slot, ())
 
 
@@ -110,9 +109,10 @@ def _judged(slot: Slot, status: Status, moment: Moment, *, worked_before: bool) 
     if status.verdict is Verdict.CONTEXT_CORRUPTED:
         if status.device is None and status.counts.oom_count > 0:
             return _no_memory_for_context(slot, status.reason, moment)
-        return died(slot, SlotFailure.DEVICE, status.reason, moment)
+        return died(slot, status.verdict_cause or Cause.DRIVER, status.reason, moment)
     end = EndRun(reason=status.reason, is_input=status.verdict is Verdict.BAD_INPUT)
-    return impossible(slot, SlotFailure.INCOMPATIBLE, end, moment, worked_before=worked_before)
+    failure = status.verdict_cause or Cause.EXCEPTION
+    return impossible(slot, failure, end, moment, worked_before=worked_before)
 
 
 def told_aside(slot: Slot, event: Told, moment: Moment) -> Transition:
@@ -144,7 +144,7 @@ def unreached(slot: Slot, event: Unreached, moment: Moment) -> Transition:
         if slot.first_work_s is None:
             return _unbuildable(slot, event.text, moment)
         why = f"its process cannot be started: {event.text}"
-        return died(slot, SlotFailure.NOT_STARTED, why, moment)
+        return died(slot, Cause.NOT_STARTED, why, moment)
     if slot.unreached_since_s is None:
         slot = replace(slot, unreached_since_s=moment.now_s)
     return still_unreached(slot, moment.now_s - (slot.unreached_since_s or 0.0), moment.rules)
@@ -154,7 +154,7 @@ def still_unreached(slot: Slot, unreached_s: float, rules: Rules) -> Transition:
     """Say it once it lasts, and give up a slot whose actor does not come back."""
     if unreached_s > rules.start_timeout_s:
         why = f"no process came up in {rules.start_timeout_s:.0f} s"
-        return quarantine(slot, SlotFailure.NOT_STARTED, why)
+        return quarantine(slot, Cause.NOT_STARTED, why)
     if slot.ready and unreached_s > _UNREACHED_S:
         slot = replace(slot, state=HeadState.RESTARTING, reason="its process cannot be reached")
     return slot, ()
@@ -261,7 +261,7 @@ def _rests(slot: Slot, status: Status) -> bool:
     return status.is_held and (has_saved or status.state in STARVED)
 
 
-def died(slot: Slot, failure: SlotFailure, why: str, moment: Moment) -> Transition:
+def died(slot: Slot, failure: Cause, why: str, moment: Moment) -> Transition:
     """Start another process after a pause that grows with each death; give up after deaths without
     progress between.
     """
@@ -302,7 +302,7 @@ def _leaked(slot: Slot, unneeded_bytes: int, moment: Moment) -> Transition:
     """
     if slot.leak.statuses <= _AT_ONCE_STATUSES:
         why = f"{_leak_words(unneeded_bytes)}: drop every tensor in the workload's `release`"
-        return died(slot, SlotFailure.LEAK, why, moment)
+        return died(slot, Cause.DIED, why, moment)
     why = f"{_leak_words(unneeded_bytes)}; its process was replaced"
     return _pausing(_restarted(slot), HeadState.RESTARTING, why, moment.now_s), ()
 
@@ -314,11 +314,11 @@ def _leak_words(unneeded_bytes: int) -> str:
 
 def _unbuildable(slot: Slot, text: str, moment: Moment) -> Transition:
     end = EndRun(reason=f"{slot.slot}: cannot be started: {text}")
-    return impossible(slot, SlotFailure.NOT_STARTED, end, moment, worked_before=False)
+    return impossible(slot, Cause.NOT_STARTED, end, moment, worked_before=False)
 
 
 def impossible(
-    slot: Slot, failure: SlotFailure, end: EndRun, moment: Moment, *, worked_before: bool
+    slot: Slot, failure: Cause, end: EndRun, moment: Moment, *, worked_before: bool
 ) -> Transition:
     """Refuse what can never work in this slot.
 
@@ -335,7 +335,7 @@ def done(slot: Slot) -> Transition:
     return replace(without_actor(slot), phase=Phase.DONE, wake_at_s=None), (Abandon(),)
 
 
-def quarantine(slot: Slot, failure: SlotFailure, why: str) -> Transition:
+def quarantine(slot: Slot, failure: Cause, why: str) -> Transition:
     """Give the slot up until the user reinstates it, or starts a new run.
 
     It is held no more: it has ended.

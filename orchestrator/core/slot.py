@@ -15,6 +15,7 @@ from orchestrator.core.leak_detector import NO_WATCH, LeakWatch
 from orchestrator.core.training import NO_TRAINING, Training
 from workers.messages import (
     NO_COUNTS,
+    Cause,
     DeviceInfo,
     Quiet,
     ResumeState,
@@ -50,25 +51,6 @@ SlotState: TypeAlias = WorkerState | HeadState
 def slot_state(word: str) -> SlotState:
     """Return the state of this name; `ValueError` if there is none."""
     return HeadState(word) if word in set(HeadState) else WorkerState(word)
-
-
-class SlotFailure(StrEnum):
-    """Why a slot was given up, or why a process of it ended that was to go on."""
-
-    #: It was killed, crashed, ended by itself, or hung.
-    DIED = "died"
-    #: It was killed because the RAM of its PC was full.
-    HOST_MEMORY = "host memory"
-    #: It kept too much memory by its first statuses.
-    LEAK = "leak"
-    #: Its device no longer answers, or no worker of that card stays up.
-    DEVICE = "device"
-    #: No process can be started, or none came up in time.
-    NOT_STARTED = "not started"
-    #: Its workload failed many times in a row: `Status.error` has the words of that.
-    WORKLOAD = "workload"
-    #: It can never work there: `Status.verdict_cause` says why.
-    INCOMPATIBLE = "incompatible"
 
 
 class Phase(StrEnum):
@@ -161,8 +143,10 @@ class Slot:
     orders: UserOrders = NOTHING_ASKED
     held_since_s: float | None = None
     wake_at_s: float | None = None
-    failure: SlotFailure | None = None
-    """The last since it was placed or reinstated; `None`: there was none."""
+    failure: Cause | None = None
+    """Why it was given up, or why a process of it ended that was to go on: the last since it was
+    placed or reinstated; `None`: there was none. Of an exception `Status.error` has the words.
+    """
 
     incarnation: int = 0
     """Counts the processes of the slot. What follows is of the present one."""

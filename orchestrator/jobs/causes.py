@@ -13,10 +13,9 @@ import signal
 from enum import StrEnum
 from typing import Final
 
-from orchestrator.core.slot import SlotFailure
-from orchestrator.jobs.model import Cause, Standing
+from orchestrator.jobs.model import Standing
 from workers import oom
-from workers.messages import Ending, VerdictCause
+from workers.messages import Cause, Ending
 
 #: EX_TEMPFAIL of sysexits.h: "parked, start me again".
 EXIT_PARKED: Final = 75
@@ -63,31 +62,6 @@ _CANNOT_BE_RUN: Final = re.compile(
     re.MULTILINE,
 )
 
-#: Why a slot was given up, where that alone says the cause.
-_OF_SLOT: Final = {
-    SlotFailure.DIED: Cause.DIED,
-    SlotFailure.HOST_MEMORY: Cause.HOST_MEMORY,
-    SlotFailure.LEAK: Cause.EXCEPTION,
-    SlotFailure.NOT_STARTED: Cause.NOT_STARTED,
-}
-
-_OF_VERDICT: Final = {
-    VerdictCause.OTHER: Cause.EXCEPTION,
-    VerdictCause.NO_CODE: Cause.BAD_CONFIG,
-    VerdictCause.NO_ROOM: Cause.OUT_OF_MEMORY,
-    VerdictCause.NO_DEVICE: Cause.DRIVER,
-    VerdictCause.NAN_LOSS: Cause.NAN_LOSS,
-    VerdictCause.DEVICE: Cause.DRIVER,
-}
-
-#: After a full disk the queue waits until there is room.
-_NOT_ITS_FAULT: Final = frozenset(
-    {
-        *(Cause.PARKED, Cause.NODE_LOST, Cause.KILLED, Cause.HOST_MEMORY, Cause.DRIVER),
-        *(Cause.DISK_FULL, Cause.CARD_TAKEN),
-    }
-)
-
 
 class Retry(StrEnum):
     """What follows from the end of an attempt."""
@@ -99,6 +73,21 @@ class Retry(StrEnum):
     #: Again, alone, on a card with more room than `least_room_bytes` says; not counted.
     LARGER = "larger"
     NEVER = "never"
+
+
+#: What follows from a cause; from any other: never. After a full disk the queue waits until there
+#: is room. What has died has been started again several times already.
+_RETRIES: Final = {
+    Cause.OUT_OF_MEMORY: Retry.LARGER,
+    Cause.DIED: Retry.COUNTED,
+    Cause.EXCEPTION: Retry.COUNTED,
+    Cause.PARKED: Retry.AS_IS,
+    Cause.KILLED: Retry.AS_IS,
+    Cause.HOST_MEMORY: Retry.AS_IS,
+    Cause.DRIVER: Retry.AS_IS,
+    Cause.DISK_FULL: Retry.AS_IS,
+    Cause.CARD_TAKEN: Retry.AS_IS,
+}
 
 
 def cause_of(ending: Ending) -> Cause:
@@ -121,20 +110,13 @@ def cause_of(ending: Ending) -> Cause:
     return next((cause for holds, cause in signs if holds), None) or _by_words(ending.text)
 
 
-def failure_cause(
-    failure: SlotFailure | None, verdict_cause: VerdictCause | None, error_text: str | None
-) -> Cause:
+def cause_of_failure(failure: Cause | None, error_text: str | None) -> Cause:
     """Return why a training was given up; `error_text` is the last traceback of its workload.
 
     Only where the workload itself has failed are its words looked at, and no others ever.
     """
-    if failure in _OF_SLOT:
-        return _OF_SLOT[failure]
-    if failure is SlotFailure.DEVICE:
-        is_own = verdict_cause is VerdictCause.EXCEPTION
-        return Cause.EXCEPTION if is_own else Cause.DRIVER
-    if failure is SlotFailure.INCOMPATIBLE and verdict_cause is not VerdictCause.EXCEPTION:
-        return _OF_VERDICT[verdict_cause or VerdictCause.OTHER]
+    if failure not in {None, Cause.EXCEPTION}:
+        return failure or Cause.EXCEPTION
     text = error_text or ""
     return Cause.OUT_OF_MEMORY if oom.judge_log(text) is not None else _by_words(text)
 
@@ -145,16 +127,10 @@ def retry_of(cause: Cause, standing: Standing, text: str, step: int | None = Non
     An exception that comes again in the same words at the same step would come a third time. Where
     no step is told, its words alone do not say so: a lost connection has the same words every time.
     """
-    if cause in _NOT_ITS_FAULT:
-        return Retry.AS_IS
-    if cause is Cause.OUT_OF_MEMORY:
-        return Retry.LARGER
-    if cause is Cause.DIED:
-        return Retry.COUNTED  # it has been started again several times already
-    if cause is not Cause.EXCEPTION:
+    is_same = standing.last_error is not None and likened(standing.last_error) == likened(text)
+    if cause is Cause.EXCEPTION and is_same and step is not None and step == standing.step:
         return Retry.NEVER
-    is_same = standing.last_error is not None and _key(standing.last_error) == _key(text)
-    return Retry.NEVER if is_same and step is not None and step == standing.step else Retry.COUNTED
+    return _RETRIES.get(cause, Retry.NEVER)
 
 
 def least_room_bytes(peak_bytes: int | None, budget_bytes: int) -> int:
@@ -173,6 +149,6 @@ def _by_words(text: str) -> Cause:
     return Cause.BAD_CONFIG if _CANNOT_BE_RUN.search(tail) else Cause.EXCEPTION
 
 
-def _key(text: str) -> str:
+def likened(text: str) -> str:
     """Return an error's words without what differs each time: addresses, times, process ids."""
     return re.sub(r"0x[0-9a-f]+|\d+", "#", text)

@@ -2,8 +2,8 @@
 
 ASHA (Li et al., 2020, arXiv 1810.05934) lets the best of every `factor` members that reached a
 milestone go on. Here the others are paused, not ended, and go on later when enough others came in
-behind them. Only the order of the `MilestoneReached` records counts, so a queue that is read back
-gives the same decisions. Records of other sweeps must have been left out, and those of members that
+behind them. Only the order in which milestones were reached counts, so a queue that is read back
+gives the same decisions. Those of other sweeps must have been left out, and those of members that
 failed may be: they hold a place else. Pure; it starts, pauses and ends nothing.
 """
 
@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from typing import TypeAlias
 
-from orchestrator.jobs.index import Reach
-from orchestrator.jobs.model import Milestones
+from orchestrator.jobs.model import Milestones, Standing
+
+#: A job, a milestone that it has reached, and its metric there.
+Reach: TypeAlias = tuple[str, int, float]
 
 
 def milestones_of(rule: Milestones, steps: int | None) -> tuple[int, ...]:
@@ -27,6 +30,14 @@ def milestones_of(rule: Milestones, steps: int | None) -> tuple[int, ...]:
         milestones.append(step)
         step *= rule.factor
     return tuple(milestones)
+
+
+def next_of(standing: Standing, step: int | None) -> int | None:
+    """Return the first milestone that a job has not passed, if it has reached it by now."""
+    rule, job = standing.job.milestones, standing.job
+    ahead = milestones_of(rule, job.steps) if rule is not None else ()
+    next_ = next((each for each in ahead if each > standing.milestone), None)
+    return next_ if next_ is not None and step is not None and step >= next_ else None
 
 
 def ranking(rule: Milestones, reached: Sequence[Reach], milestone: int) -> tuple[str, ...]:
@@ -46,7 +57,7 @@ def ranking(rule: Milestones, reached: Sequence[Reach], milestone: int) -> tuple
 def goes_on(rule: Milestones, reached: Sequence[Reach], job: str, milestone: int) -> bool:
     """Return whether a job goes on at the milestone that it has just reached, or is paused.
 
-    `reached` has this job's record, and no later one.
+    `reached` ends with this job's.
     """
     ranked = ranking(rule, reached, milestone)
     return job in ranked[: _places(rule, len(ranked))]

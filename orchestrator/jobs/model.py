@@ -1,28 +1,33 @@
-"""The values of the queue: a job, how it stands, what is seen of the cards, and the records that
-change it.
+"""The values of the queue: a job, how it stands, what users send, and what is seen of the cards.
 
-Frozen values without behaviour, except for their own checks. Which record follows from what is in
+Frozen values without behaviour. How a job may move is in `lifecycle.py`, what a turn decides in
 `queue.py`. Pure.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TypeAlias
+from functools import cached_property
+from typing import Final, TypeAlias
 
+from workers.messages import Cause
 from workers.settings import CommandSpec, Scalar
 
 #: Values by key, such as `train.lr`.
 Settings: TypeAlias = Mapping[str, Scalar]
 
+#: Settings of a training that change neither its memory nor the time of a step.
+SAME_STEP: Final = frozenset(
+    {"steps", "epochs", "lr", "warmup_steps", "weight_decay", "dropout", "label_smoothing"}
+)
+_SAME_STEP_KEYS: Final = {f"train.{key}" for key in SAME_STEP} | {"train.from", "workload.seed"}
+
 
 class JobState(StrEnum):
     """How a job stands. Shown."""
-
-    # An enum's own is a function of Python, and each turn asks for that of every job.
-    __hash__ = str.__hash__
 
     #: The jobs that it comes after have not ended.
     WAITING = "WAITING"
@@ -90,7 +95,7 @@ class Milestones:
     """`None`: the steps of each member."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Job:
     """What a user wants done. Never changes."""
 
@@ -138,6 +143,26 @@ class Job:
     code: str | None = None
     """Git commit and hash of the files of its folder when it was submitted."""
 
+    @cached_property
+    def likeness(self) -> str | None:
+        """What jobs have in common whose steps cost the same; `None`: nothing says that."""
+        if self.command is not None or self.steps is None:
+            return None
+        cost = {key: value for key, value in self.overrides.items() if key not in _SAME_STEP_KEYS}
+        return json.dumps(cost, sort_keys=True, default=str)
+
+    @property
+    def hours_text(self) -> str | None:
+        """Its hours such as `22:00-07:00`."""
+        hours = self.hours
+        return hours and "-".join(f"{minute // 60:02}:{minute % 60:02}" for minute in hours)
+
+    def out_of_hours(self, minute: int) -> str | None:
+        """Return its hours in words where it may not run at this minute of the day."""
+        start, end = self.hours or (0, 24 * 60)
+        is_within = start <= minute < end if start < end else minute >= start or minute < end
+        return None if is_within else f"hours {self.hours_text}"
+
     @property
     def awaits_settings(self) -> bool:
         """Whether its settings are chosen when a place becomes free."""
@@ -180,31 +205,6 @@ class Job:
         )
 
 
-class Cause(StrEnum):
-    """Why an attempt ended. `causes.py` says what follows from it."""
-
-    DONE = "done"
-    #: It ended by itself and wants to be started again (exit code 75, EX_TEMPFAIL).
-    PARKED = "parked"
-    OUT_OF_MEMORY = "out of memory"
-    #: The PC's RAM was full.
-    HOST_MEMORY = "host memory"
-    KILLED = "killed"
-    #: The processes of a training died one after the other, without progress between.
-    DIED = "died in vain"
-    NODE_LOST = "node lost"
-    DRIVER = "driver fault"
-    #: Out of memory, because other programs hold what it may have of the card.
-    CARD_TAKEN = "card taken"
-    DISK_FULL = "disk full"
-    TIME_LIMIT = "time limit"
-    EXCEPTION = "exception"
-    #: The program or its folder is not there, or cannot be started.
-    NOT_STARTED = "not started"
-    BAD_CONFIG = "bad configuration"
-    NAN_LOSS = "loss is not a number"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
     """A card as it is now, with what it can give to jobs."""
@@ -227,7 +227,6 @@ class Card:
 class AttemptStatus:
     """What is seen of the attempt of a job that has a place."""
 
-    job: str
     attempt: int
     is_at_rest: bool = False
     """Whether its process has ended because it was asked to; its state is saved."""
@@ -239,7 +238,6 @@ class AttemptStatus:
     exit_code: int | None = None
     step: int | None = None
     """Optimiser steps, or what the program tells."""
-    steps: int | None = None
     value: float | None = None
     """Of the job's metric, at `step`."""
     steps_per_s: float | None = None
@@ -255,25 +253,6 @@ class AttemptStatus:
     """Of its weights, once it is done."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class World:
-    """All that a decision depends on besides the queue itself."""
-
-    now_s: float
-    """Unix seconds that never go back. Of gaps in which no head was at work `HeadAway` tells."""
-    minute_of_day: int
-    """Local."""
-    cards: tuple[Card, ...]
-    seen: Mapping[str, AttemptStatus] = field(default_factory=dict)
-    """By job, of each that has a place."""
-    left: Mapping[str, tuple[JobState, str]] = field(default_factory=dict)
-    """By job that is SAVING, once something is known of what it leaves: DONE, FAILED where that can
-    never be put into its folder, or SAVING where it cannot be yet; and why.
-    """
-    disk_full: str | None = None
-    """One sentence where nothing can be written any more."""
-
-
 class JobOrder(StrEnum):
     """What a user says of jobs."""
 
@@ -283,13 +262,9 @@ class JobOrder(StrEnum):
     RETRY = "retry"
 
 
-# The records of the queue. Each is a decision or an observation that decisions rest on, and changes
-# how a job stands. `at_s` is the world's `now_s`.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submitted:
-    """A job has come in."""
+    """A user wants a job done."""
 
     at_s: float
     job: Job
@@ -298,88 +273,8 @@ class Submitted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SettingsChosen:
-    """The settings of a member of a sweep of method optuna."""
-
-    at_s: float
-    job: str
-    settings: Settings
-    least_bytes: int | None = None
-    """As of `Submitted`, with these settings."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttemptBegun:
-    """An attempt of the job begins on a card."""
-
-    at_s: float
-    job: str
-    attempt: int
-    card: str
-    budget_bytes: int
-    alone: bool
-    """Whether it has the card for itself: no other job may join it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttemptRecalled:
-    """The attempt is to save and to end its process, and the job goes to `to` when it has."""
-
-    at_s: float
-    job: str
-    attempt: int
-    to: JobState
-    """QUEUED (for more room, or released), PARKED, PAUSED, PREEMPTED, HELD or CANCELLED."""
-    reason: str
-    least_room_bytes: int | None = None
-    """Where not even its smallest step had room: what the next card must have."""
-    wait_s: float = 0.0
-    """So long it is not in line again."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttemptEnded:
-    """An attempt has ended."""
-
-    at_s: float
-    job: str
-    attempt: int
-    cause: Cause | None = None
-    """`None`: it has saved and ended as it was asked to, or its node was lost."""
-    text: str = ""
-    exit_code: int | None = None
-    step: int | None = None
-    value: float | None = None
-    peak_bytes: int | None = None
-    out_of_memory: int = 0
-    sha256: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MilestoneReached:
-    """A job has reached a milestone with this value of its metric."""
-
-    at_s: float
-    job: str
-    milestone: int
-    value: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpeedMeasured:
-    """The job's speed on a kind of card, in steps per second, while it was alone there."""
-
-    at_s: float
-    job: str
-    card_title: str
-    steps_per_s: float | None
-    best: float | None = None
-    best_step: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class UserOrder:
-    """A user has given an order about a job."""
+    """A user says something of a job."""
 
     at_s: float
     id: str
@@ -390,51 +285,49 @@ class UserOrder:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StateChanged:
-    """A job without an attempt changes its state for a reason that is not a user's."""
-
-    at_s: float
-    job: str
-    to: JobState
-    """QUEUED, WAITING, SKIPPED, INFEASIBLE, STOPPED, FAILED; of one that was SAVING also DONE."""
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class QueueHeld:
-    """Nothing starts any more until the queue is released; `reason` `None` releases it."""
+    """A user has nothing start any more until the queue is released; `reason` `None` releases it."""
 
     at_s: float
     reason: str | None
     id: str | None = None
-    """Of the user's command; `None`: the queue holds itself."""
+    """As of `UserOrder`."""
+
+
+#: What users send to a queue.
+Sent: TypeAlias = Submitted | UserOrder | QueueHeld
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeadAway:
+class World:
+    """All that a decision depends on besides the queue itself."""
+
+    now_s: float
+    """Unix seconds that never go back."""
+    minute_of_day: int
+    """Local."""
+    cards: tuple[Card, ...]
+    seen: Mapping[str, AttemptStatus] = field(default_factory=dict)
+    """By job, of each that has a place."""
+    left: Mapping[str, tuple[JobState, str]] = field(default_factory=dict)
+    """By job that is SAVING, once something is known of what it leaves: DONE, FAILED where that can
+    never be put into its folder, or SAVING where it cannot be yet; and why.
+    """
+    chosen: Mapping[str, tuple[Settings, int | None] | str] = field(default_factory=dict)
+    """By member of a sweep of method optuna: its settings with its `least_bytes` as of `Submitted`,
+    or why there are none.
+    """
+    sent: Sequence[Sent] = ()
+    """By users, and not taken yet."""
+    away_s: float = 0.0
     """For so long until now no head was at work, or the PC was suspended: nothing ran or waited."""
-
-    at_s: float
-    away_s: float
-
-
-#: What happens to one job that is in the queue.
-JobRecord: TypeAlias = (
-    SettingsChosen
-    | AttemptBegun
-    | AttemptRecalled
-    | AttemptEnded
-    | MilestoneReached
-    | SpeedMeasured
-    | UserOrder
-    | StateChanged
-)
-Record: TypeAlias = Submitted | JobRecord | QueueHeld | HeadAway
+    disk_full: str | None = None
+    """One sentence where nothing can be written any more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """How a job stands: what its records add up to."""
+    """How a job stands: all that is stored of it."""
 
     job: Job
     number: int = 0
@@ -483,7 +376,7 @@ class Standing:
     exit_code: int | None = None
     sha256: str | None = None
     expected_start_s: float | None = None
-    """World seconds; not stored."""
+    """World seconds; only for those who look."""
 
     @property
     def card(self) -> str | None:

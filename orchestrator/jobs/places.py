@@ -3,22 +3,22 @@
 The highest priority is first. Within a priority the longest is first, and jobs of unknown length
 count as of the median length, in order of submission. Each goes to the card on which it is expected
 to end first; so a job may wait for a faster card while a slower one is idle. Two jobs share a card
-only where both say so, and jobs of lower priority make room only for one that says so. Pure. Does
-not measure how long a job takes (`queue.py`), and does not start or end one.
+only where both say so, and jobs of lower priority make room only for one that says so. How long a
+job takes follows from what was measured of it, and of jobs alike. Pure. Does not start or end one.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from orchestrator.config.duration import format_duration
-from orchestrator.jobs.model import Card, Job
+from orchestrator.jobs.model import AttemptStatus, Card, Job, Standing
 from workers.units import GIB, MIB
 
 #: Work of a job, in seconds at speed 1, where no length is known: only ratios of cards matter then.
@@ -32,12 +32,6 @@ _RESERVE_BYTES: Final = 256 * MIB
 _SAVE_S: Final = 15.0
 #: More than two on a card are each slowed by all the others.
 _MOST_ON_CARD: Final = 2
-
-#: Settings of a training that change neither its memory nor the time of a step.
-SAME_STEP: Final = frozenset(
-    {"steps", "epochs", "lr", "warmup_steps", "weight_decay", "dropout", "label_smoothing"}
-)
-_SAME_STEP_KEYS: Final = {f"train.{key}" for key in SAME_STEP} | {"train.from", "workload.seed"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +94,68 @@ class _Line:
     free_s: float
     """When all that have it or wait for it have ended, as expected."""
     waiting: int = 0
+
+
+class Measured:
+    """What was measured of the jobs of a queue."""
+
+    def __init__(self, standings: Iterable[Standing]) -> None:
+        """Walk through all jobs, in order of submission."""
+        self._speeds: defaultdict[str, dict[str, float]] = defaultdict(dict)
+        """Steps per second of a job that is alone, by likeness or sweep and by the title of a card;
+        of the first of these jobs that was measured.
+        """
+        self._peaks_bytes: defaultdict[str, int] = defaultdict(int)
+        """The most that one of jobs alike took."""
+        for standing in standings:
+            if not (standing.speeds or standing.peak_bytes):
+                continue
+            job, peak_bytes = standing.job, standing.peak_bytes or 0
+            for key in filter(None, (job.likeness, job.sweep)):
+                self._speeds[key] = {**standing.speeds, **self._speeds[key]}
+            if job.likeness is not None:
+                most_bytes = max(peak_bytes, self._peaks_bytes[job.likeness])
+                self._peaks_bytes[job.likeness] = most_bytes
+
+    def candidate(self, standing: Standing, cards: Sequence[Card]) -> Candidate:
+        """Return a job in line with what is known of it.
+
+        Its speed is its own, on other cards that of a job alike, and where there is none that of a
+        member of its sweep.
+        """
+        job, alike, seconds = standing.job, standing.job.likeness or "", dict[str, float]()
+        if job.steps is not None and self._speeds:
+            known = self._speeds.get(alike) or self._speeds.get(job.sweep or "") or {}
+            known = {**known, **standing.speeds} if standing.speeds else known
+            left = max(0, job.steps - (standing.step or 0))
+            seconds = {
+                card.name: left / speed for card in cards if (speed := known.get(card.title))
+            }
+        taken_bytes = standing.peak_bytes or self._peaks_bytes.get(alike) or None
+        return Candidate(
+            job=job,
+            seconds=seconds,
+            measured_bytes=taken_bytes if job.pack else None,
+            least_room_bytes=standing.least_room_bytes,
+        )
+
+
+def place_of(standing: Standing, seen: AttemptStatus | None, now_s: float) -> Place:
+    """Return the place of a job on a card, of whose attempt this is seen."""
+    leaves = standing.recalled_to is not None
+    eta_s = None if seen is None else seen.eta_s
+    may_save = standing.job.parks or standing.job.command is None
+    return Place(
+        job=standing.job.name,
+        card=standing.card or "",
+        budget_bytes=standing.budget_bytes or 0,
+        alone=standing.alone,
+        ends_at_s=None if eta_s is None else now_s + eta_s,
+        ran_s=max(0.0, now_s - standing.since_s),
+        priority=standing.job.priority,
+        yields=seen is not None and may_save and not leaves,
+        leaves=leaves,
+    )
 
 
 def plan(
@@ -197,14 +253,6 @@ def suits(job: Job, card: Card) -> bool:
 def plain(card: str) -> str:
     """Return the name of a card without what people leave out or add."""
     return re.sub(r"[^a-z0-9]", "", card.lower())
-
-
-def likeness(job: Job) -> str | None:
-    """Return what jobs have in common whose steps cost the same; `None`: nothing says that."""
-    if job.command is not None or job.steps is None:
-        return None
-    cost = {key: value for key, value in job.overrides.items() if key not in _SAME_STEP_KEYS}
-    return json.dumps(cost, sort_keys=True, default=str)
 
 
 def _work_s(candidate: Candidate, cards: Sequence[Card]) -> float | None:

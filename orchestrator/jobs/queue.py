@@ -1,10 +1,11 @@
-"""The queue: which records follow from those recorded so far and from what is seen. Pure.
+"""One turn of the queue: from how all jobs stand, and what is seen and asked, to how they stand
+then, and what is told of that. Pure.
 
-The queue is what its records add up to (`apply`); how each changes a job is in `lifecycle.py`.
-`next_records` answers with one batch: either what was observed of attempts, or what that leads to
-for jobs without one, or what starts. The caller applies it and asks again until nothing follows;
-then it stores what has changed, and only then carries it out. So a queue that is made of what is
-stored, asked about the same world, answers the same.
+The caller stores what has changed at once, and only then acts: which attempts begin and which are
+to rest follows from how the jobs stand. So a head that is killed before decides the same again. A
+turn takes what users send, follows the attempts that have ended, looks at each job by its state
+(`_LOOKS`) and sends it where it is to go by now, until none is to go anywhere, and starts what has
+a place. How each of these changes a job is in `lifecycle.py`.
 
 What the caller owes: every card of the configuration is in `World.cards`, closed while its node is
 away; a job whose node does not answer has no entry in `World.seen`, and one with `node_lost` once
@@ -16,33 +17,30 @@ what a cause of failure means (`causes.py`), and stores nothing (`record/store.p
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import islice
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final, NamedTuple
 
-from orchestrator.jobs import attempts, lifecycle, milestones, places
-from orchestrator.jobs.index import Index, Reach
-from orchestrator.jobs.lifecycle import IllegalRecordError
+from orchestrator.jobs import causes, lifecycle, milestones, places
+from orchestrator.jobs.lifecycle import TAKEN_S, Goal, Transition, is_better
 from orchestrator.jobs.model import (
+    ENDED,
     IN_LINE,
     ON_CARD,
-    AttemptBegun,
-    AttemptEnded,
+    AttemptStatus,
     Card,
-    Cause,
-    HeadAway,
     Job,
     JobState,
     QueueHeld,
-    Record,
     Standing,
-    StateChanged,
     Submitted,
     UserOrder,
     World,
 )
-from orchestrator.jobs.places import Candidate, Place, Plan, likeness
+from orchestrator.jobs.places import Measured, Plan, place_of
+from workers.messages import Cause
+from workers.units import GIB
 
 #: A node that is away for so long is lost, and its trainings go on elsewhere: without a head, a
 #: worker there trains no more.
@@ -53,23 +51,35 @@ NODE_LOST_S = 30.0
 COMMAND_LEASE_S = 60.0
 _LEASE_RESERVE_S = 15.0
 
+#: A longer time between two turns was one without a head, or the PC was suspended.
+_AWAY_S = 60.0
+
+#: A speed is told again when it differs by so much, a better value of the metric so often.
+_SPEED_CHANGE, _BEST_EVERY_S = 0.2, 60.0
+
+#: A card on which other programs leave a job too little memory is tried again after so long.
+_CARD_TAKEN_S = 300.0
+
+#: A card on which so many attempts, one after the other, have ended with a driver fault gets no job
+#: for so long; then it is tried by one. Less is the fault of a program that hides the card itself.
+_FAULTS, _FAULTY_S = 2, 600.0
+
 #: So many different jobs that fail alike, each so soon after its start, hold the queue.
 _ALIKE_JOBS, _ALIKE_WITHIN_S = 3, 60.0
-#: Causes that say nothing about the queue as a whole, however many jobs they meet.
+#: Causes that say nothing about the queue as a whole, however many jobs they meet. For some of them
+#: a card is closed.
 _OF_ONE_JOB = frozenset(
     {
-        *(Cause.DONE, Cause.PARKED, Cause.OUT_OF_MEMORY, Cause.KILLED, Cause.NODE_LOST),
-        *(Cause.CARD_TAKEN, Cause.DRIVER),  # for these a card is closed (`run/dispatcher.py`)
-        Cause.DIED,
+        *(Cause.DONE, Cause.PARKED, Cause.OUT_OF_MEMORY, Cause.KILLED, Cause.DIED),
+        *(Cause.CARD_TAKEN, Cause.DRIVER),
     }
 )
+
 #: A training that had no room on the largest card is tried there so often.
 _NO_ROOM_TRIES = 6
 
 #: Orders of a user that are known, so that one that comes twice is obeyed once.
 _OBEYED_KEPT = 1_000
-
-_CHANGING = re.compile(r"0x[0-9a-f]+|\d+")
 
 
 def node_lost_s(job: Job) -> float:
@@ -82,384 +92,541 @@ class QueueFacts:
     """What there is of a queue besides its jobs, as it is stored."""
 
     held: str | None = None
-    """Why nothing starts."""
-    said: tuple[str, ...] = ()
+    """Why nothing starts; `None`: it does."""
+    obeyed: tuple[str, ...] = ()
     """The ids of the last orders of users."""
-    alike: tuple[tuple[str, str], ...] = ()
-    """A text, and a job that failed with it soon after its start."""
+    alike: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Jobs that failed soon after their start: by the cause of a full disk alone, or by another
+    cause and what they said.
+    """
+    faults: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """By card, the jobs whose attempts have ended with a driver fault since any other end."""
+    closed: Mapping[str, tuple[float, str]] = field(default_factory=dict)
+    """Until when a card gets no job, and why: other programs have it, or its driver fails."""
 
 
-_NO_FACTS = QueueFacts()
-
-
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Queue:
-    """All jobs of a run, and what comes next. See the module."""
+    """All jobs of a run as they stand at one moment. This is what is stored."""
 
-    def __init__(self, standings: Iterable[Standing] = (), facts: QueueFacts = _NO_FACTS) -> None:
-        """Begin with what was stored of it, the jobs in order of submission."""
-        self.held = facts.held
-        """Why nothing starts; `None`: it does."""
-        self.unsaved: dict[str, None] = {}
-        """Jobs whose standing has changed since it was stored; who stores it empties this."""
-        self._standings: dict[str, Standing] = {}
-        self._likeness: dict[str, str | None] = {}
-        """By job, what is the same of jobs whose steps cost the same."""
-        self._obeyed = dict.fromkeys(facts.said)
-        self._alike: dict[str, dict[str, None]] = {}
-        """Jobs that failed soon after their start: by the cause of a full disk alone, or by another
-        cause and what they said.
-        """
-        for text, job in facts.alike:
-            self._alike.setdefault(text, {})[job] = None
-        self._index: Index | None = None
-        self._world: World | None = None
-        """The last one that it was asked about: why jobs wait is worked out for those who look."""
-        self._plan: Plan | None = None
-        for standing in standings:
-            self._put(standing)
-        self.unsaved.clear()
-
-    @property
-    def standings(self) -> Mapping[str, Standing]:
-        """As they are stored, by job, in order of submission."""
-        return self._standings
+    standings: Mapping[str, Standing] = field(default_factory=dict)
+    """By job, in order of submission."""
+    facts: QueueFacts = QueueFacts()
 
     @property
     def jobs(self) -> tuple[Job, ...]:
         """All of them, in order of submission."""
-        return tuple(standing.job for standing in self._standings.values())
+        return tuple(standing.job for standing in self.standings.values())
 
-    @property
-    def on_card(self) -> frozenset[str]:
-        """Jobs that have an attempt on a card."""
-        return frozenset(self._indexed().on_card)
-
-    @property
-    def saving(self) -> Collection[str]:
-        """Jobs whose work is done, and whose folders are being filled."""
-        return self._indexed().saving
+    def in_states(self, states: Iterable[JobState]) -> dict[str, Standing]:
+        """Return the jobs that are in one of these states."""
+        return {name: each for name, each in self.standings.items() if each.state in states}
 
     @property
     def is_over(self) -> bool:
         """Whether every job has ended."""
-        return self._indexed().open == 0
+        return all(standing.state in ENDED for standing in self.standings.values())
 
-    def unchosen(self, places: int) -> Iterator[tuple[Job, list[Standing]]]:
-        """Yield the next member of each sweep of method optuna of which fewer than `places` are at
+    def with_submitted(self, submitted: Iterable[Submitted]) -> Queue:
+        """Return the queue with jobs that it begins with; those that it has already are left out."""
+        standings = dict(self.standings)
+        for each in submitted:
+            if each.job.name not in standings:
+                taken = lifecycle.submitted(each, len(standings), each.at_s)
+                standings[each.job.name] = taken.standing
+        return replace(self, standings=standings)
+
+    def unchosen(self, count: int) -> Iterator[tuple[Job, list[Standing]]]:
+        """Yield the next member of each sweep of method optuna of which fewer than `count` are at
         work, with the members that have their settings already.
         """
-        index = self._indexed()
-        for sweep, names in index.unchosen.items():
-            if index.active[sweep] - len(names) < places:
-                members = (each for each in self._standings.values() if each.job.sweep == sweep)
-                chosen = [each for each in members if not each.job.awaits_settings]
-                yield self._standings[names[0]].job, chosen
+        ready: dict[str, Job] = {}
+        left = Counter[str]()
+        for standing in self.standings.values():
+            job, sweep = standing.job, standing.job.sweep or ""
+            if _awaits_settings(standing, self.standings):
+                ready.setdefault(sweep, job)
+            elif standing.state not in {*ENDED, JobState.PAUSED}:
+                left[sweep] += 1
+        for sweep, job in ready.items():
+            if left[sweep] < count:
+                members = (each for each in self.standings.values() if each.job.sweep == sweep)
+                yield job, [each for each in members if not each.job.awaits_settings]
 
-    def shown(self, name: str) -> Standing:
-        """Return how a job stands; where it is in line, with the reason and the expected start."""
-        standing = self._standings[name]
-        if standing.state not in IN_LINE:
-            return standing
-        if self.held is not None:
-            return replace(standing, reason=f"the queue is held: {self.held}")
-        if self._world is None:
-            return standing
-        plan, hours = self._planned(self._world), standing.job.hours
-        reason = plan.reasons.get(name, standing.reason)
-        if not attempts.is_in_hours(hours, self._world.minute_of_day):
-            reason = attempts.hours_in_words(hours)
-        expected_s = plan.expected_start_s.get(name)
-        return replace(standing, reason=reason, expected_start_s=expected_s)
 
-    def why_refused(self, record: Record) -> str | None:
-        """Return why a record of a user, or of no job there is, is not taken; `None`: it is."""
-        if isinstance(record, Submitted):
-            there = self._standings.get(record.job.name)
-            if there is None:
-                return None
-            if there.job.id == record.job.id:
-                return f"{record.job.name} has been submitted already"
-            return f"there is another job called {record.job.name} ({there.job.origin})"
-        if isinstance(record, UserOrder | QueueHeld) and record.id in self._obeyed:
-            return "it has been obeyed already"
-        if not isinstance(record, QueueHeld | HeadAway) and record.job not in self._standings:
-            return f"there is no job called {record.job}"
-        return None
+class Event(NamedTuple):
+    """What is told in the event log."""
 
-    def apply(self, record: Record) -> None:
-        """Add a record.
+    name: str
+    job: str | None
+    details: Mapping[str, object]
 
-        Raises:
-            IllegalRecordError: It cannot happen as things stand; nothing has changed.
-        """
-        if (why := self.why_refused(record)) is not None:
-            raise IllegalRecordError(None, record, why)
-        if isinstance(record, Submitted):
-            self._put(lifecycle.standing_of(record, len(self._standings)))
-        elif isinstance(record, QueueHeld):
-            self.held = record.reason
-            self._alike.clear()
-        elif isinstance(record, HeadAway):
-            self._leave_out(record)
-        else:
-            standing = self._standings[record.job]
-            changed = replace(standing, **lifecycle.changes_of(standing, record))
-            if isinstance(record, AttemptEnded) and record.cause is not None:
-                self._note_alike(standing, record, record.cause)
-            self._put(changed)
-        if isinstance(record, UserOrder | QueueHeld) and record.id is not None:
-            self._obeyed[record.id] = None
-        self._index = None
 
-    def _put(self, standing: Standing) -> None:
-        name = standing.job.name
-        if name not in self._standings or standing.job is not self._standings[name].job:
-            self._likeness[name] = likeness(standing.job)
-        self._standings[name] = standing
-        self.unsaved[name] = None
+def decide(queue: Queue, world: World) -> tuple[Queue, tuple[Event, ...]]:
+    """Return the queue after a turn, and what is told of it.
 
-    def _leave_out(self, gap: HeadAway) -> None:
-        """Have a time without a head not count as worked."""
-        began_s = gap.at_s - gap.away_s
-        for standing in list(self._standings.values()):
-            if standing.state in ON_CARD and standing.since_s <= began_s:
-                self._put(replace(standing, since_s=standing.since_s + gap.away_s))
+    Raises:
+        IllegalMoveError: A rule here contradicts one of the lifecycle.
+    """
+    turn = _Turn(queue, world)
+    turn.leave_out_gap()
+    turn.hear()
+    turn.choose()
+    turn.observe()
+    turn.settle()
+    turn.hold_itself()
+    turn.place()
+    return turn.queue, tuple(turn.events)
+
+
+def only_ends(queue: Queue, world: World) -> tuple[Queue, tuple[Event, ...]]:
+    """Return the queue with the attempts that have ended, and nothing that follows from it."""
+    turn = _Turn(queue, world)
+    turn.observe()
+    return turn.queue, tuple(turn.events)
+
+
+def outlook(queue: Queue, world: World) -> dict[str, tuple[str, float | None]]:
+    """Return why each job in line waits, and when it is expected to start: for those who look."""
+    held, in_line = queue.facts.held, queue.in_states(IN_LINE)
+    if held is not None:
+        return dict.fromkeys(in_line, (f"the queue is held: {held}", None))
+    plan, told = _Turn(queue, world).plan(), {}
+    for name, standing in in_line.items():
+        why = standing.job.out_of_hours(world.minute_of_day) or plan.reasons.get(name)
+        told[name] = why or standing.reason, plan.expected_start_s.get(name)
+    return told
+
+
+class _Turn:
+    """The queue while a turn changes it."""
+
+    def __init__(self, queue: Queue, world: World) -> None:
+        self._world, self._now_s = world, world.now_s
+        self._standings = dict(queue.standings)
+        self._facts = queue.facts
+        self.events: list[Event] = []
+        self._never: dict[tuple[object, ...], str | None] = {}
+        """Why a job can never run, by all that decides it."""
 
     @property
-    def facts(self) -> QueueFacts:
-        """What is to be stored of the queue itself; of orders, only the last ones."""
-        return QueueFacts(
-            held=self.held,
-            said=tuple(self._obeyed)[-_OBEYED_KEPT:],
-            alike=tuple((text, job) for text, jobs in self._alike.items() for job in jobs),
+    def queue(self) -> Queue:
+        return Queue(standings=self._standings, facts=self._facts)
+
+    def _do(self, found: Transition) -> None:
+        name = found.standing.job.name
+        self._standings[name] = found.standing
+        self._tell(found.event, name, job=name, **found.details)
+
+    def _tell(self, event: str, about: str | None = None, **details: object) -> None:
+        known = {key: value for key, value in details.items() if value is not None}
+        self.events.append(Event(event, about, {"at_s": self._now_s, **known}))
+
+    def _note(self, **changes: object) -> None:
+        self._facts = replace(self._facts, **changes)  # type: ignore[arg-type]
+
+    def _in(self, states: Iterable[JobState]) -> list[Standing]:
+        return [standing for standing in self._standings.values() if standing.state in states]
+
+    def _cards(self) -> tuple[Card, ...]:
+        """Return the cards as they are, and closed where the queue has closed them."""
+        closed = {
+            name: why
+            for name, (until_s, why) in self._facts.closed.items()
+            if self._now_s < until_s
+        }
+        return tuple(
+            replace(card, closed=card.closed or closed.get(card.name)) for card in self._world.cards
         )
 
-    def next_records(self, world: World) -> tuple[Record, ...]:
-        """Return the next batch; empty where nothing is to do."""
-        sentence = self._why_to_hold(world)
-        if sentence is not None:
-            return (QueueHeld(at_s=world.now_s, reason=sentence),)
-        stages: tuple[Callable[[World], Sequence[Record]], ...] = (
-            self._observed,
-            self._settled,
-            self._placed,
-        )
-        for stage in stages:
-            records = stage(world)
-            if records:
-                return tuple(records)
-        return ()
+    # What has come in
 
-    def _indexed(self) -> Index:
-        """Return the index, made anew after a change."""
-        if self._index is None:
-            self._index = Index(self._standings, self._likeness)
-        return self._index
+    def leave_out_gap(self) -> None:
+        """Have a time without a head not count as worked. What was seen of cards is forgotten."""
+        away_s = self._world.away_s
+        if away_s <= _AWAY_S:
+            return
+        self._tell("job_head_away", away_s=away_s)
+        self._note(faults={}, closed={})
+        for standing in self._in(ON_CARD):
+            if standing.since_s <= self._now_s - away_s:
+                later = replace(standing, since_s=standing.since_s + away_s)
+                self._standings[standing.job.name] = later
 
-    def _note_alike(self, standing: Standing, record: AttemptEnded, cause: Cause) -> None:
-        """Note a job that failed soon after its start."""
-        name, ran_s = standing.job.name, record.at_s - standing.since_s
-        if cause is Cause.DISK_FULL:
-            self._alike.setdefault(cause, {})[name] = None
-        elif cause is Cause.DONE or ran_s > _ALIKE_WITHIN_S:
-            self._alike.clear()
-        elif cause not in _OF_ONE_JOB and standing.recalled_to is None:
-            text = _CHANGING.sub("#", record.text.replace(name, "JOB").lower())[:300]
-            self._alike.setdefault(f"{cause}: {text}", {})[name] = None
+    def hear(self) -> None:
+        """Take what users send; what is refused changes nothing."""
+        for sent in self._world.sent:
+            why_not = self._taken(sent) if isinstance(sent, Submitted) else self._obeyed(sent)
+            if why_not is not None:
+                self.events.append(Event("job_message_refused", None, {"reason": why_not}))
 
-    # What follows
-
-    def _why_to_hold(self, world: World) -> str | None:
-        if self.held is not None:
+    def _taken(self, sent: Submitted) -> str | None:
+        """Take a job in, or return why not."""
+        name, there = sent.job.name, self._standings.get(sent.job.name)
+        if there is None:
+            self._do(lifecycle.submitted(sent, len(self._standings), self._now_s))
             return None
-        if world.disk_full is not None:
-            return world.disk_full
-        for text, jobs in self._alike.items():
-            last = self._standings[list(jobs)[-1]].last_error
-            if text == Cause.DISK_FULL:
-                return f"the disk was full for {', '.join(jobs)}: {last}"
-            if len(jobs) >= _ALIKE_JOBS:
-                named = ", ".join(islice(jobs, _ALIKE_JOBS))
-                return f"{named} failed alike within a minute of their start: {last}"
+        if there.job.id == sent.job.id:
+            return f"{name} has been submitted already"
+        return f"there is another job called {name} ({there.job.origin})"
+
+    def _obeyed(self, sent: UserOrder | QueueHeld) -> str | None:
+        """Obey an order, or return why not."""
+        if sent.id in self._facts.obeyed:
+            return "it has been obeyed already"
+        if isinstance(sent, QueueHeld):
+            self._hold(sent.reason, id=sent.id)
+        elif sent.job in self._standings:
+            self._do(lifecycle.ordered(self._standings[sent.job], sent, self._now_s))
+        else:
+            return f"there is no job called {sent.job}"
+        if sent.id is not None:
+            self._note(obeyed=(*self._facts.obeyed, sent.id)[-_OBEYED_KEPT:])
         return None
 
-    def _observed(self, world: World) -> list[Record]:
-        """Return what is new of the attempts on cards."""
-        records: list[Record] = []
-        index = self._indexed()
-        reached: dict[str, list[Reach]] = {}
-        for name in index.on_card:
+    def _hold(self, reason: str | None, **told: str | None) -> None:
+        self._note(held=reason, alike={})
+        self._tell("job_queue_held", reason=reason, **told)
+
+    def choose(self) -> None:
+        """Give members of sweeps of method optuna their settings."""
+        for name, answer in self._world.chosen.items():
             standing = self._standings[name]
-            job, to, seen = standing.job, standing.recalled_to, attempts.seen_of(standing, world)
-            ended = None if seen is None else attempts.end_of(seen, world.now_s)
-            if ended is not None:
-                records.append(ended)
-            elif seen is None or to is not None:
-                continue
-            elif (recall := attempts.recall_of(standing, seen, world)) is not None:
-                records.append(recall)
+            if not _awaits_settings(standing, self._standings):
+                continue  # a user has said otherwise meanwhile
+            if isinstance(answer, str):
+                self._send(standing, Goal(to=JobState.FAILED, reason=answer))
             else:
-                found: list[Record] = []
-                if job.sweep is not None:
-                    so_far = reached.setdefault(job.sweep, list(index.reached[job.sweep]))
-                    found = attempts.milestone_of(standing, seen, world, so_far)
-                records += found or attempts.measured(standing, seen, world)
-        return records
+                self._do(lifecycle.with_settings(standing, *answer))
 
-    def _settled(self, world: World) -> list[Record]:
-        """Return what jobs without an attempt come to."""
-        index = self._indexed()
-        found: dict[str, tuple[JobState, str]] = dict(index.due)
-        for names in index.needs.values() if world.cards else ():
-            first = self._standings[names[0]]
-            why = places.never_fits(first.job, first.least_room_bytes, world.cards)
-            if why is not None:
-                found.update(dict.fromkeys(names, (JobState.INFEASIBLE, why)))
-        for name in index.saving:
-            to, why = world.left.get(name, (JobState.SAVING, self._standings[name].reason))
-            if (to, why) != (JobState.SAVING, self._standings[name].reason):
-                found[name] = to, why
-        for name in index.parked:
-            wakes = self._wakes(name, world)
-            if wakes is not None:
-                found[name] = wakes
-        for sweep, paused in index.paused.items():
-            found.update(self._promoted(sweep, paused, index, is_idle=False))
-        return [
-            StateChanged(at_s=world.now_s, job=name, to=found[name][0], reason=found[name][1])
-            for name in sorted(found, key=lambda name: self._standings[name].number)
-        ]
+    # Attempts that have ended
 
-    def _wakes(self, name: str, world: World) -> tuple[JobState, str] | None:
-        """Return what a PARKED job comes to by now."""
-        standing = self._standings[name]
-        job = standing.job
-        if world.now_s < standing.wake_at_s or not attempts.is_in_hours(
-            job.hours, world.minute_of_day
-        ):
+    def observe(self) -> None:
+        """Follow the ends of present attempts, and close cards that other programs have."""
+        for standing in self._in(ON_CARD):
+            seen = self._seen(standing)
+            if seen is not None and seen.taken is not None:
+                self._close(str(standing.card), _CARD_TAKEN_S, seen.taken)
+            if seen is not None and (seen.cause is not None or seen.is_at_rest or seen.node_lost):
+                self._do(lifecycle.ended(standing, seen, self._now_s))
+                if seen.cause is not None:
+                    self._note_fault(standing, seen, seen.cause)
+                    self._note_alike(standing, seen, seen.cause)
+
+    def _seen(self, standing: Standing) -> AttemptStatus | None:
+        seen = self._world.seen.get(standing.job.name)
+        return seen if seen is not None and seen.attempt == standing.attempt else None
+
+    def _close(self, card: str, for_s: float, why: str) -> None:
+        self._note(closed={**self._facts.closed, card: (self._now_s + for_s, why)})
+
+    def _note_fault(self, standing: Standing, seen: AttemptStatus, cause: Cause) -> None:
+        """Close the card of an attempt for a while if the card, or its driver, is what fails."""
+        card, job = str(standing.card), standing.job
+        faults = dict(self._facts.faults)
+        jobs = (*faults.pop(card, ()), job.name)
+        if cause is Cause.DRIVER:
+            faults[card] = jobs
+        self._note(faults=faults)
+        is_of_card = job.command is None or len(set(jobs)) > 1
+        if cause is Cause.DRIVER and len(jobs) >= _FAULTS and is_of_card:
+            why = (
+                f"{len(jobs)} attempts, one after the other, ended with a driver fault "
+                f"({seen.text[-200:]}); look for Xid in dmesg; it is tried again every "
+                f"{_FAULTY_S / 60:.0f} min"
+            )
+            self._close(card, _FAULTY_S, why)
+            self._tell("card_closed", card=card, reason=why)
+
+    def _note_alike(self, standing: Standing, seen: AttemptStatus, cause: Cause) -> None:
+        """Note a job that failed soon after its start."""
+        name, ran_s = standing.job.name, self._now_s - standing.since_s
+        if cause is Cause.DISK_FULL:
+            text = cause.value
+        elif cause is Cause.DONE or ran_s > _ALIKE_WITHIN_S:
+            self._note(alike={})
+            return
+        elif cause in _OF_ONE_JOB or standing.recalled_to is not None:
+            return
+        else:
+            text = f"{cause}: {causes.likened(seen.text.replace(name, 'JOB').lower())[:300]}"
+        jobs = dict.fromkeys((*self._facts.alike.get(text, ()), name))
+        self._note(alike={**self._facts.alike, text: tuple(jobs)})
+
+    # Where each job is to go by now
+
+    def _works(self, standing: Standing) -> Goal | None:
+        """Look at an attempt that goes on, and note how far it is."""
+        job, seen = standing.job, self._seen(standing)
+        if seen is None or standing.recalled_to is not None:
             return None
-        if standing.no_room >= _NO_ROOM_TRIES:
-            return JobState.INFEASIBLE, f"{standing.reason}; tried {standing.no_room} times"
-        taken = self._indexed().cards
-        for card in world.cards:
-            if (
-                card.closed is None
-                and places.suits(job, card)
-                and card.room_bytes >= (standing.least_room_bytes or 0)
-                and not (standing.no_room and taken[card.name])
-            ):
-                return JobState.QUEUED, "in line again"
+        card = next((each for each in self._cards() if each.name == standing.card), None)
+        if card is None:
+            return Goal(to=JobState.PARKED, reason=f"{standing.card} is not there")
+        if (goal := self._leaves(standing, seen, card)) is not None:
+            return goal
+        milestone = milestones.next_of(standing, seen.step)
+        if job.sweep is not None and milestone is not None and seen.value is not None:
+            return self._reach(standing, job.sweep, milestone, seen.value)
+        self._measure(standing, seen, card)
         return None
+
+    def _leaves(self, standing: Standing, seen: AttemptStatus, card: Card) -> Goal | None:
+        """Return where an attempt goes that is not to go on where it is."""
+        if (hours := standing.job.out_of_hours(self._world.minute_of_day)) is not None:
+            return Goal(to=JobState.PARKED, reason=hours)
+        if seen.taken is not None:
+            return Goal(to=JobState.PARKED, reason=seen.taken, wait_s=TAKEN_S)
+        if card.closed is not None:
+            return Goal(to=JobState.PARKED, reason=card.closed)
+        return self._more_room(standing) if seen.has_no_room else None
+
+    def _more_room(self, standing: Standing) -> Goal:
+        job, budget = standing.job, standing.budget_bytes or 0
+        why = f"not even its smallest step fits in {budget / GIB:.1f} GiB of {standing.card}"
+        cards = self._world.cards
+        if any(places.suits(job, card) and card.room_bytes > budget for card in cards):
+            return Goal(to=JobState.QUEUED, reason=why, least_room_bytes=budget + 1)
+        why += ", and no card here has more"
+        return Goal(to=JobState.PARKED, reason=why, least_room_bytes=budget)
+
+    def _reach(self, standing: Standing, sweep: str, milestone: int, value: float) -> Goal | None:
+        """Note the milestone of a sweep's member, which rests if others go first."""
+        self._do(lifecycle.reached(standing, milestone, value, self._now_s))
+        rule, name = standing.job.milestones, standing.job.name
+        if rule is None or milestones.goes_on(rule, self._reached(sweep), name, milestone):
+            return None
+        why = f"{rule.metric} {value:.4g} at step {milestone}: others go first"
+        return Goal(to=JobState.PAUSED, reason=why)
+
+    def _reached(self, sweep: str) -> list[milestones.Reach]:
+        """Return the milestones of a sweep, in the order in which they were reached."""
+        found = [
+            (at_s, standing.number, (standing.job.name, milestone, value))
+            for standing in self._standings.values()
+            if standing.job.sweep == sweep
+            for milestone, value, at_s in standing.reached
+        ]
+        return [reach for _, _, reach in sorted(found, key=lambda each: each[:2])]
+
+    def _measure(self, standing: Standing, seen: AttemptStatus, card: Card) -> None:
+        """Note the speed and the best value of an attempt, where they are worth telling.
+
+        On a card that it may share its speed is that of both.
+        """
+        speed, known = seen.steps_per_s, standing.speeds.get(card.title)
+        if speed is None or self._now_s < standing.measured_at_s + _BEST_EVERY_S:
+            return
+        is_known = known is not None and abs(speed - known) <= _SPEED_CHANGE * known
+        has_better = seen.value is not None and is_better(standing, seen.value)
+        if has_better or (standing.alone and not is_known):
+            own = speed if standing.alone else None
+            self._do(lifecycle.measured(standing, card.title, own, seen, self._now_s))
+
+    def _send(self, standing: Standing, goal: Goal) -> None:
+        self._do(lifecycle.sent(standing, goal, self._now_s))
+
+    def settle(self) -> None:
+        """Send jobs where they are to go, until none is to go anywhere."""
+        while found := self._due():
+            for name, goal in found.items():
+                self._send(self._standings[name], goal)
+
+    def _due(self) -> dict[str, Goal]:
+        found: dict[str, Goal] = {}
+        for name, standing in self._standings.items():
+            look = _LOOKS.get(standing.state)
+            if look is not None and (goal := look(self, standing)) is not None:
+                found[name] = goal
+        paused = self._paused()
+        is_stuck = bool(paused) and not found and not self._moves()
+        for sweep, names in paused.items():
+            found |= self._promoted(sweep, names, is_stuck=is_stuck)
+        return found
+
+    def _paused(self) -> dict[str, list[str]]:
+        """Return the members that rest at a milestone, by sweep."""
+        found: dict[str, list[str]] = {}
+        for standing in self._in({JobState.PAUSED}):
+            found.setdefault(standing.job.sweep or "", []).append(standing.job.name)
+        return found
+
+    def _moves(self) -> bool:
+        """Return whether any job is neither over, nor PAUSED, nor waits for others."""
+        resting = {*ENDED, JobState.PAUSED, JobState.WAITING}
+        return any(
+            each.state not in resting or _awaits_settings(each, self._standings)
+            for each in self._standings.values()
+        )
+
+    def _waits(self, standing: Standing) -> Goal | None:
+        """Look at a job that waits for others."""
+        goal = self._never_fits(standing) or _after(standing.job, self._standings)
+        is_next = goal is not None and goal.to is JobState.QUEUED
+        return None if is_next and standing.job.awaits_settings else goal
+
+    def _skipped(self, standing: Standing) -> Goal | None:
+        """Look at a job that was skipped for the sake of others."""
+        goal = _after(standing.job, self._standings)
+        if goal is not None and goal.to is JobState.SKIPPED:
+            return None
+        why = f"waits for {', '.join(standing.job.after)}"
+        return Goal(to=JobState.WAITING, reason=why)
+
+    def _never_fits(self, standing: Standing) -> Goal | None:
+        """Look whether a job can ever run here."""
+        job, least_bytes = standing.job, standing.least_room_bytes
+        needs = (job.nodes, job.card, job.memory_bytes, least_bytes)
+        if needs not in self._never:
+            cards = self._world.cards
+            self._never[needs] = places.never_fits(job, least_bytes, cards) if cards else None
+        why = self._never[needs]
+        return None if why is None else Goal(to=JobState.INFEASIBLE, reason=why)
+
+    def _saves(self, standing: Standing) -> Goal | None:
+        """Look at what is known of the files of a job whose work is done."""
+        now = JobState.SAVING, standing.reason
+        to, why = self._world.left.get(standing.job.name, now)
+        return None if (to, why) == now else Goal(to=to, reason=why)
+
+    def _wakes(self, standing: Standing) -> Goal | None:
+        """Look at a job that has given its card back."""
+        job, least_bytes = standing.job, standing.least_room_bytes or 0
+        is_time = self._now_s >= standing.wake_at_s
+        if is_time and job.out_of_hours(self._world.minute_of_day) is None:
+            if standing.no_room >= _NO_ROOM_TRIES:
+                why = f"{standing.reason}; tried {standing.no_room} times"
+                return Goal(to=JobState.INFEASIBLE, reason=why)
+            for card in self._free_cards() if standing.no_room else self._open_cards():
+                if places.suits(job, card) and card.room_bytes >= least_bytes:
+                    return Goal(to=JobState.QUEUED, reason="in line again")
+        return self._never_fits(standing)
 
     def _promoted(
-        self, sweep: str, paused: Sequence[str], index: Index, *, is_idle: bool
-    ) -> dict[str, tuple[JobState, str]]:
-        """Return the member of a sweep that goes on by now, or all of them as stopped."""
+        self, sweep: str, paused: Sequence[str], *, is_stuck: bool, is_idle: bool = False
+    ) -> dict[str, Goal]:
+        """Return the member of a sweep that goes on by now, or all of them as stopped.
+
+        `is_stuck`: nothing else can move, so that members that wait do so for its paused ones.
+        """
         rule = self._standings[paused[0]].job.milestones
         if rule is None:
             return {}
-        # Where nothing else can move, its members that wait do so for its paused ones.
-        is_last = not index.active[sweep] or (not index.moving and not index.due)
-        reached = index.reached[sweep]
+        over = {*ENDED, JobState.PAUSED}
+        is_last = is_stuck or all(
+            each.state in over for each in self._standings.values() if each.job.sweep == sweep
+        )
+        reached = self._reached(sweep)
         name = milestones.promotable(rule, reached, paused, is_idle=is_idle or is_last)
         if name is not None:
-            return {name: (JobState.QUEUED, "goes on: among the best at its milestone by now")}
+            why = "goes on: among the best at its milestone by now"
+            return {name: Goal(to=JobState.QUEUED, reason=why)}
         if is_last:
             why = f"others of {sweep} were better, and all have ended"
-            return dict.fromkeys(paused, (JobState.STOPPED, why))
+            return dict.fromkeys(paused, Goal(to=JobState.STOPPED, reason=why))
         return {}
 
-    def _placed(self, world: World) -> list[Record]:
-        """Return what starts, or else what makes use of a card that stays free."""
-        self._world, self._plan = world, None
-        if self.held is not None:
-            return []
-        open_cards = [card for card in world.cards if card.closed is None]
-        may_preempt = any(self._standings[name].job.preempt for name in self._indexed().in_line)
-        if not may_preempt and not any(self._may_take_more(card) for card in open_cards):
-            return []
-        plan = self._planned(world)
-        if plan.starts or plan.recalls:
-            starts: list[Record] = [
-                AttemptBegun(
-                    at_s=world.now_s,
-                    job=start.job,
-                    attempt=self._standings[start.job].attempt + 1,
-                    card=start.card,
-                    budget_bytes=start.budget_bytes,
-                    alone=start.alone,
-                )
-                for start in plan.starts
-            ]
-            return starts + [
-                attempts.recalled(
-                    self._standings[name], world, JobState.PREEMPTED, f"makes room for {other}"
-                )
-                for name, other in plan.recalls.items()
-            ]
-        taken = self._indexed().cards
-        if all(taken[card.name] for card in open_cards):
-            return []
-        return self._one_more_promoted(world)  # a card is free that nothing in line can use
+    # Places
 
-    def _may_take_more(self, card: Card) -> bool:
-        """Return whether a card is free, or has a job that another one may join."""
-        index = self._indexed()
-        return not index.cards[card.name] or any(
-            not self._standings[name].alone and self._standings[name].card == card.name
-            for name in index.on_card
-        )
+    def hold_itself(self) -> None:
+        """Hold the queue where all that starts would fail."""
+        if self._facts.held is None and (why := self._why_to_hold()) is not None:
+            self._hold(why)
 
-    def _planned(self, world: World) -> Plan:
-        """Return where jobs go, and why and how long the others wait: once for each world."""
-        if self._plan is None:
-            index = self._indexed()
-            taken = [_place(self._standings[name], world) for name in index.on_card]
-            candidates = [
-                self._candidate(standing, world.cards)
-                for standing in map(self._standings.__getitem__, index.in_line)
-                if attempts.is_in_hours(standing.job.hours, world.minute_of_day)
-            ]
-            self._plan = places.plan(candidates, world.cards, taken, world.now_s)
-        return self._plan
+    def _why_to_hold(self) -> str | None:
+        if self._world.disk_full is not None:
+            return self._world.disk_full
+        for text, jobs in self._facts.alike.items():
+            last = self._standings[jobs[-1]].last_error
+            if text == Cause.DISK_FULL:
+                return f"the disk was full for {', '.join(jobs)}: {last}"
+            if len(jobs) >= _ALIKE_JOBS:
+                named = ", ".join(jobs[:_ALIKE_JOBS])
+                return f"{named} failed alike within a minute of their start: {last}"
+        return None
 
-    def _one_more_promoted(self, world: World) -> list[Record]:
-        index = self._indexed()
-        for sweep in sorted(index.paused):
-            found = self._promoted(sweep, index.paused[sweep], index, is_idle=True)
-            for name, (to, reason) in found.items():
-                return [StateChanged(at_s=world.now_s, job=name, to=to, reason=reason)]
-        return []
+    def place(self) -> None:
+        """Start what has a place, or else make use of a card that stays free."""
+        is_shared = any(not standing.alone for standing in self._in(ON_CARD))
+        may_preempt = any(standing.job.preempt for standing in self._in(IN_LINE))
+        free = self._free_cards()
+        if self._facts.held is not None or not (free or is_shared or may_preempt):
+            return
+        plan = self.plan()
+        for start in plan.starts:
+            self._do(lifecycle.begun(self._standings[start.job], start, self._now_s))
+        for name, other in plan.recalls.items():
+            goal = Goal(to=JobState.PREEMPTED, reason=f"makes room for {other}")
+            self._send(self._standings[name], goal)
+        if free and not plan.starts and not plan.recalls:
+            self._promote_one()  # a card is free that nothing in line can use
 
-    def _candidate(self, standing: Standing, cards: Sequence[Card]) -> Candidate:
-        job, index = standing.job, self._indexed()
-        seconds: dict[str, float] = {}
-        if job.steps is not None:
-            left, speeds = max(0, job.steps - (standing.step or 0)), index.speeds_of(standing)
-            seconds = {
-                card.name: left / speed for card in cards if (speed := speeds.get(card.title))
-            }
-        return Candidate(
-            job=job,
-            seconds=seconds,
-            measured_bytes=index.peak_bytes_of(standing) if job.pack else None,
-            least_room_bytes=standing.least_room_bytes,
-        )
+    def _promote_one(self) -> None:
+        for sweep, names in sorted(self._paused().items()):
+            found = self._promoted(sweep, names, is_stuck=False, is_idle=True)
+            for name, goal in found.items():
+                self._send(self._standings[name], goal)
+                return
+
+    def _open_cards(self) -> list[Card]:
+        return [card for card in self._cards() if card.closed is None]
+
+    def _free_cards(self) -> list[Card]:
+        taken = {standing.card for standing in self._in(ON_CARD)}
+        return [card for card in self._open_cards() if card.name not in taken]
+
+    def plan(self) -> Plan:
+        """Return where jobs go, and why and how long the others wait."""
+        measured, cards = Measured(self._standings.values()), self._cards()
+        candidates = [
+            measured.candidate(standing, cards)
+            for standing in self._in(IN_LINE)
+            if standing.job.out_of_hours(self._world.minute_of_day) is None
+        ]
+        taken = [
+            place_of(standing, self._seen(standing), self._now_s) for standing in self._in(ON_CARD)
+        ]
+        return places.plan(candidates, cards, taken, self._now_s)
 
 
-def _place(standing: Standing, world: World) -> Place:
-    seen = attempts.seen_of(standing, world)
-    eta_s = None if seen is None else seen.eta_s
-    return Place(
-        job=standing.job.name,
-        card=standing.card or "",
-        budget_bytes=standing.budget_bytes or 0,
-        alone=standing.alone,
-        ends_at_s=None if eta_s is None else world.now_s + eta_s,
-        ran_s=max(0.0, world.now_s - standing.since_s),
-        priority=standing.job.priority,
-        yields=seen is not None
-        and standing.recalled_to is None
-        and (standing.job.parks or standing.job.command is None),
-        leaves=standing.recalled_to is not None,
-    )
+#: What a job is looked at for, by its state: where it is to go by now.
+_LOOKS: Final[Mapping[JobState, Callable[[_Turn, Standing], Goal | None]]] = {
+    JobState.WAITING: _Turn._waits,
+    JobState.SKIPPED: _Turn._skipped,
+    **dict.fromkeys(IN_LINE, _Turn._never_fits),
+    JobState.SAVING: _Turn._saves,
+    JobState.PARKED: _Turn._wakes,
+    **dict.fromkeys(ON_CARD, _Turn._works),
+}
+
+
+def _awaits_settings(standing: Standing, standings: Mapping[str, Standing]) -> bool:
+    """Return whether a job waits for nothing but its settings."""
+    if standing.state is not JobState.WAITING or not standing.job.awaits_settings:
+        return False
+    goal = _after(standing.job, standings)
+    return goal is not None and goal.to is JobState.QUEUED
+
+
+def _after(job: Job, standings: Mapping[str, Standing]) -> Goal | None:
+    """Return what a WAITING job comes to; `None`: it goes on waiting.
+
+    A job that was STOPPED by its milestone counts as ended well where another of its sweep, which
+    the job also comes after, is DONE.
+    """
+    missing = next((name for name in job.after if name not in standings), None)
+    if missing is not None:
+        why = f"there is no job {missing} in this queue, which it comes after"
+        return Goal(to=JobState.SKIPPED, reason=why)
+    known = [standings[name] for name in job.after]
+    done = {other.job.sweep for other in known if other.state is JobState.DONE}
+    under_way = {other.job.sweep for other in known if other.state not in ENDED}
+    for other in () if job.after_any else known:
+        stopped = other.state is JobState.STOPPED
+        if other.state not in ENDED - {JobState.DONE} or (stopped and other.job.sweep in done):
+            continue
+        if stopped and other.job.sweep in under_way:
+            return None
+        why = f"{other.job.name} is {other.state.value}: {other.reason}"
+        return Goal(to=JobState.SKIPPED, reason=why)
+    return None if under_way else Goal(to=JobState.QUEUED, reason="in line")

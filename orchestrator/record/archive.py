@@ -20,7 +20,7 @@ from typing import Any, Final
 import psutil
 
 from orchestrator.errors import NothingStoredError
-from orchestrator.jobs.codec import from_json
+from orchestrator.record.codec import from_json
 from orchestrator.record.command_file import any_waits
 from orchestrator.record.events import StoredEvent, read_events
 from orchestrator.record.jobs import QUEUE_NAME, QueueSnapshot, queue_snapshot

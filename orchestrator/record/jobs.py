@@ -7,16 +7,15 @@ follows (`jobs/queue.py`) or lay anything out (`view/jobs.py`).
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from orchestrator.errors import NothingStoredError
-from orchestrator.jobs.codec import from_json
-from orchestrator.jobs.model import ON_CARD, JobState, Standing
+from orchestrator.jobs.model import IN_LINE, ON_CARD, JobState, Standing
 from orchestrator.jobs.queue import Queue, QueueFacts
+from orchestrator.record.codec import from_json
 from orchestrator.record.model import Row
 from orchestrator.record.store import reading
 
@@ -36,8 +35,6 @@ class QueueSnapshot:
     """Why nothing starts any more."""
     rows: Mapping[str, Row] = field(default_factory=dict)
     """Of the run, by slot; a job's slot has the name of the job."""
-    etas_s: Mapping[str, float] = field(default_factory=dict)
-    """What is left of jobs on a card, as they say; where there are no rows."""
     files: str = ""
     """Folder with a folder for each job."""
 
@@ -48,8 +45,8 @@ def queue_of(folder: Path) -> Queue:
     Raises:
         ArchiveError: It cannot be read, or is of another version.
     """
-    stored = _stored(folder)
-    return Queue(stored.standings, stored.facts)
+    queue, _ = _stored(folder)
+    return queue
 
 
 def queue_snapshot(
@@ -64,43 +61,37 @@ def queue_snapshot(
     """
     if not (folder / QUEUE_NAME).is_dir():
         return None
-    stored = _stored(folder)
+    queue, outlook = _stored(folder)
     return QueueSnapshot(
         standings=tuple(
-            _expected(each, stored.outlook) if is_alive else _without_head(each)
-            for each in stored.standings
+            _expected(each, outlook) if is_alive else _without_head(each)
+            for each in queue.standings.values()
         ),
-        held=stored.facts.held,
+        held=queue.facts.held,
         now_s=now_s,
         rows={row.slot: row for row in rows},
         files=str(folder / QUEUE_NAME / "files"),
     )
 
 
-class _Stored(NamedTuple):
-    standings: Sequence[Standing] = ()
-    facts: QueueFacts = QueueFacts()
-    outlook: Mapping[str, Any] = MappingProxyType({})
-
-
-def _stored(folder: Path) -> _Stored:
+def _stored(folder: Path) -> tuple[Queue, Mapping[str, Any]]:
+    """Return the queue of a run folder, and what is expected of the jobs in line."""
     try:
         with reading(folder) as store:
             jobs = store.execute("SELECT value FROM jobs ORDER BY number").fetchall()
             told = dict(store.execute("SELECT key, value FROM run").fetchall())
-            return _Stored(
-                [from_json(Standing, text) for (text,) in jobs],
-                from_json(QueueFacts, told.get("queue", "{}")),
-                json.loads(told.get("outlook", "{}")),
-            )
+            standings = [from_json(Standing, text) for (text,) in jobs]
+            facts = from_json(QueueFacts, told.get("queue", "{}"))
+            queue = Queue(standings={each.job.name: each for each in standings}, facts=facts)
+            return queue, json.loads(told.get("outlook", "{}"))
     except NothingStoredError:  # a head is about to begin it
-        return _Stored()
+        return Queue(), {}
 
 
 def _expected(standing: Standing, outlook: Mapping[str, Any]) -> Standing:
-    reason, start_s = outlook.get(standing.job.name, (None, None))
-    if start_s is None:
+    if standing.state not in IN_LINE or standing.job.name not in outlook:
         return standing
+    reason, start_s = outlook[standing.job.name]
     return replace(standing, reason=reason, expected_start_s=start_s)
 
 

@@ -23,16 +23,15 @@ from typing import Any, Final, TypeAlias
 
 from orchestrator.core.slot import NOTHING_ASKED, UserOrders
 from orchestrator.errors import ArchiveError, NothingStoredError
-from orchestrator.jobs.codec import as_json, from_json
-from orchestrator.jobs.model import ENDED, ON_CARD, Standing
-from orchestrator.jobs.queue import Queue, QueueFacts
+from orchestrator.jobs.queue import Queue
+from orchestrator.record.codec import as_json, from_json
 from orchestrator.record.events import harmless
 from orchestrator.record.model import FIELDS, Row, Snapshot, finite
 from workers.messages import ResumeState
 
 STORE_NAME: Final = "run.sqlite"
 """The store's file in the run folder."""
-SCHEMA_VERSION: Final = 4
+SCHEMA_VERSION: Final = 5
 """Counts up when a reader of the version before could misunderstand the tables."""
 
 SAMPLE_EVERY_S: Final = 1.0
@@ -193,7 +192,8 @@ class RunStore:
         self._has_begun = False
         self._status = RunStatus()
         self._slots: dict[str, SlotRecord] = {}
-        self._queue_facts: QueueFacts | None = None
+        self._queue: Queue | None = None
+        """As it was taken last."""
         self._waiting: dict[_Key, str] = {}
         """What the next commit writes: the newest value of each row."""
         self._samples: deque[_Sample] = deque(maxlen=SAMPLES_KEPT)
@@ -231,22 +231,18 @@ class RunStore:
 
     def queue(self, queue: Queue) -> None:
         """Take what is new of a queue."""
-        for name in queue.unsaved:
-            standing = queue.standings[name]
-            self._put("jobs", standing.number, standing)
-        queue.unsaved.clear()
-        if queue.facts != self._queue_facts:
-            self._queue_facts = queue.facts
+        before = self._queue
+        known = {} if before is None else before.standings
+        for name, standing in queue.standings.items():
+            if known.get(name) is not standing:
+                self._put("jobs", standing.number, standing)
+        if before is None or queue.facts != before.facts:
             self._put("run", "queue", queue.facts)
+        self._queue = queue
 
-    def outlook(self, standings: Iterable[Standing]) -> None:
-        """Take why jobs wait, and when they may start: for viewers alone."""
-        told = {
-            each.job.name: [each.reason, each.expected_start_s]
-            for each in standings
-            if each.state not in ENDED | ON_CARD and each.expected_start_s is not None
-        }
-        self._put("run", "outlook", told)
+    def outlook(self, told: Mapping[str, tuple[str, float | None]]) -> None:
+        """Take why jobs in line wait, and when they may start: for viewers alone."""
+        self._put("run", "outlook", dict(told))
 
     def command(self, record: CommandRecord) -> None:
         """Take a command of the user; what it changes of a slot is in the slot's record."""

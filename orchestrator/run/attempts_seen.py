@@ -12,9 +12,9 @@ from typing import Final
 
 from orchestrator.core.slot import Hold, Phase, Slot
 from orchestrator.jobs import causes
-from orchestrator.jobs.model import AttemptStatus, Cause, Job, Standing
+from orchestrator.jobs.model import AttemptStatus, Job, Standing
 from orchestrator.jobs.queue import node_lost_s
-from workers.messages import STARVED, Status
+from workers.messages import STARVED, Cause
 from workers.units import GIB
 
 #: A training that has had no room for a step for so long is moved or parked. Long enough for a
@@ -29,8 +29,8 @@ class AttemptsSeen:
         """Remember nothing yet; `has_cards` says of each node whether its jobs run on cards."""
         self._has_cards = has_cards
         self._peak_bytes: dict[str, int] = {}
-        self._no_room_since_s: dict[str, float] = {}
-        self._away_since_s: dict[str, float] = {}
+        self._since_s: dict[tuple[str, str], float] = {}
+        """Of a job, since when its node is away, or it has no room."""
 
     def begin(self, job: str) -> None:
         """Forget the attempt before."""
@@ -58,22 +58,16 @@ class AttemptsSeen:
         slot = slots[standing.job.name]
         name, progress, status = slot.slot, slot.training.progress, slot.status
         is_away = slot.phase is Phase.ABSENT and slot.orders.hold is None
-        away_since_s = self._away_since_s.setdefault(name, now_s) if is_away else now_s
-        if not is_away:
-            self._away_since_s.pop(name, None)
-        patience_s = node_lost_s(standing.job)
-        if is_away and now_s - away_since_s < patience_s:
+        away_s = self._lasts_s("away", name, now_s, holds=is_away)
+        if is_away and away_s < node_lost_s(standing.job):
             return None
         if status is not None and status.memory is not None:
             # Budgets and cards are told with contexts, what a training takes is without.
             context_bytes = 0 if slot.device is None else slot.device.context_bytes
             peak_bytes = status.memory.peak_bytes + context_bytes
             self._peak_bytes[name] = max(peak_bytes, self._peak_bytes.get(name, 0))
-        has_no_room = slot.state in STARVED
-        since_s = self._no_room_since_s.setdefault(name, now_s) if has_no_room else now_s
-        if not has_no_room:
-            self._no_room_since_s.pop(name, None)
-        has_no_room = has_no_room and now_s - since_s > _NO_ROOM_S
+        starved_s = self._lasts_s("starved", name, now_s, holds=slot.state in STARVED)
+        has_no_room = starved_s > _NO_ROOM_S
         cause, text, exit_code = _end(slot, standing.job)
         has_failed = cause is Cause.OUT_OF_MEMORY
         taken = self._others_on(standing, standings, slots) if has_no_room or has_failed else None
@@ -82,7 +76,6 @@ class AttemptsSeen:
         step, steps, eta_s = progress.train_step, progress.train_steps, progress.eta_s
         left = None if step is None or steps is None else steps - step
         return AttemptStatus(
-            job=name,
             attempt=standing.attempt,
             # A slot that a user drained keeps its place.
             is_at_rest=standing.recalled_to is not None
@@ -93,7 +86,6 @@ class AttemptsSeen:
             text=text,
             exit_code=exit_code,
             step=step,
-            steps=steps,
             value=_value(standing.job, slot),
             steps_per_s=left / eta_s if left and eta_s else None,
             eta_s=eta_s,
@@ -103,6 +95,13 @@ class AttemptsSeen:
             taken=taken,
             sha256=progress.weights_sha256,
         )
+
+    def _lasts_s(self, what: str, job: str, now_s: float, *, holds: bool) -> float:
+        """Return for how long something holds of a job."""
+        if holds:
+            return now_s - self._since_s.setdefault((what, job), now_s)
+        self._since_s.pop((what, job), None)
+        return 0.0
 
     def _others_on(
         self, standing: Standing, standings: Mapping[str, Standing], slots: Mapping[str, Slot]
@@ -144,9 +143,8 @@ def _end(slot: Slot, job: Job) -> tuple[Cause | None, str, int | None]:
         return Cause.DONE, slot.reason, None
     if slot.phase is Phase.DONE:
         return Cause.KILLED, "the head ended before it knew how the program had ended", None
-    status = slot.status or Status(slot=slot.slot)
-    cause = causes.failure_cause(slot.failure, status.verdict_cause, status.error)
-    return cause, slot.reason, None
+    error_text = None if slot.status is None else slot.status.error
+    return causes.cause_of_failure(slot.failure, error_text), slot.reason, None
 
 
 def _value(job: Job, slot: Slot) -> float | None:

@@ -2,54 +2,47 @@
 which come to rest comes out.
 
 A job has one slot, with its name. A turn decides in memory, stores what has changed at once, and
-only then tells what is to be done: a head that is killed before decides the same again. Decides
-nothing itself (`jobs/queue.py`), and starts nothing (`supervisor.py`).
+only then tells what is to be done: what of that follows from how the jobs stood before and stand
+now. A head that is killed before decides the same again. Decides nothing itself (`jobs/queue.py`),
+and starts nothing (`supervisor.py`).
 """
 
 from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Final
 
 from orchestrator.config.schema import Config
 from orchestrator.control.queue import NoMessageError, message_of
 from orchestrator.core.placement import SlotPlan, Target
 from orchestrator.core.slot import Slot
 from orchestrator.errors import ConfigError, UsageError
-from orchestrator.jobs.codec import event_of
-from orchestrator.jobs.lifecycle import IllegalRecordError
 from orchestrator.jobs.model import (
     ENDED,
     ON_CARD,
-    AttemptBegun,
-    AttemptEnded,
-    AttemptRecalled,
     AttemptStatus,
-    Card,
-    Cause,
-    HeadAway,
     Job,
     JobState,
-    Record,
-    SettingsChosen,
+    Sent,
+    Settings,
     Standing,
-    StateChanged,
-    UserOrder,
     World,
 )
-from orchestrator.jobs.queue import Queue
+from orchestrator.jobs.queue import Event, Queue, decide, only_ends, outlook
 from orchestrator.jobs.sampler import settings_for
-from orchestrator.record.command_file import Incoming, Row
+from orchestrator.record.command_file import Incoming
+from orchestrator.record.command_file import Row as CommandRow
 from orchestrator.record.events import EventLog
 from orchestrator.record.jobs import QueueSnapshot
+from orchestrator.record.model import Row
 from orchestrator.record.store import RunStore
 from orchestrator.run.attempts_seen import AttemptsSeen
 from orchestrator.run.background import Background
@@ -57,10 +50,11 @@ from orchestrator.run.job_files import JobFiles
 from orchestrator.run.job_plans import JobPlans
 from orchestrator.run.prediction import least_room_of
 from orchestrator.view.jobs import summary_line
+from workers.messages import Cause
 from workers.units import MIB
 
-#: A card on which other programs leave a job too little memory is tried again after so long.
-_TAKEN_S: Final = 300.0
+#: What the head keeps of the state of a job in one of these is needed no more.
+_NEEDS_NO_STATE: Final = frozenset({JobState.STOPPED, JobState.DONE})
 
 #: A line about all jobs is made so often.
 _HEADLINE_EVERY_S: Final = 1.0
@@ -68,34 +62,8 @@ _HEADLINE_EVERY_S: Final = 1.0
 #: With less room on the disk of the run folder nothing new is started.
 _LEAST_FREE_BYTES: Final = 64 * MIB
 
-#: A longer time between two turns was one without a head, or the PC was suspended.
-_AWAY_S: Final = 60.0
-
-#: A card on which so many attempts, one after the other, have ended with a driver fault gets no job
-#: for so long; then it is tried by one. Less is the fault of a program that hides the card itself.
-_FAULTS: Final = 2
-_FAULTY_S: Final = 600.0
-
 #: Viewers are told so often why jobs wait.
 _OUTLOOK_EVERY_S: Final = 5.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Begin:
-    """An attempt at a job begins in its slot."""
-
-    plan: SlotPlan
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rest:
-    """The slot saves, and its process ends."""
-
-    slot: str
-    why: str
-
-
-Order: TypeAlias = Begin | Rest
 
 
 @dataclass(kw_only=True, eq=False)
@@ -110,7 +78,7 @@ class Dispatcher:
     events: EventLog
     store: RunStore
     queue: Queue
-    """As it was stored; it changes in memory, and each turn stores what has changed."""
+    """As it is now; each turn stores what has changed."""
     stays: bool = False
     """Whether the run goes on when nothing is left to do."""
     before_unix_s: float | None = None
@@ -120,12 +88,12 @@ class Dispatcher:
     """Why nothing can be decided now: the queue cannot be stored."""
 
     def __post_init__(self) -> None:
-        self._records: list[Record] = []
-        """Taken by the queue, and not told of yet: the queue may not be stored."""
-        self._orders: list[Order] = []
-        """What follows from them."""
-        self._rows: list[Row] = []
-        """Of commands: those that they came with."""
+        self._acted = self.queue
+        """As it was stored, and acted upon, last."""
+        self._events: list[Event] = []
+        """Of the turns since then: the queue may not be stored."""
+        self._rows: list[CommandRow] = []
+        """Of commands: those that were taken since then."""
         self._at_s = max((each.since_s for each in self.queue.standings.values()), default=0.0)
         self._unix_s = self._at_s
         self._incoming = Incoming(self.folder)
@@ -134,8 +102,6 @@ class Dispatcher:
         self._unplanned: dict[str, str] = {}
         """Jobs on a card whose slot cannot be made, and why."""
         self._outlook_at_s = 0.0
-        self._told: Mapping[str, AttemptStatus] = {}
-        """What was seen last of jobs on cards."""
         self._files = JobFiles(self.folder, one_machine=self.target.one_machine, events=self.events)
         self._plans = JobPlans(
             self.config,
@@ -153,10 +119,6 @@ class Dispatcher:
         self._choosing: tuple[Job, Future[dict[str, int]]] | None = None
         """A member of a sweep with its settings, and what it needs at least of a card."""
         self._least_room_of = partial(least_room_of, config=self.config, on_card=on_card, known={})
-        self._faults: dict[str, list[str]] = {}
-        """By card, the jobs whose attempts have ended with a driver fault since any other end."""
-        self._closed: dict[str, tuple[float, str]] = {}
-        """Until when a card gets no job, and why: other programs have it, or its driver fails."""
         self._headline = -math.inf, ""
 
     @property
@@ -167,24 +129,32 @@ class Dispatcher:
 
     def resumed(self) -> Iterator[SlotPlan]:
         """Yield the slot of each job that has a place on a card, for a head that begins."""
-        for standing in self.queue.standings.values():
-            if standing.state in ON_CARD and (plan := self._planned(standing)) is not None:
+        for standing in self._on_card().values():
+            if (plan := self._planned(standing)) is not None:
                 yield plan
 
-    def rests(self) -> frozenset[str]:
-        """Return the jobs whose attempts are to come to rest."""
-        return frozenset(it for it in self.queue.on_card if self.queue.standings[it].recalled_to)
+    def _on_card(self) -> dict[str, Standing]:
+        return self.queue.in_states(ON_CARD)
 
-    def at_work(self) -> frozenset[str]:
-        """Return the jobs that have a place on a card, and are to keep it."""
-        return self.queue.on_card - self.rests()
+    def rests(self) -> dict[str, str]:
+        """Return why each job that has no place on a card, or is to leave it, does not work."""
+        found = {}
+        for name, standing in self._acted.standings.items():
+            to, why = standing.recalled_to, standing.reason
+            if standing.state not in ON_CARD or to is JobState.HELD:  # a slot says HELD itself
+                found[name] = why
+            elif to is not None:
+                found[name] = f"{to}: {why}"
+        return found
 
     def turn(
         self, slots: Mapping[str, Slot], nodes: Collection[str], now_unix_s: float
-    ) -> tuple[Order, ...]:
-        """Take in what has happened and what users ask, decide, and return what is to be done.
+    ) -> tuple[SlotPlan, ...]:
+        """Take in what has happened and what users ask, decide, and return the slots in which an
+        attempt begins.
 
-        What is returned is stored. While that cannot be, nothing more is decided.
+        What is returned, and what `rests` says, is stored. While that cannot be, nothing more is
+        decided.
         """
         # A clock that is set back must not stop all that waits for a time.
         self._at_s, self._unix_s = self._at_s + max(0.0, now_unix_s - self._unix_s), now_unix_s
@@ -192,41 +162,34 @@ class Dispatcher:
         self.before_unix_s = now_unix_s
         try:
             if self.problem is None:
-                self._decide(slots, nodes, away_s)
-            orders = self._stored()
+                world = self._world(slots, nodes)
+                sent, chosen = tuple(self._sent()), dict(self._chosen())
+                world = replace(world, sent=sent, chosen=chosen, away_s=away_s)
+                self._take(*decide(self.queue, world))
+                if self._at_s - self._outlook_at_s >= _OUTLOOK_EVERY_S:
+                    self._outlook_at_s = self._at_s
+                    self.store.outlook(outlook(self.queue, world))
+            begins = tuple(self._stored())
         except OSError as error:
             self.problem = f"the queue of jobs cannot be stored: {error}"
             return ()
         self.problem, self._has_looked = None, True
-        if self._at_s - self._outlook_at_s >= _OUTLOOK_EVERY_S:
-            self._outlook_at_s = self._at_s
-            self.store.outlook(map(self.queue.shown, self.queue.standings))
-        return orders
+        return begins
 
     def note_ends(self, slots: Mapping[str, Slot], nodes: Collection[str]) -> None:
         """Store which attempts have ended while the run does: a program that is done must not be
         started again by the next head. Commands are not heard any more.
         """
         with suppress(OSError):
-            found = self.queue.next_records(self._world(slots, nodes))
-            self._take(record for record in found if isinstance(record, AttemptEnded))
-            self._stored()
+            self._take(*only_ends(self.queue, self._world(slots, nodes)))
+            tuple(self._stored())
 
-    def _decide(self, slots: Mapping[str, Slot], nodes: Collection[str], away_s: float) -> None:
-        """Have the queue take all that follows by now."""
-        if away_s > _AWAY_S:
-            self._take([HeadAway(at_s=self._at_s, away_s=away_s)])
-        self._take_commands()
-        world = self._world(slots, nodes)
-        while records := self._chosen() or self.queue.next_records(world):
-            self._take(records)
-            # Not all of it anew: what is to begin just now has a slot that has ended before.
-            seen = {**world.seen, **self._never_begun()}
-            cards = tuple(self._cards(nodes))
-            world = replace(world, cards=cards, seen=seen, left=dict(self._left()))
+    def _take(self, queue: Queue, events: tuple[Event, ...]) -> None:
+        self.queue = queue
+        self._events += events
 
-    def _stored(self) -> tuple[Order, ...]:
-        """Store what the queue has taken, and return what follows from it.
+    def _stored(self) -> Iterator[SlotPlan]:
+        """Store the queue as it is now, and yield the slots in which an attempt begins.
 
         Raises:
             OSError: It is not stored; the next call tries again.
@@ -235,19 +198,21 @@ class Dispatcher:
         if not self.store.commit():
             raise OSError(self.store.problem)
         self._incoming.remove(self._rows)
-        for record in self._records:
-            event, slot, details = event_of(record)
-            self.events.write(event, slot, **details)
-            match record:
-                case StateChanged(to=JobState.STOPPED | JobState.DONE):
-                    self._files.drop_state(record.job)
-        orders = tuple(self._orders)
-        for taken in (self._rows, self._records, self._orders):
-            taken.clear()
-        return orders
+        for event in self._events:
+            self.events.write(event.name, event.job, **event.details)
+        self._rows, self._events = [], []
+        before, self._acted = self._acted.standings, self.queue
+        for name, now in self.queue.standings.items():
+            was = before.get(name)
+            if now.state in _NEEDS_NO_STATE and was is not None and was.state is not now.state:
+                self._files.drop_state(name)
+            if now.state in ON_CARD and (was is None or was.attempt != now.attempt):
+                self._attempts.begin(name)
+                if (plan := self._planned(now)) is not None:
+                    yield plan
 
-    def _chosen(self) -> tuple[Record, ...]:
-        """Return the settings of the next member of a sweep that wants some, once its memory is
+    def _chosen(self) -> Iterator[tuple[str, tuple[Settings, int | None] | str]]:
+        """Yield the settings of the next member of a sweep that wants some, once its memory is
         predicted: the head goes on meanwhile.
 
         One more than there are cards is at work, so that none of them waits for the next answer.
@@ -257,106 +222,32 @@ class Dispatcher:
                 try:
                     job = member.with_settings(settings_for(member, before))
                 except UsageError as error:
-                    why, failed = f"its settings cannot be chosen: {error}", JobState.FAILED
-                    return (StateChanged(at_s=self._at_s, job=member.name, to=failed, reason=why),)
+                    yield member.name, f"its settings cannot be chosen: {error}"
+                    return
                 self._choosing = job, self._threads.submit(self._least_room_of, [job])
                 break
         if self._choosing is None or not self._choosing[1].done():
-            return ()
+            return
         (job, future), self._choosing = self._choosing, None
-        if self.queue.standings[job.name].state is not JobState.WAITING:
-            return ()  # a user has said otherwise meanwhile
         least = {} if future.exception() is not None else future.result()
-        return (
-            SettingsChosen(
-                at_s=self._at_s,
-                job=job.name,
-                settings=job.settings,
-                least_bytes=least.get(job.name),
-            ),
-        )
+        yield job.name, (job.settings, least.get(job.name))
 
-    def _take_commands(self) -> None:
-        """Have the queue take all that users ask; what it refuses changes nothing."""
+    def _sent(self) -> Iterator[Sent]:
+        """Yield all that users ask."""
         self._rows = self._incoming.rows()
         for row in self._rows:
             try:
-                message = message_of(row.content)
+                yield from message_of(row.content)
             except NoMessageError as error:
                 self.events.write("job_message_refused", reason=str(error))
-                continue
-            for record in message:
-                try:
-                    self._take([replace(record, at_s=self._at_s)])
-                except IllegalRecordError as error:
-                    self.events.write("job_message_refused", reason=str(error))
-
-    def _take(self, records: Iterable[Record]) -> None:
-        """Have the queue take records, and note what follows from them.
-
-        Raises:
-            IllegalRecordError: One cannot be, and has changed nothing.
-        """
-        for record in records:
-            if isinstance(record, AttemptEnded) and record.job in self.queue.standings:
-                self._note_end(record, self.queue.standings[record.job])
-            self.queue.apply(record)
-            self._records.append(record)
-            self._orders.extend(self._orders_of(record))
-
-    def _note_end(self, ended: AttemptEnded, standing: Standing) -> None:
-        """Close the card of an attempt for a while if the card, or its driver, is what fails."""
-        card = str(standing.card)
-        if ended.cause is None:
-            return
-        if ended.cause is not Cause.DRIVER:
-            self._faults.pop(card, None)
-            return
-        jobs = self._faults.setdefault(card, [])
-        jobs.append(ended.job)
-        if len(jobs) >= _FAULTS and (standing.job.command is None or len(set(jobs)) > 1):
-            why = (
-                f"{len(jobs)} attempts, one after the other, ended with a driver fault "
-                f"({ended.text[-200:]}); look for Xid in dmesg; it is tried again every "
-                f"{_FAULTY_S / 60:.0f} min"
-            )
-            self._closed[card] = self._at_s + _FAULTY_S, why
-            self.events.write("card_closed", card=card, reason=why)
-
-    def _cards(self, nodes: Collection[str]) -> Iterator[Card]:
-        for card in self._plans.cards(nodes):
-            until_s, why = self._closed.get(card.name, (-math.inf, ""))
-            yield replace(card, closed=card.closed or why) if self._at_s < until_s else card
-
-    def _orders_of(self, record: Record) -> Iterator[Order]:
-        match record:
-            case AttemptBegun():
-                self._attempts.begin(record.job)
-                plan = self._planned(self.queue.standings[record.job])
-                if plan is not None:
-                    yield Begin(plan=plan)
-            case AttemptRecalled() | UserOrder():
-                standing = self.queue.standings[record.job]
-                to, why = standing.recalled_to, standing.reason
-                if to is not None and standing.state in ON_CARD:
-                    # A slot says HELD itself.
-                    yield Rest(slot=record.job, why=why if to is JobState.HELD else f"{to}: {why}")
-            case AttemptEnded(cause=None):
-                # After a node was lost nothing was recalled, and its slot must not come back.
-                yield Rest(slot=record.job, why=self.queue.standings[record.job].reason)
 
     def _world(self, slots: Mapping[str, Slot], nodes: Collection[str]) -> World:
         local = datetime.fromtimestamp(self._unix_s).astimezone()
-        on_card = {name: self.queue.standings[name] for name in self.queue.on_card}
-        seen = self._attempts.look(on_card, slots, self._at_s)
-        for name, each in seen.items():
-            if each.taken is not None:
-                self._closed[str(on_card[name].card)] = self._at_s + _TAKEN_S, each.taken
-        self._told = {name: each for name, each in seen.items() if each.step is not None}
+        seen = self._attempts.look(self._on_card(), slots, self._at_s)
         return World(
             now_s=self._at_s,
             minute_of_day=60 * local.hour + local.minute,
-            cards=tuple(self._cards(nodes)),
+            cards=self._plans.cards(nodes),
             seen={**seen, **self._never_begun()},
             left=dict(self._left()),
             disk_full=self._disk_full(),
@@ -366,7 +257,6 @@ class Dispatcher:
         """Return the end of each job whose slot cannot be made."""
         return {
             name: AttemptStatus(
-                job=name,
                 attempt=self.queue.standings[name].attempt,
                 cause=Cause.BAD_CONFIG,
                 text=why,
@@ -376,8 +266,7 @@ class Dispatcher:
 
     def _left(self) -> Iterator[tuple[str, tuple[JobState, str]]]:
         """Yield what is known of the files of jobs that are SAVING."""
-        for name in self.queue.saving:
-            standing = self.queue.standings[name]
+        for name, standing in self.queue.in_states({JobState.SAVING}).items():
             spec_of = partial(self._plans.spec_of, standing)
             try:
                 told = self._files.left_by(standing.job, standing.attempt, spec_of, self._at_s)
@@ -401,16 +290,14 @@ class Dispatcher:
             self._unplanned[standing.job.name] = str(error)
             return None
 
-    def headline(self) -> str:
+    def headline(self, rows: Sequence[Row]) -> str:
         """Return how many jobs are in which state, and when the last may end, in a line."""
         if self._at_s - self._headline[0] >= _HEADLINE_EVERY_S:
-            standings = tuple(
-                replace(each, step=told.step) if (told := self._told.get(name)) else each
-                for name, each in self.queue.standings.items()
-            )
-            etas_s = {name: told.eta_s for name, told in self._told.items() if told.eta_s}
             now = QueueSnapshot(
-                standings=standings, now_s=self._at_s, held=self.queue.held, etas_s=etas_s
+                standings=tuple(self.queue.standings.values()),
+                now_s=self._at_s,
+                held=self.queue.facts.held,
+                rows={row.slot: row for row in rows},
             )
             self._headline = self._at_s, summary_line(now)
         return self._headline[1]
@@ -421,11 +308,11 @@ class Dispatcher:
         for name, why in self._files.problems.items():
             if self.queue.standings[name].state not in ENDED:
                 yield f"job {name}: {why}"
-        for card, (until_s, why) in self._closed.items():
+        for card, (until_s, why) in self.queue.facts.closed.items():
             if self._at_s < until_s:
                 yield f"{card} gets no job: {why}"
-        if self.queue.held is not None:
-            yield f"the queue is held: {self.queue.held}; `jobs release` lets it go on"
+        if (held := self.queue.facts.held) is not None:
+            yield f"the queue is held: {held}; `jobs release` lets it go on"
 
     def shortfalls(self) -> Iterator[str]:
         """Yield a sentence for each job that did not end well, once the run has ended."""

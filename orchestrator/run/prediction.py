@@ -17,8 +17,7 @@ from orchestrator.config.load import config_from_data
 from orchestrator.config.schema import Config
 from orchestrator.core.placement import Target
 from orchestrator.errors import UsageError, one_line
-from orchestrator.jobs.model import Job, Submitted
-from orchestrator.jobs.places import SAME_STEP
+from orchestrator.jobs.model import SAME_STEP, Job, Submitted
 from orchestrator.run.child import ask_child
 from workers.command.code import code_of
 from workers.settings import ASSUMED_CONTEXT_BYTES

@@ -340,11 +340,8 @@ class _Record:
         # What was stored for another target is of these same jobs, and is replaced.
         queue = queue_of(self.folder) if self.queue is None else Queue()
         submitted = options.jobs(environment.config, environment.target) if options else ()
-        for record in submitted:
-            if queue.why_refused(record) is None:
-                queue.apply(record)
-        self.queue = queue
-        self.outlets.store.queue(queue)
+        self.queue = queue.with_submitted(submitted)
+        self.outlets.store.queue(self.queue)
         if not self.outlets.store.commit():
             raise OrchestratorError(str(self.outlets.store.problem))
 

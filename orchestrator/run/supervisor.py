@@ -33,7 +33,6 @@ from orchestrator.record.events import EventLog
 from orchestrator.record.model import Snapshot
 from orchestrator.record.output import OutputFiles
 from orchestrator.record.store import COMMANDS_KNOWN, CommandRecord, RunFacts, RunStore
-from orchestrator.run import dispatcher as jobs
 from orchestrator.run.dispatcher import Dispatcher
 from orchestrator.run.learned_limits import LearnedLimits
 from orchestrator.run.node_watch import NodeWatch
@@ -213,6 +212,10 @@ class Supervisor:
         counting_since_s = self._counting_since_s if self._counting_since_s is not None else now_s
         elapsed_s = self.past.elapsed_s + now_s - counting_since_s
         kept = (self.checkpoints.problem, self.output.problem, self.commands.problem)
+        rows = tuple(
+            row_of(self._plans[name], slot, self._meters[name], now_s)
+            for name, slot in self._slots.items()
+        )
         return Snapshot(
             run_id=self.facts.run_id,
             started_at=self.facts.started_at_unix_s,
@@ -222,10 +225,7 @@ class Supervisor:
             starting_s=None if self._counting_since_s is not None else now_s - self._began_s,
             nodes_planned=tuple(self.config.nodes),
             nodes_seen=self._nodes.seen(),
-            rows=tuple(
-                row_of(self._plans[name], slot, self._meters[name], now_s)
-                for name, slot in self._slots.items()
-            ),
+            rows=rows,
             notices=(
                 *self._nodes.notices(),
                 *self.outlets.problems,
@@ -233,7 +233,7 @@ class Supervisor:
                 *self._hazards,
                 *(() if self.dispatcher is None else self.dispatcher.notices()),
             ),
-            jobs=None if self.dispatcher is None else self.dispatcher.headline(),
+            jobs=None if self.dispatcher is None else self.dispatcher.headline(rows),
             restart_count=sum(slot.restarts for slot in self._slots.values()),
         )
 
@@ -312,7 +312,7 @@ class Supervisor:
 
     def _obey(self) -> None:
         is_ending, nodes = self._ended_s is not None, self._nodes.seen()
-        queued = () if self.dispatcher is None else self._slots.keys() - self.dispatcher.at_work()
+        queued = () if self.dispatcher is None else self.dispatcher.rests()
         for name, event in self.commands.receive(
             self._slots, self._plans, nodes, is_ending=is_ending, queued=queued
         ):
@@ -322,12 +322,11 @@ class Supervisor:
         if self.dispatcher is None or not self._is_time_to("dispatch", now_s):
             return
         nodes = self._nodes.seen()
-        for order in self.dispatcher.turn(self._slots, nodes, self.clock.unix_s()):
-            match order:
-                case jobs.Begin(plan=plan):
-                    self._begin(plan, node_is_there=plan.spec.node in nodes)
-                case jobs.Rest(slot=name, why=why) if self._may_rest(name):
-                    self._feed(name, slots.Held(hold=slots.Hold.DRAIN, why=why))
+        for plan in self.dispatcher.turn(self._slots, nodes, self.clock.unix_s()):
+            self._begin(plan, node_is_there=plan.spec.node in nodes)
+        for name, why in self.dispatcher.rests().items():
+            if self._may_rest(name):
+                self._feed(name, slots.Held(hold=slots.Hold.DRAIN, why=why))
 
     def _may_rest(self, name: str) -> bool:
         slot = self._slots.get(name)

@@ -13,17 +13,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
-from typing import Any, Final, get_args
+from typing import Any, Final
 
-from orchestrator.jobs.codec import event_name
 from orchestrator.jobs.lifecycle import is_better
-from orchestrator.jobs.model import (
-    ENDED,
-    ON_CARD,
-    JobState,
-    Record,
-    Standing,
-)
+from orchestrator.jobs.model import ENDED, ON_CARD, JobState, Standing
 from orchestrator.record.events import StoredEvent
 from orchestrator.record.jobs import QueueSnapshot
 from orchestrator.record.model import Row, finite
@@ -63,9 +56,6 @@ _COLUMNS: Final = (
     Column(key="time", title="time", priority=2),
     Column(key="settings", title="settings", priority=6, most_cells=60),
 )
-
-TOLD_OF_JOBS: Final = tuple(map(event_name, get_args(Record)))
-"""The events by which the queue tells what it has decided and seen."""
 
 #: A moment further away than this is shown with its day.
 _SAME_DAY_S: Final = 18 * 3600.0
@@ -171,7 +161,7 @@ def _left_s(standing: Standing, snapshot: QueueSnapshot) -> float | None:
     """Return the seconds of work that a job has left; `None`: not known."""
     name = standing.job.name
     row = snapshot.rows.get(name)
-    eta_s = finite(snapshot.etas_s.get(name) if row is None else row.progress.eta_s)
+    eta_s = None if row is None else finite(row.progress.eta_s)
     if standing.state in ON_CARD and eta_s is not None:
         return eta_s
     steps, speeds = standing.job.steps, [*standing.speeds.values()]
@@ -288,8 +278,8 @@ _UNTOLD: Final = frozenset(
 def job_lines(
     standing: Standing, events: Iterable[StoredEvent], snapshot: QueueSnapshot
 ) -> list[str]:
-    """Return one job in full: what it is, how it stands, and what happened to it: its events of
-    `TOLD_OF_JOBS`.
+    """Return one job in full: what it is, how it stands, and what happened to it: its
+    events of `lifecycle.EVENTS`.
     """
     job, command = standing.job, standing.job.command
     told = {key.removeprefix("job_"): fact for key, fact in job_object(standing, snapshot).items()}
@@ -305,7 +295,7 @@ def job_lines(
         "after_any": job.after_any,
         "nodes": job.nodes,
         "only_on": job.card,
-        "hours": job.hours and "-".join(f"{at // 60:02}:{at % 60:02}" for at in job.hours),
+        "hours": job.hours_text,
         "asked_bytes": job.memory_bytes,
         "steps_a_second": standing.speeds,
         "from": job.origin,

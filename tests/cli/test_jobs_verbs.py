@@ -17,17 +17,13 @@ from typing import Any
 import pytest
 
 from orchestrator.control.queue import waiting
-from orchestrator.jobs.codec import event_of
 from orchestrator.jobs.model import (
-    AttemptBegun,
-    AttemptEnded,
-    Cause,
     Job,
     JobOrder,
     JobState,
     QueueHeld,
-    Record,
-    StateChanged,
+    Sent,
+    Standing,
     Submitted,
     UserOrder,
 )
@@ -37,7 +33,6 @@ from orchestrator.record.store import STORE_NAME, RunStore
 from tests.cli.conftest import Command
 from tests.factories import (
     FACTS,
-    STARTED_UNIX_S,
     add_event,
     event,
     make_job,
@@ -56,21 +51,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     shutil.copy(ROOT / "cluster.yaml", tmp_path)
     queue = tmp_path / "runs" / RUN_ID / "jobs"
-    store_queue(queue, submitted(make_job("lr-0")), submitted(make_job("lr-1")), begun("lr-0"))
+    store_queue(queue, begun(make_job("lr-0")), make_standing("lr-1"))
     return queue
 
 
-def submitted(job: Job) -> Submitted:
-    return Submitted(at_s=STARTED_UNIX_S, job=job)
+def begun(job: Job) -> Standing:
+    return make_standing(job.name, "RUNNING", job=job, attempt=1, last_card="pc1")
 
 
-def begun(job: str) -> AttemptBegun:
-    return AttemptBegun(
-        at_s=STARTED_UNIX_S, job=job, attempt=1, card="pc1", budget_bytes=2**30, alone=True
-    )
-
-
-def taken(queue: Path) -> list[Record]:
+def taken(queue: Path) -> list[Sent]:
     """Return what the head would take."""
     return [record for message in waiting(queue) for record in message]
 
@@ -88,8 +77,8 @@ def test_what_happened_to_a_job_is_shown(command: Command, folder: Path) -> None
     store = RunStore(folder.parent / STORE_NAME)
     store.begin(replace(FACTS, run_id=RUN_ID))
     for name in ("lr-0", "lr-1"):
-        kind, slot, details = event_of(begun(name))
-        add_event(store, {**event(name=kind, **details), "slot": slot})
+        told = {"attempt": 1, "card": "pc1", "budget_bytes": 2**30, "alone": True, "job": name}
+        add_event(store, {**event(name="job_attempt_begun", **told), "slot": name})
     store.end("interrupted", 130, None, ())
     lines = command("jobs", "show", "lr-0").stdout.splitlines()
     (happened,) = lines[lines.index("what happened") + 1 :]
@@ -238,11 +227,8 @@ def test_logs_are_those_of_the_slot_of_that_name(command: Command, folder: Path)
 
 
 def test_what_the_head_expects_is_shown_of_jobs_that_wait(folder: Path) -> None:
-    told = (make_standing(name, reason="pc1 is taken", expected_start_s=9.0) for name in "ab")
-    waits = make_standing("lr-1", reason="pc1 is taken", expected_start_s=9.0)
-    runs = make_standing("lr-0", "RUNNING", reason="must not be shown")
     store = RunStore(folder.parent / STORE_NAME)
-    store.outlook([*told, waits, runs])
+    store.outlook({"lr-1": ("pc1 is taken", 9.0), "lr-0": ("must not be shown", None)})
     store.close()
     picture = queue_snapshot(folder.parent, (), 0.0)
     assert picture is not None
@@ -296,9 +282,9 @@ def test_an_interrupted_wait_leaves_the_job_as_it_is(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("end", "code"),
     [
-        ({"cause": Cause.DONE, "exit_code": 0}, 0),
-        ({"cause": Cause.EXCEPTION, "exit_code": 7}, 7),
-        ({"cause": Cause.NAN_LOSS}, 1),
+        ({"state": JobState.DONE, "exit_code": 0}, 0),
+        ({"state": JobState.FAILED, "exit_code": 7}, 7),
+        ({"state": JobState.FAILED}, 1),
     ],
 )
 def test_a_wait_prints_what_the_job_prints_and_has_its_exit_code(
@@ -310,18 +296,14 @@ def test_a_wait_prints_what_the_job_prints_and_has_its_exit_code(
     output = OutputFiles(folder.parent)
     try:
         (record,) = wait_for(lambda: taken(folder), "message")
-        job = replace(record.job, retries=0)
-        store_queue(folder, replace(record, job=job), replace(begun("ev"), attempt=1))
+        assert isinstance(record, Submitted)
+        store_queue(folder, begun(record.job))
         output._add(folder.parent / "output" / "ev.log", b"one\ntw")
         assert waits.stdout is not None
         first = waits.stdout.readline()
         assert first == "one\n", ended(waits)
         output._add(folder.parent / "output" / "ev.log", b"o\nthree")
-        why = {"at_s": STARTED_UNIX_S + 1, "job": "ev", "attempt": 1, "text": "so it ended"}
-        store_queue(folder, AttemptEnded(**why, **end))
-        if code == 0:  # its files are in place
-            done = StateChanged(at_s=STARTED_UNIX_S + 2, job="ev", to=JobState.DONE, reason="done")
-            store_queue(folder, done)
+        store_queue(folder, replace(begun(record.job), reason="so it ended", **end))
         out, said = ended(waits)
     finally:
         waits.kill()

@@ -22,7 +22,7 @@ from orchestrator.cluster.actor import WorkerActor
 from tests.command.scenes import is_gone
 from tests.scene import MIB, Patience, spec_of, wait_for
 from workers.engine import pieces
-from workers.messages import Begin, EndCause, Orders, Status, Verdict, VerdictCause, WorkerEvent
+from workers.messages import Begin, Cause, EndCause, Orders, Status, Verdict, WorkerEvent
 from workers.settings import Scalar, WorkerSpec
 from workers.workloads.base import StepResult, Workload, WorkloadContext
 
@@ -203,7 +203,7 @@ def test_what_ends_no_process_is_told_and_the_process_goes_on(
 def test_a_constructor_that_fails_is_a_verdict(acting: Callable[[str], Slot]) -> None:
     slot = acting("raise in the constructor")
     status = slot.wait(lambda told: told.verdict is not Verdict.OK)
-    assert status.verdict_cause is VerdictCause.EXCEPTION
+    assert status.verdict_cause is Cause.EXCEPTION
     assert "no such table" in status.reason
     assert "no such table" in (status.error or "")
     assert status.died is None

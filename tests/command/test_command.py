@@ -13,12 +13,11 @@ import pytest
 
 from orchestrator.cluster.command_actor import CommandActor
 from orchestrator.jobs.causes import cause_of
-from orchestrator.jobs.model import Cause
 from tests.command.scenes import Slot, command_spec, told
 from tests.scene import ROOT, python
 from workers.command import files
 from workers.command.launch import ATTEMPT
-from workers.messages import Verdict, WorkerState
+from workers.messages import Cause, Verdict, WorkerState
 from workers.units import GIB, MIB
 
 pytestmark = pytest.mark.usefixtures("state_dir")

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 
 from orchestrator.control.queue import NoMessageError, message_of, put, waiting
 from orchestrator.jobs.model import (
-    AttemptEnded,
+    AttemptStatus,
     JobOrder,
     QueueHeld,
     Submitted,
@@ -76,8 +76,6 @@ def test_what_is_no_message_blocks_nothing(tmp_path: Path, content: bytes | str)
 
 
 def test_only_users_records_are_taken() -> None:
-    content = b"[%s]" % TypeAdapter(AttemptEnded).dump_json(
-        AttemptEnded(at_s=0.0, job="a", attempt=1)
-    )
+    content = b"[%s]" % TypeAdapter(AttemptStatus).dump_json(AttemptStatus(attempt=1))
     with pytest.raises(NoMessageError):
         message_of(content)

@@ -14,13 +14,12 @@ from orchestrator.core.slot import (
     NodeJoined,
     NodeLeft,
     Phase,
-    SlotFailure,
     Tick,
 )
 from tests.core.scene import Scene, notes
 from tests.factories import CPU, MEMORY, RULES, counters, counters_of
 from tests.scene import MIB
-from workers.messages import EndCause, Verdict, WorkerState
+from workers.messages import Cause, EndCause, Verdict, WorkerState
 
 
 def test_a_process_that_ended_has_died_in_the_words_of_its_actor() -> None:
@@ -29,7 +28,7 @@ def test_a_process_that_ended_has_died_in_the_words_of_its_actor() -> None:
     assert scene.deeds(scene.end(text, EndCause.HOST_MEMORY)) == []
     assert (scene.slot.phase, scene.slot.state) == (Phase.PAUSING, HeadState.RESTARTING)
     assert scene.slot.reason == f"{text}: the PC's RAM was nearly full"
-    assert scene.slot.failure is SlotFailure.HOST_MEMORY
+    assert scene.slot.failure is Cause.HOST_MEMORY
     assert (scene.slot.restarts, scene.slot.deaths_at_s) == (1, (scene.now_s,))
     assert not scene.orders().runs
     scene.feed(scene.end(text))
@@ -84,7 +83,7 @@ def test_an_unreachable_actor_is_quarantined_after_its_time(ready: bool) -> None
     assert scene.slot.phase is Phase.WORKING
     assert scene.deeds(Tick(), later_s=0.1) == [Abandon()]
     assert scene.slot.reason == "no process came up in 120 s"
-    assert scene.slot.failure is SlotFailure.NOT_STARTED
+    assert scene.slot.failure is Cause.NOT_STARTED
 
 
 def test_the_back_off_is_no_part_of_the_start_timeout() -> None:
@@ -105,7 +104,7 @@ def test_a_slot_that_never_comes_up_is_given_up() -> None:
         assert scene.slot.phase is Phase.WORKING
         scene.feed(Tick(), later_s=121)
         scene.feed(Tick(), later_s=5)
-    assert (scene.slot.phase, scene.slot.failure) == (Phase.QUARANTINED, SlotFailure.NOT_STARTED)
+    assert (scene.slot.phase, scene.slot.failure) == (Phase.QUARANTINED, Cause.NOT_STARTED)
     # The deaths are at 121, 121 + 126, 121 + 2 x 126 and 121 + 3 x 126 seconds.
     assert scene.slot.reason.startswith(
         "4 deaths in 378 s without progress; the last: its process did not come up for 121 s"
@@ -168,7 +167,7 @@ def test_a_poisoned_process_is_replaced_and_its_status_counts(full: dict[str, ob
     assert not scene.orders().runs
     assert (scene.slot.phase, scene.slot.state) == (Phase.PAUSING, HeadState.RESTARTING)
     assert scene.slot.reason == "illegal access"
-    assert scene.slot.failure is SlotFailure.DEVICE
+    assert scene.slot.failure is Cause.DRIVER
     assert counters_of(scene.slot) == counters(steps_ok=2, restarts=1, oom_count=len(full) // 2)
     assert scene.slot.resume == {"failures": 1}
     assert len(scene.slot.deaths_at_s) == 1
@@ -196,7 +195,7 @@ def test_errors_in_a_row_end_in_quarantine() -> None:
         assert scene.slot.phase is Phase.WORKING
     assert scene.deeds(scene.status(reason="boom", errors_in_a_row=3)) == [Abandon()]
     assert scene.slot.reason == "3 times in a row: boom"
-    assert scene.slot.failure is SlotFailure.WORKLOAD
+    assert scene.slot.failure is Cause.EXCEPTION
 
 
 @pytest.mark.parametrize(("died_before_s", "blamed"), [(59, True), (61, False)])

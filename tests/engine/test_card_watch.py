@@ -17,7 +17,7 @@ from tests.in_child import InChild
 from tests.scene import spec_of
 from workers.engine.account import Account
 from workers.engine.between_steps import ThermalControl
-from workers.messages import Status, Verdict, VerdictCause, WorkerState
+from workers.messages import Cause, Status, Verdict, WorkerState
 from workers.readings import Throttle
 from workers.settings import FailureKind, ThermalSettings, WorkerSpec
 from workers.testing import injected_error
@@ -105,7 +105,7 @@ class TestMps:
     ) -> None:
         monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
         (report,) = in_child(turns, replace(spec_of(), mps=True, thread_share=0.6), [{}])
-        assert report.verdict_cause is VerdictCause.NO_DEVICE
+        assert report.verdict_cause is Cause.DRIVER
         assert f"no MPS control daemon answers in {tmp_path}" in report.reason
         assert "type there: nvidia-cuda-mps-control -d" in report.reason
 

@@ -11,7 +11,7 @@ from tests.engine import own_steps
 from tests.engine.scene import events, own, turns
 from tests.in_child import InChild
 from tests.scene import MIB, spec_of
-from workers.messages import Status, Verdict, VerdictCause, WorkerState
+from workers.messages import Cause, Status, Verdict, WorkerState
 from workers.settings import WorkerSpec
 
 #: As a worker of the rehearsal has.
@@ -99,7 +99,7 @@ def test_the_cap_holds_wherever_the_workload_runs(in_child: InChild, where: str)
 
 def test_a_constructor_larger_than_the_cap_is_refused(in_child: InChild) -> None:
     (report, *_), _, obtained = in_child(own_steps.greedy, spec(own_steps.Greedy), "__init__")
-    assert (report.verdict_cause, obtained) == (VerdictCause.NO_ROOM, [])
+    assert (report.verdict_cause, obtained) == (Cause.OUT_OF_MEMORY, [])
     assert "the constructor of workload" in report.reason
     assert "needs 424 MiB or more, and the cap is " in report.reason
 

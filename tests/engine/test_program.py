@@ -21,11 +21,11 @@ from workers.engine.spec_file import read_spec, write_spec
 from workers.keeper.task import CHANNEL
 from workers.messages import (
     Begin,
+    Cause,
     KeptBytes,
     Orders,
     Status,
     Verdict,
-    VerdictCause,
 )
 from workers.settings import (
     CommandSpec,
@@ -116,7 +116,7 @@ def test_a_last_verdict_is_repeated(start: Callable[..., Program]) -> None:
     program = start(replace(spec_of(name="no_such_workload"), poll_s=0.05))
     for _ in range(3):
         last = program.until(lambda status: status.verdict is not Verdict.OK)
-        assert (last.verdict, last.verdict_cause) == (Verdict.INCOMPATIBLE, VerdictCause.NO_CODE)
+        assert (last.verdict, last.verdict_cause) == (Verdict.INCOMPATIBLE, Cause.BAD_CONFIG)
         assert "cannot be loaded" in last.reason
 
 

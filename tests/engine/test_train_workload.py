@@ -14,7 +14,7 @@ from tests.engine.trainings import trained
 from tests.engine.trainings import training_spec as spec
 from tests.in_child import InChild
 from tests.scene import MIB
-from workers.messages import Status, StepCounts, Verdict, VerdictCause, WorkerState
+from workers.messages import Cause, Status, StepCounts, Verdict, WorkerState
 
 WHOLE = {"duration_s": 600.0}
 
@@ -185,7 +185,7 @@ def test_parts_that_run_out_of_memory_are_done_again_to_the_same_bits(
 def test_a_loss_that_is_not_finite_stops_the_slot(in_child: InChild, tmp_path: Path) -> None:
     nan = spec(preset=task("becomes_nan"), steps=100, save_every_s=0.001, seq=None)
     report = in_child(trained, str(tmp_path), nan, [WHOLE])[-1]
-    assert (report.verdict, report.verdict_cause) == (Verdict.INCOMPATIBLE, VerdictCause.NAN_LOSS)
+    assert (report.verdict, report.verdict_cause) == (Verdict.INCOMPATIBLE, Cause.NAN_LOSS)
     found = re.search(
         r"loss of optimiser step (\d+) is nan.* last good checkpoint is of step (\d+)",
         report.reason,
@@ -216,14 +216,14 @@ def test_an_update_that_is_cut_off_is_rolled_back_and_said(
     [
         (
             {"preset": task("absent")},
-            VerdictCause.NO_CODE,
+            Cause.BAD_CONFIG,
             "'trainings:absent' cannot be loaded on this machine",
         ),
-        ({"data": "/nowhere"}, VerdictCause.OTHER, "/nowhere"),
+        ({"data": "/nowhere"}, Cause.EXCEPTION, "/nowhere"),
     ],
 )
 def test_what_cannot_be_trained_is_said_in_a_sentence(
-    in_child: InChild, tmp_path: Path, changes: dict[str, object], cause: VerdictCause, said: str
+    in_child: InChild, tmp_path: Path, changes: dict[str, object], cause: Cause, said: str
 ) -> None:
     (report,) = in_child(trained, str(tmp_path), spec(**changes), [WHOLE])
     assert (report.verdict, report.verdict_cause) == (Verdict.BAD_INPUT, cause)

@@ -23,7 +23,7 @@ from tests.engine.scene import begun, events, own, turn, turns
 from tests.gpu.scene import BUDGET_BYTES, ON_A_CARD, spec_of
 from tests.scene import MIB
 from workers import oom
-from workers.messages import ResumeState, Status, Verdict, VerdictCause, WorkerState
+from workers.messages import Cause, ResumeState, Status, Verdict, WorkerState
 from workers.settings import FailureKind, WorkerSpec
 from workers.workloads.base import StepResult, Workload, WorkloadContext
 from workers.workloads.matmul import Matmul, matrix_bytes
@@ -214,7 +214,7 @@ def test_a_device_assert_poisons_the_process_for_good(in_child: Callable[..., An
     assert good.verdict is Verdict.OK
     for status in bad:
         assert status.verdict is Verdict.CONTEXT_CORRUPTED
-        assert status.verdict_cause is VerdictCause.EXCEPTION, "the card is well"
+        assert status.verdict_cause is Cause.EXCEPTION, "the card is well"
         assert status.state is WorkerState.STOPPED
         assert "device-side assert" in status.reason
         assert status.resume == good.resume
@@ -273,7 +273,7 @@ def first_turn(spec: WorkerSpec) -> Status:
 
 def test_a_budget_that_the_context_eats_names_the_key(in_child: Callable[..., Any]) -> None:
     status = in_child(first_turn, spec_of(budget_bytes=120 * MIB))
-    assert (status.verdict, status.verdict_cause) == (Verdict.INCOMPATIBLE, VerdictCause.NO_ROOM)
+    assert (status.verdict, status.verdict_cause) == (Verdict.INCOMPATIBLE, Cause.OUT_OF_MEMORY)
     assert "nodes.pc1.vram_per_worker_gib" in status.reason
 
 

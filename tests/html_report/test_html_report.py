@@ -12,11 +12,18 @@ import pytest
 from typer.testing import CliRunner
 
 from orchestrator.cli.app import app
-from orchestrator.jobs.model import Submitted
 from orchestrator.record.jobs import QUEUE_NAME
 from orchestrator.record.store import STORE_NAME, RunStore
 from orchestrator.view import html_report
-from tests.factories import FACTS, STARTED_UNIX_S, add_event, event, make_job, make_row, store_queue
+from tests.factories import (
+    FACTS,
+    STARTED_UNIX_S,
+    add_event,
+    event,
+    make_row,
+    make_standing,
+    store_queue,
+)
 from tests.web.browser import browser, needs_chromium
 from tests.web.scene import put_turn
 
@@ -68,7 +75,7 @@ def test_the_file_has_the_document_and_the_courses(folder: Path) -> None:
 
 
 def test_a_queue_brings_its_jobs_and_their_courses(folder: Path) -> None:
-    store_queue(folder / QUEUE_NAME, Submitted(at_s=0.0, job=make_job("<b>lr-1")))
+    store_queue(folder / QUEUE_NAME, make_standing("<b>lr-1"))
     told = html_report.frozen(folder)
     (row,) = told["document"]["tables"]["jobs"]["rows"]
     assert row["key"] == "<b>lr-1"

@@ -6,23 +6,24 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from orchestrator.jobs.codec import as_json, from_json
 from orchestrator.jobs.model import (
-    AttemptBegun,
+    ON_CARD,
     AttemptStatus,
     Card,
-    Cause,
     Job,
     JobOrder,
     JobState,
     Milestones,
-    Record,
+    Sent,
+    Settings,
     Standing,
     Submitted,
     UserOrder,
     World,
 )
-from orchestrator.jobs.queue import Queue, QueueFacts
+from orchestrator.jobs.queue import Event, Queue, QueueFacts, decide, outlook
+from orchestrator.record.codec import as_json, from_json
+from workers.messages import Cause
 from workers.settings import CommandSpec
 from workers.units import GIB
 
@@ -41,7 +42,7 @@ def command(name: str, **more: Any) -> Job:
 
 
 class Scene:
-    """A queue, and a head that applies at once what follows, until nothing does."""
+    """A queue, and a head that has it decide until nothing follows any more."""
 
     def __init__(self, *jobs: Job, cards: tuple[Card, ...] = (BIG, SMALL), least: int = 0) -> None:
         self.queue = Queue()
@@ -49,47 +50,66 @@ class Scene:
         self.now_s = 1000.0
         self.minute = 12 * 60
         self.disk_full: str | None = None
-        self.records: list[Record] = []
         self.seen: dict[str, AttemptStatus] = {}
+        self._sent: list[Sent] = []
+        self._orders = 0
         self.submit(*jobs, least=least)
 
     def submit(self, *jobs: Job, least: int = 0) -> None:
+        """Leave jobs for the next turn."""
         for job in jobs:
-            self.take(Submitted(at_s=self.now_s, job=job, least_bytes=least or None))
+            self._sent.append(Submitted(at_s=self.now_s, job=job, least_bytes=least or None))
 
-    def take(self, *records: Record) -> None:
-        for record in records:
-            self.records.append(record)
-            self.queue.apply(record)
+    def send(self, *sent: Sent) -> None:
+        """Leave what users send for the next turn."""
+        self._sent += sent
+
+    def put(self, standing: Standing) -> None:
+        """Have a job stand so."""
+        known = self.queue.standings
+        name, number = standing.job.name, len(known)
+        number = known[name].number if name in known else number
+        changed = {**known, name: replace(standing, number=number)}
+        self.queue = replace(self.queue, standings=changed)
 
     def world(self) -> World:
-        left = dict.fromkeys(self.queue.saving, (JobState.DONE, "done"))
+        saving = self.queue.in_states({JobState.SAVING})
         return World(
             now_s=self.now_s,
             minute_of_day=self.minute,
             cards=self.cards,
             seen=self.seen,
-            left=left,
+            left=dict.fromkeys(saving, (JobState.DONE, "done")),
+            chosen=self.chosen(),
+            sent=tuple(self._sent),
             disk_full=self.disk_full,
         )
 
-    def turn(self, seconds: float = 0.0) -> list[Record]:
-        """Return all that follows now; `seconds` pass before."""
-        self.now_s += seconds
-        found: list[Record] = []
-        while records := self.queue.next_records(self.world()):
-            self.take(*records)
-            found += records
-            assert len(found) < 10_000, "it never comes to rest"
-        return found
+    def chosen(self) -> dict[str, tuple[Settings, int | None] | str]:
+        return {}
 
-    def see(self, job: str, **what: Any) -> list[Record]:
+    def turn(self, seconds: float = 0.0) -> list[Event]:
+        """Return all that is told from now on; `seconds` pass before."""
+        self.now_s += seconds
+        found: list[Event] = []
+        while True:
+            self.queue, events = self.decide(self.world())
+            self._sent.clear()
+            found += events
+            assert len(found) < 10_000, "it never comes to rest"
+            if not events:
+                return found
+
+    def decide(self, world: World) -> tuple[Queue, tuple[Event, ...]]:
+        return decide(self.queue, world)
+
+    def see(self, job: str, **what: Any) -> list[Event]:
         """Return what follows from what is seen of a job's attempt."""
         attempt = what.pop("attempt", self.queue.standings[job].attempt)
-        self.seen[job] = AttemptStatus(job=job, attempt=attempt, **what)
+        self.seen[job] = AttemptStatus(attempt=attempt, **what)
         return self.turn()
 
-    def end(self, job: str, cause: Cause = Cause.DONE, text: str = "", **what: Any) -> list[Record]:
+    def end(self, job: str, cause: Cause = Cause.DONE, text: str = "", **what: Any) -> list[Event]:
         return self.see(job, cause=cause, text=text, **what)
 
     def next_head(self) -> None:
@@ -98,27 +118,31 @@ class Scene:
         texts = [as_json(each) for each in before.standings.values()]
         rows = [from_json(Standing, text) for text in texts]
         facts = from_json(QueueFacts, as_json(before.facts))
-        self.queue = Queue(rows, facts)
+        self.queue = Queue(standings={each.job.name: each for each in rows}, facts=facts)
         assert texts == [as_json(each) for each in self.queue.standings.values()]
 
-    def say(self, order: JobOrder, job: str, message: str = "") -> list[Record]:
-        id_ = message or f"message-{len(self.records)}"
-        self.take(UserOrder(at_s=self.now_s, id=id_, order=order, job=job, by="ann"))
-        return self.turn()
-
-    def close(self, name: str, why: str | None) -> list[Record]:
-        self.cards = tuple(
-            replace(card, closed=why) if card.name == name else card for card in self.cards
-        )
+    def say(self, order: JobOrder, job: str, message: str = "") -> list[Event]:
+        self._orders += 1
+        id_ = message or f"message-{self._orders}"
+        self._sent.append(UserOrder(at_s=self.now_s, id=id_, order=order, job=job, by="ann"))
         return self.turn()
 
     def standing(self, job: str) -> Standing:
-        return self.queue.shown(job)
+        """Return how a job stands, with why it waits."""
+        standing = self.queue.standings[job]
+        reason, start_s = outlook(self.queue, self.world()).get(job, (standing.reason, None))
+        return replace(standing, reason=reason, expected_start_s=start_s)
 
     def state(self, job: str) -> str:
         return self.queue.standings[job].state.value
 
+    @property
+    def on_card(self) -> list[str]:
+        return [*self.queue.in_states(ON_CARD)]
 
-def starts(records: Iterable[Record]) -> dict[str, str]:
+
+def starts(events: Iterable[Event]) -> dict[str, Any]:
     """Return the cards of the jobs that start."""
-    return {each.job: each.card for each in records if isinstance(each, AttemptBegun)}
+    return {
+        str(each.job): each.details["card"] for each in events if each.name == "job_attempt_begun"
+    }

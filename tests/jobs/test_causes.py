@@ -8,17 +8,16 @@ from typing import Any
 
 import pytest
 
-from orchestrator.core.slot import SlotFailure
 from orchestrator.jobs.causes import (
     Retry,
     cause_of,
-    failure_cause,
+    cause_of_failure,
     least_room_bytes,
     retry_of,
 )
-from orchestrator.jobs.model import Cause, Job, JobState, Standing
+from orchestrator.jobs.model import Job, JobState, Standing
 from workers import oom
-from workers.messages import Ending, VerdictCause
+from workers.messages import Cause, Ending
 
 TORCH = """Traceback (most recent call last):
   File "train.py", line 9, in <module>
@@ -129,46 +128,20 @@ def test_cause_of_each_way_to_end(how: Ending, cause: Cause) -> None:
 @pytest.mark.parametrize(
     ("failure", "error", "cause"),
     [
-        (SlotFailure.DIED, None, Cause.DIED),
-        (SlotFailure.HOST_MEMORY, None, Cause.HOST_MEMORY),
-        (SlotFailure.LEAK, None, Cause.EXCEPTION),
-        (SlotFailure.DEVICE, None, Cause.DRIVER),
-        (SlotFailure.NOT_STARTED, TORCH, Cause.NOT_STARTED),
-        (SlotFailure.WORKLOAD, "ValueError: bad label", Cause.EXCEPTION),
-        (SlotFailure.WORKLOAD, "ValueError: loss is nan", Cause.NAN_LOSS),
-        (SlotFailure.WORKLOAD, "OSError: [Errno 28] No space left on device", Cause.DISK_FULL),
-        (SlotFailure.WORKLOAD, TORCH, Cause.OUT_OF_MEMORY),
+        (Cause.DIED, None, Cause.DIED),
+        (Cause.HOST_MEMORY, None, Cause.HOST_MEMORY),
+        (Cause.DRIVER, None, Cause.DRIVER),
+        (Cause.NOT_STARTED, TORCH, Cause.NOT_STARTED),
+        (Cause.BAD_CONFIG, TORCH, Cause.BAD_CONFIG),
+        (Cause.EXCEPTION, None, Cause.EXCEPTION),
+        (Cause.EXCEPTION, "ValueError: bad label", Cause.EXCEPTION),
+        (Cause.EXCEPTION, "ValueError: loss is nan", Cause.NAN_LOSS),
+        (Cause.EXCEPTION, "OSError: [Errno 28] No space left on device", Cause.DISK_FULL),
+        (Cause.EXCEPTION, TORCH, Cause.OUT_OF_MEMORY),
     ],
 )
-def test_cause_of_a_training_given_up(
-    failure: SlotFailure, error: str | None, cause: Cause
-) -> None:
-    assert failure_cause(failure, None, error) is cause
-
-
-@pytest.mark.parametrize(
-    ("verdict_cause", "cause"),
-    [
-        (None, Cause.EXCEPTION),
-        (VerdictCause.OTHER, Cause.EXCEPTION),
-        (VerdictCause.NO_CODE, Cause.BAD_CONFIG),
-        (VerdictCause.NO_ROOM, Cause.OUT_OF_MEMORY),
-        (VerdictCause.NO_DEVICE, Cause.DRIVER),
-        (VerdictCause.NAN_LOSS, Cause.NAN_LOSS),
-        (VerdictCause.DEVICE, Cause.DRIVER),
-        (VerdictCause.EXCEPTION, Cause.DISK_FULL),
-    ],
-)
-def test_cause_of_a_training_that_can_never_work(
-    verdict_cause: VerdictCause | None, cause: Cause
-) -> None:
-    error = "OSError: [Errno 28] No space left on device"
-    assert failure_cause(SlotFailure.INCOMPATIBLE, verdict_cause, error) is cause
-
-
-def test_a_device_that_a_program_broke_is_well() -> None:
-    cause = failure_cause(SlotFailure.DEVICE, VerdictCause.EXCEPTION, None)
-    assert cause is Cause.EXCEPTION
+def test_cause_of_a_training_given_up(failure: Cause, error: str | None, cause: Cause) -> None:
+    assert cause_of_failure(failure, error) is cause
 
 
 STANDING = Standing(job=Job(name="a", id="1"), state=JobState.RUNNING, reason="", since_s=0.0)
@@ -177,7 +150,6 @@ STANDING = Standing(job=Job(name="a", id="1"), state=JobState.RUNNING, reason=""
 @pytest.mark.parametrize(
     ("cause", "retry"),
     [
-        (Cause.NODE_LOST, Retry.AS_IS),
         (Cause.KILLED, Retry.AS_IS),
         (Cause.DIED, Retry.COUNTED),
         (Cause.HOST_MEMORY, Retry.AS_IS),

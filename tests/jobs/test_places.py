@@ -12,16 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.jobs.model import (
-    AttemptBegun,
-    AttemptEnded,
-    AttemptStatus,
-    Card,
-    Cause,
-    Job,
-    SpeedMeasured,
-)
-from orchestrator.jobs.places import Candidate, Place, Plan, likeness, never_fits, plan
+from orchestrator.jobs.model import AttemptStatus, Card, Job, JobState, Standing
+from orchestrator.jobs.places import Candidate, Place, Plan, never_fits, plan
 from tests.jobs.scene import BIG, SMALL, Scene, training
 from workers.units import GIB, MIB
 
@@ -218,7 +210,7 @@ def test_one_that_had_too_little_room_packed_is_alone_the_next_time() -> None:
 )
 def test_jobs_are_alike_whose_steps_cost_the_same(other: dict[str, object], same: bool) -> None:
     one = training("a", overrides={"train.lr": 1e-4, "train.batch": 16})
-    assert (likeness(one) == likeness(training("b", overrides=other))) is same
+    assert (one.likeness == training("b", overrides=other).likeness) is same
 
 
 # --- a job that may preempt
@@ -279,12 +271,12 @@ def drawn(seed: int) -> list[int]:
 def seen_ends_s(scene: Scene) -> dict[str, float]:
     """Have the head see all jobs on cards as they are now, and return when each of them ends."""
     ends_s = {}
-    for name in sorted(scene.queue.on_card):
+    for name in sorted(scene.on_card):
         standing = scene.standing(name)
         speed = SPEEDS[str(standing.card)]
         ends_s[name] = standing.since_s + (standing.job.steps or 0) / speed
         left_s = ends_s[name] - scene.now_s
-        scene.seen[name] = AttemptStatus(job=name, attempt=1, steps_per_s=speed, eta_s=left_s)
+        scene.seen[name] = AttemptStatus(attempt=1, steps_per_s=speed, eta_s=left_s)
     return ends_s
 
 
@@ -292,19 +284,21 @@ def makespan_s(lengths: list[int], *, is_known: bool) -> float:
     """Return how long the queue takes in virtual time; `is_known`: one alike ran on each card before."""
     scene = Scene()
     for card in scene.cards if is_known else ():
-        at_s, job, title = scene.now_s, f"before-{card.name}", card.title
-        scene.submit(training(job))
-        scene.take(
-            AttemptBegun(at_s=at_s, job=job, attempt=1, card=card.name, budget_bytes=1, alone=True),
-            SpeedMeasured(at_s=at_s, job=job, card_title=title, steps_per_s=card.speed),
-            AttemptEnded(at_s=at_s, job=job, attempt=1, cause=Cause.DONE, text=""),
+        scene.put(
+            Standing(
+                job=training(f"before-{card.name}"),
+                state=JobState.DONE,
+                reason="done",
+                since_s=scene.now_s,
+                speeds={card.title: card.speed},
+            )
         )
     scene.submit(*(training(f"j{number}", steps=steps) for number, steps in enumerate(lengths)))
     scene.turn()
     began_s = scene.now_s
     while ends_s := seen_ends_s(scene):
         scene.turn()
-        if ends_s.keys() == scene.queue.on_card:  # else one began as soon as a speed was known
+        if ends_s.keys() == {*scene.on_card}:  # else one began as soon as a speed was known
             scene.now_s, first = min((end_s, name) for name, end_s in ends_s.items())
             seen_ends_s(scene)
             scene.end(first)

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from orchestrator.jobs.model import (
-    ON_CARD,
-    AttemptEnded,
-    AttemptRecalled,
-    Cause,
-    Job,
-    JobOrder,
-    JobState,
-    StateChanged,
-)
+from orchestrator.jobs.model import ON_CARD, Job, JobOrder, JobState
 from tests.jobs.scene import ASHA, BIG, Scene, command, starts, training
+from workers.messages import Cause
 from workers.units import GIB, MIB
 
 
@@ -98,7 +92,7 @@ def test_what_is_not_alike_does_not_hold_the_queue(text: str, after_s: float, ca
     scene.now_s += after_s
     scene.end("j2", cause, text)
 
-    assert scene.queue.held is None
+    assert scene.queue.facts.held is None
 
 
 def test_one_job_that_fails_three_times_does_not_hold() -> None:
@@ -108,7 +102,7 @@ def test_one_job_that_fails_three_times_does_not_hold() -> None:
     for _ in range(4):
         scene.end("a", Cause.EXCEPTION, "same")
 
-    assert scene.queue.held is None
+    assert scene.queue.facts.held is None
 
 
 def test_a_full_disk_holds_the_queue_and_ends_nothing() -> None:
@@ -118,7 +112,7 @@ def test_a_full_disk_holds_the_queue_and_ends_nothing() -> None:
 
     scene.end("a")
 
-    assert (scene.queue.held, scene.state("b"), scene.state("c")) == (
+    assert (scene.queue.facts.held, scene.state("b"), scene.state("c")) == (
         "/data is full",
         "RUNNING",
         "QUEUED",
@@ -131,7 +125,7 @@ def test_a_job_that_met_a_full_disk_holds_the_queue() -> None:
 
     scene.end("a", Cause.DISK_FULL, "No space left on device")
 
-    assert scene.queue.held == "the disk was full for a: No space left on device"
+    assert scene.queue.facts.held == "the disk was full for a: No space left on device"
 
 
 def sweep(count: int) -> list[Job]:
@@ -147,7 +141,9 @@ def test_outside_its_hours_a_job_rests() -> None:
     assert starts(scene.turn()) == {"a": "pc1"}
     scene.minute = 7 * 60
     recalled = scene.see("a")
-    assert [each.to for each in recalled if isinstance(each, AttemptRecalled)] == [JobState.PARKED]
+    assert [(each.name, each.details["to"]) for each in recalled] == [
+        ("job_attempt_recalled", JobState.PARKED)
+    ]
     scene.see("a", is_at_rest=True)
     assert (scene.state("a"), scene.standing("a").reason) == ("PARKED", "hours 22:00-07:00")
 
@@ -224,11 +220,7 @@ def test_a_stopped_member_does_not_skip_what_follows_a_sweep() -> None:
         training("eval-1", after=("lr-1",)),
     )
     scene.turn()
-    scene.take(
-        AttemptRecalled(at_s=0.0, job="lr-1", attempt=1, to=JobState.PAUSED, reason=""),
-        AttemptEnded(at_s=0.0, job="lr-1", attempt=1),
-        StateChanged(at_s=0.0, job="lr-1", to=JobState.STOPPED, reason="others were better"),
-    )
+    scene.put(replace(scene.standing("lr-1"), state=JobState.STOPPED))
     scene.turn()
     assert (scene.state("best"), scene.state("eval-1")) == ("WAITING", "SKIPPED")
 
@@ -241,7 +233,7 @@ def test_a_program_that_does_not_say_that_it_parks_is_not_preempted() -> None:
     scene.see("low")
     scene.submit(training("urgent", priority=1, preempt=True))
 
-    assert scene.turn() == []
+    assert [event.name for event in scene.turn()] == ["job_submitted"]
     assert scene.standing("urgent").reason == "pc1 runs low"
 
 

@@ -16,38 +16,37 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import ArchiveError
-from orchestrator.jobs.codec import as_json
-from orchestrator.jobs.model import Cause, JobOrder, QueueHeld, Record, Submitted
-from orchestrator.jobs.queue import Queue
+from orchestrator.jobs.model import AttemptStatus, JobOrder, Submitted, World
+from orchestrator.jobs.queue import Event, Queue, QueueFacts, decide
+from orchestrator.record.codec import as_json
 from orchestrator.record.jobs import queue_of, queue_snapshot
 from orchestrator.record.store import STORE_NAME, RunStore
 from tests.jobs.scene import ASHA, Scene, command, training
 from tests.scene import ROOT
+from workers.messages import Cause
 
 #: Gives two jobs the same best value, turn by turn, and says once that it has begun.
 WRITER = """
 import sys
 from pathlib import Path
-from orchestrator.jobs.model import AttemptBegun, SpeedMeasured, Submitted
+from dataclasses import replace
+from orchestrator.jobs.model import AttemptStatus, Submitted
 from orchestrator.record.jobs import queue_of
 from orchestrator.record.store import STORE_NAME, RunStore
 from tests.jobs.scene import training
 folder = Path(sys.argv[1])
 store, queue = RunStore(folder / STORE_NAME), queue_of(folder)
-for name in ("a", "b"):
-    if name not in queue.standings:
-        queue.apply(Submitted(at_s=0.0, job=training(name)))
-        queue.apply(AttemptBegun(at_s=0.0, job=name, attempt=1, card=name, budget_bytes=1, alone=True))
+queue = queue.with_submitted(Submitted(at_s=0.0, job=training(name)) for name in ("a", "b"))
 store.queue(queue)
 assert store.commit()
 print("begun", flush=True)
-turn = queue.shown("a").best_step or 0
+turn = queue.standings["a"].best_step or 0
 while True:
     turn += 1
-    best = {"card_title": "x", "steps_per_s": None, "best": -turn, "best_step": turn}
-    for name in ("a", "b"):
-        queue.apply(SpeedMeasured(at_s=turn, job=name, **best))
-    store.queue(queue)
+    standings = {
+        name: replace(each, best=-turn, best_step=turn) for name, each in queue.standings.items()
+    }
+    store.queue(replace(queue, standings=standings))
     assert store.commit()
 """
 
@@ -57,16 +56,15 @@ def course(folder: Path) -> Scene:
     scene = Scene()
     store = RunStore(folder / STORE_NAME)
 
-    def take(*batch: Record) -> None:
-        Scene.take(scene, *batch)
-        store.queue(scene.queue)
+    def stored(world: World) -> tuple[Queue, tuple[Event, ...]]:
+        queue, events = decide(scene.queue, world)
+        store.queue(queue)
         assert store.commit()
+        return queue, events
 
-    scene.take = take  # type: ignore[method-assign]
-    take(
-        *(Submitted(at_s=1.0, job=training(f"lr-{i}", sweep="lr", milestones=ASHA)) for i in (0, 1))
-    )
-    take(Submitted(at_s=2.0, job=command("eval", after=("lr-0",), hours=(60, 120))))
+    scene.decide = stored  # type: ignore[method-assign]
+    scene.submit(*(training(f"lr-{i}", sweep="lr", milestones=ASHA) for i in (0, 1)))
+    scene.submit(command("eval", after=("lr-0",), hours=(60, 120)))
     scene.turn()
     scene.see("lr-0", step=100, value=0.5)
     scene.see("lr-0", is_at_rest=True, step=100)
@@ -86,7 +84,10 @@ def test_a_stored_queue_is_the_same(tmp_path: Path) -> None:
     rows = [list(map(as_json, each.standings.values())) for each in (scene.queue, again)]
     assert rows[0] == rows[1]
     assert again.facts == scene.queue.facts
-    assert again.next_records(scene.world()) == scene.queue.next_records(scene.world())
+    ended = AttemptStatus(attempt=2, is_at_rest=True)
+    later = replace(scene.world(), seen={"lr-0": ended})
+    assert decide(again, later) == decide(scene.queue, later)
+    assert decide(again, later)[1]
     assert [path.name for path in tmp_path.iterdir()] == [STORE_NAME]
 
 
@@ -114,10 +115,9 @@ def test_a_writer_killed_at_any_moment_leaves_a_whole_queue(tmp_path: Path) -> N
 def test_a_hold_lasts_until_another_head_lifts_it(tmp_path: Path) -> None:
     for reason in ("mine", None):
         store, queue = RunStore(tmp_path / STORE_NAME), queue_of(tmp_path)
-        queue.apply(QueueHeld(at_s=0.0, reason=reason))
-        store.queue(queue)
+        store.queue(replace(queue, facts=QueueFacts(held=reason)))
         store.close()
-        assert queue_of(tmp_path).held == reason
+        assert queue_of(tmp_path).facts.held == reason
 
 
 @pytest.mark.parametrize(
@@ -146,8 +146,7 @@ def test_a_file_name_that_is_no_utf_8_comes_back(tmp_path: Path) -> None:
     job = command("a")
     assert job.command is not None
     odd = replace(job, command=replace(job.command, argv=("cat", "\udcff")))
-    store, queue = RunStore(tmp_path / STORE_NAME), Queue()
-    queue.apply(Submitted(at_s=0.0, job=odd))
-    store.queue(queue)
+    store = RunStore(tmp_path / STORE_NAME)
+    store.queue(Queue().with_submitted([Submitted(at_s=0.0, job=odd)]))
     store.close()
     assert queue_of(tmp_path).jobs == (odd,)

@@ -9,15 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.jobs.model import (
-    Job,
-    JobOrder,
-    JobState,
-    Milestones,
-    Record,
-    SettingsChosen,
-    Standing,
-)
+from orchestrator.jobs.model import Job, JobOrder, JobState, Milestones, Settings, Standing
 from orchestrator.jobs.sampler import settings_for
 from orchestrator.jobs.spec import parse
 from orchestrator.jobs.sweep import expand
@@ -75,13 +67,9 @@ class SweepScene(Scene):
         super().__init__(*expand(parse(FILE, "night.yaml", REFERENCE)))
         self.turn()
 
-    def turn(self, seconds: float = 0.0) -> list[Record]:
-        found = super().turn(seconds)
-        while member := next(self.queue.unchosen(3), None):
-            settings = settings_for(*member)
-            self.take(SettingsChosen(at_s=self.now_s, job=member[0].name, settings=settings))
-            found += super().turn()
-        return found
+    def chosen(self) -> dict[str, tuple[Settings, int | None] | str]:
+        member = next(self.queue.unchosen(3), None)
+        return {} if member is None else {member[0].name: (settings_for(*member), None)}
 
     def members(self) -> list[Job]:
         jobs = (job for job in self.queue.jobs if job.sweep == "hp")
@@ -89,7 +77,7 @@ class SweepScene(Scene):
 
     def finish_one(self) -> None:
         """End the first job on a card, a member with a score that is best at a rate of 1e-3."""
-        job = self.standing(min(self.queue.on_card)).job
+        job = self.standing(min(self.on_card)).job
         self.end(job.name, value=-loss(job) if job.settings else None)
 
     def work_off(self) -> None:
@@ -157,7 +145,7 @@ class TestWithOptuna:
         scene = SweepScene()
         scene.say(JobOrder.HOLD, "hp-3")
         scene.say(JobOrder.CANCEL, "hp-4")
-        while scene.queue.on_card:
+        while scene.on_card:
             scene.finish_one()
         assert scene.standing("hp-3").job.awaits_settings
         scene.say(JobOrder.RELEASE, "hp-3")

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.jobs.model import (
-    Cause,
-    JobOrder,
-    UserOrder,
-)
+from orchestrator.jobs.model import JobOrder
 from tests.jobs.scene import Scene, starts, training
+from workers.messages import Cause
 
 
 @pytest.mark.parametrize("ends_itself", [False, True], ids=["at rest", "killed meanwhile"])
@@ -30,7 +27,7 @@ def test_a_running_job_is_cancelled(ends_itself: bool) -> None:
 def test_what_is_done_before_it_is_cancelled_is_done() -> None:
     scene = Scene(training("a"))
     scene.turn()
-    scene.take(UserOrder(at_s=0.0, id="m", order=JobOrder.CANCEL, job="a", by="ann"))
+    scene.say(JobOrder.CANCEL, "a")
 
     scene.end("a")
 

@@ -9,6 +9,7 @@ import hashlib
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +18,16 @@ from orchestrator.control.queue import put
 from orchestrator.core.placement import Target
 from orchestrator.core.user_commands import Command, Do, events_of
 from orchestrator.jobs.model import (
-    AttemptBegun,
-    AttemptEnded,
-    Cause,
+    ON_CARD,
     Job,
     JobOrder,
     JobState,
-    Record,
     Standing,
     Submitted,
     UserOrder,
 )
-from orchestrator.jobs.queue import Queue
 from orchestrator.record.archive import read_run
-from orchestrator.record.jobs import QUEUE_NAME, queue_of
+from orchestrator.record.jobs import QUEUE_NAME, queue_of, queue_snapshot
 from orchestrator.record.store import STORE_NAME, RunStore
 from orchestrator.run.dispatcher import Dispatcher
 from orchestrator.run.resume import Past, past_of
@@ -58,6 +55,10 @@ NODES: Mapping[str, Mapping[str, object]] = {
 _SAVED_EVERY = 25
 
 
+#: A job in one of these has done its work.
+_WORK_DONE = frozenset({JobState.SAVING, JobState.DONE})
+
+
 class HeadDiesError(BaseException):
     """The head is killed here: nothing of it is done any more."""
 
@@ -76,9 +77,9 @@ class JobsFleet(ScriptedFleet):
     Never has more on a card than its budget.
     """
 
-    def __init__(self, clock: VirtualClock, queue: Queue) -> None:
+    def __init__(self, clock: VirtualClock, job: Callable[[str], Job]) -> None:
         super().__init__(clock)
-        self._queue = queue
+        self._job = job
         self.specs: dict[str, WorkerSpec] = {}
         """Of each slot, as it was placed last."""
         self.homes: list[tuple[str, str]] = []
@@ -111,9 +112,6 @@ class JobsFleet(ScriptedFleet):
         there = self.live_on(spec.node)
         held_bytes = sum(self.specs[slot].budget_bytes for slot in there)
         assert held_bytes <= max(spec.card_budget_bytes, spec.budget_bytes), there
-
-    def _job(self, slot: str) -> Job:
-        return self._queue.standings[slot].job
 
     def _steps_of(self, slot: str) -> int | None:
         job = self._job(slot)
@@ -216,30 +214,14 @@ class JobsFleet(ScriptedFleet):
 
 
 class NotedStore(RunStore):
-    """Notes the records that have led to what is stored, also of heads before."""
+    """Notes how jobs stood each time that this was stored, also by heads before."""
 
-    history: list[Record]
-
-    def note(self, queue: Queue, history: list[Record]) -> None:
-        self.history, self._new, self._taken = history, list[Record](), list[Record]()
-        apply = queue.apply
-
-        def noted(record: Record) -> None:
-            apply(record)
-            self._new.append(record)
-
-        queue.apply = noted  # type: ignore[method-assign]
-
-    def queue(self, queue: Queue) -> None:
-        super().queue(queue)
-        self._taken += self._new
-        self._new.clear()
+    history: list[Mapping[str, Standing]]
 
     def commit(self, patience_s: float = 0.1) -> bool:
         is_stored = super().commit(patience_s)
-        if is_stored:
-            self.history += self._taken
-            self._taken.clear()
+        if is_stored and self._queue is not None:
+            self.history.append(self._queue.standings)
         return is_stored
 
 
@@ -253,7 +235,7 @@ class JobsRun(HeadScene):
         self,
         folder: Path,
         *jobs: Job,
-        history: list[Record] | None = None,
+        history: list[Mapping[str, Standing]] | None = None,
         clock: VirtualClock | None = None,
         absent: Sequence[str] = (),
         stays: bool = False,
@@ -271,13 +253,12 @@ class JobsRun(HeadScene):
         super().__init__(folder, config, clock or VirtualClock(), past)
         self.queue_folder.mkdir(mode=0o700, exist_ok=True)
         queue = queue_of(folder)
-        self.store.note(queue, [] if history is None else history)
-        for job in jobs:
-            if job.name not in queue.standings:
-                queue.apply(Submitted(at_s=self.began_unix_s, job=job))
+        self.store.history = [] if history is None else history
+        submitted = (Submitted(at_s=self.began_unix_s, job=job) for job in jobs)
+        queue = queue.with_submitted(submitted)
         self.store.queue(queue)
         self.store.commit()
-        self.fleet = JobsFleet(self.clock, queue)
+        self.fleet = JobsFleet(self.clock, lambda job: self.dispatcher.queue.standings[job].job)
         for name in NODES:
             if name not in absent:
                 self.fleet.join(name)
@@ -359,7 +340,7 @@ class JobsRun(HeadScene):
             self.supervisor._slots,
             self.supervisor._plans,
             ("pc1", "pc2"),
-            queued=self.supervisor._slots.keys() - self.dispatcher.at_work(),
+            queued=self.dispatcher.rests(),
         )
         for name, event in events:
             self.supervisor._feed(name, event)
@@ -373,15 +354,21 @@ class JobsRun(HeadScene):
     # What is seen
 
     def standing(self, name: str) -> Standing:
-        return self.dispatcher.queue.shown(name)
+        return self.dispatcher.queue.standings[name]
+
+    def shown(self, name: str) -> Standing:
+        """Return how a job stands as viewers see it: with why it waits."""
+        snapshot = queue_snapshot(self.folder, (), self.clock.unix_s())
+        assert snapshot is not None
+        return next(each for each in snapshot.standings if each.job.name == name)
 
     def standings(self) -> dict[str, Standing]:
         """Return how the jobs stand, by what is stored alone."""
         return dict(queue_of(self.folder).standings)
 
-    def records(self, kind: type[Record]) -> list[Any]:
-        """Return the records of a kind, of all heads, whose effects are stored."""
-        return [record for record in self.store.history if isinstance(record, kind)]
+    def begun(self) -> list[str]:
+        """Return the jobs whose attempts have begun, in their order."""
+        return [event["job"] for event in self.events("job_attempt_begun")]
 
 
 class JobsMaker:
@@ -390,7 +377,7 @@ class JobsMaker:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.runs: list[JobsRun] = []
-        self.history: list[Record] = []
+        self.history: list[Mapping[str, Standing]] = []
 
     def __call__(self, *jobs: Job, **settings: Any) -> JobsRun:
         self.runs.append(JobsRun(self.folder, *jobs, history=self.history, **settings))
@@ -408,17 +395,15 @@ def short(name: str, steps: int = 100, **more: Any) -> Job:
 
 def check_ends(run: JobsRun) -> None:
     """Each job was done once, each training by its steps in their order, and never two on a card."""
-    done = [ended.job for ended in run.records(AttemptEnded) if ended.cause is Cause.DONE]
     standings = run.standings()
-    assert sorted(done) == sorted(standings)
     for name, standing in standings.items():
         assert standing.state is JobState.DONE, standing
         if standing.job.steps is not None and standing.job.command is None:
             assert standing.sha256 == hash_after(name, standing.job.steps)
-    on_card: dict[str, str] = {}
-    for record in run.records((AttemptBegun, AttemptEnded)):  # type: ignore[arg-type]
-        if isinstance(record, AttemptBegun):
-            assert record.card not in on_card.values(), record
-            on_card[record.job] = record.card
-        else:
-            del on_card[record.job]
+    done = Counter[str]()
+    for before, after in pairwise(run.store.history):
+        on_card = [standing.card for standing in after.values() if standing.state in ON_CARD]
+        assert len(set(on_card)) == len(on_card), on_card
+        for name, was in before.items():
+            done[name] += was.state in ON_CARD and after[name].state in _WORK_DONE
+    assert done == dict.fromkeys(standings, 1)

@@ -34,6 +34,7 @@ def test_a_training_is_done_once_its_files_are_there(new_jobs: JobsMaker) -> Non
     place = blocked(run, "one")
     run.until_state("one", JobState.SAVING)
     run.until_state("two", JobState.RUNNING)  # on the card that the first has given back
+    run.until(run.clock.now_s - run.fleet.began_s + 1.0)
     assert str(place) in run.standing("one").reason
     assert any(str(place) in notice for notice in run.supervisor.snapshot().notices)
     run.until_state("two", JobState.DONE)

@@ -11,21 +11,17 @@ import pytest
 
 from orchestrator.control.queue import put
 from orchestrator.core.user_commands import CommandRefusedError, Do
-from orchestrator.jobs.lifecycle import IllegalRecordError
+from orchestrator.jobs import places
+from orchestrator.jobs.lifecycle import IllegalMoveError
 from orchestrator.jobs.model import (
-    AttemptBegun,
-    AttemptEnded,
-    AttemptRecalled,
-    Cause,
     JobOrder,
     JobState,
-    MilestoneReached,
     Milestones,
     QueueHeld,
-    SettingsChosen,
     Submitted,
     UserOrder,
 )
+from orchestrator.jobs.places import Place, Plan
 from orchestrator.jobs.queue import COMMAND_LEASE_S
 from orchestrator.jobs.spec import parse
 from orchestrator.jobs.sweep import expand
@@ -35,7 +31,7 @@ from orchestrator.record.command_file import any_waits
 from tests.factories import CPU, MEMORY, REFERENCE
 from tests.jobs.scene import command
 from tests.run.jobs_scene import HeadDiesError, JobsMaker, check_ends, hash_after, short
-from workers.messages import Ending, Verdict, VerdictCause, WorkerState
+from workers.messages import Cause, Ending, Verdict, WorkerState
 from workers.units import GIB, MIB
 
 
@@ -73,7 +69,7 @@ def test_a_follower_comes_after_and_a_failed_one_skips_it(new_jobs: JobsMaker) -
     run.fleet.endings["bad"] = [Ending(exit_code=2, text="ValueError: no")]
     standings = run.finish()
     assert standings["eval"].state is JobState.DONE
-    ends = [ended.job for ended in run.records(AttemptEnded)]
+    ends = [ended["job"] for ended in run.events("job_attempt_ended")]
     assert ends.index("lr-0.1") < ends.index("eval")
     assert standings["bad"].state is JobState.FAILED
     assert standings["never"].state is JobState.SKIPPED
@@ -125,7 +121,7 @@ def test_a_node_that_is_back_in_time_keeps_its_job(new_jobs: JobsMaker) -> None:
     run.fleet.at(27.0, lambda: run.fleet.join("pc1"))
     run.finish()
     check_ends(run)
-    assert len(run.records(AttemptBegun)) == 1
+    assert run.begun() == ["one"]
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -160,7 +156,7 @@ def test_eight_hours_without_a_head_are_not_worked_nor_waited(new_jobs: JobsMake
     run = new_jobs.next_head(run, *jobs, urgent)
     run.finish()
     check_ends(run)
-    assert [record.job for record in run.records(AttemptBegun)] == ["first", "urgent", "old"]
+    assert run.begun() == ["first", "urgent", "old"]
     assert run.standings()["first"].ran_s < 60.0
 
 
@@ -218,14 +214,13 @@ def test_without_room_a_training_goes_to_the_larger_card(new_jobs: JobsMaker) ->
     starved = {"verdict": Verdict.OK, "state": WorkerState.PARKED, "steps_ok": 0}
     run.fleet.kinds_of_report["big"] = lambda node: starved if node == "pc2" else {}
     run.until(14.0)
-    assert run.fleet.homes[-1] == ("big", "pc2")
+    assert dict(run.fleet.homes)["big"] == "pc2"
     run.finish()
     check_ends(run)
-    recall = next(record for record in run.records(AttemptRecalled) if record.job == "big")
-    assert recall.to is JobState.QUEUED
-    assert "not even its smallest step fits" in recall.reason
-    began = next(each for each in run.records(AttemptBegun) if each.job == "big")
-    assert recall.at_s - began.at_s > 15.0
+    recall = run.events("job_attempt_recalled", job="big")[0]
+    assert recall["to"] == "QUEUED"
+    assert "not even its smallest step fits" in recall["reason"]
+    assert recall["at_s"] - run.events("job_attempt_begun", job="big")[0]["at_s"] > 15.0
     assert run.fleet.homes[-1] == ("big", "pc1")
 
 
@@ -280,9 +275,10 @@ def test_a_game_on_a_card_ends_no_job(new_jobs: JobsMaker, opens: bool) -> None:
     assert run.standing("tool").reason.endswith("other programs hold 20.0 GiB of pc1")
     run.until_state("a", JobState.PARKED, JobState.DONE, within_s=400.0)
     assert run.standing("a").state is JobState.PARKED
-    assert "other programs" in run.standing("b").reason
+    run.until(run.clock.now_s - run.fleet.began_s + 6.0)
+    assert "other programs" in run.shown("b").reason
     assert run.standing("other").state is JobState.DONE
-    assert len(run.records(AttemptBegun)) <= 4, "the card is left alone for a while"
+    assert len(run.begun()) <= 4, "the card is left alone for a while"
     plays = False
     del run.fleet.kinds_of_report["a"], run.fleet.kinds_of_report["b"]
     assert {each.state for each in run.finish().values()} == {JobState.DONE}
@@ -324,7 +320,7 @@ def test_what_raises_in_words_of_the_head_is_tried_again(
         "step": {"errors_in_a_row": 99, "reason": f"the workload failed: {words}"},
         "constructor": {
             "verdict": Verdict.INCOMPATIBLE,
-            "verdict_cause": VerdictCause.EXCEPTION,
+            "verdict_cause": Cause.EXCEPTION,
             "reason": f"one: cannot start: ConnectionError: {words}",
         },
     }
@@ -332,11 +328,11 @@ def test_what_raises_in_words_of_the_head_is_tried_again(
         run.fleet.endings["one"] = [Ending(exit_code=1, text=error), Ending(exit_code=0)]
     else:
         run.fleet.kinds_of_report["one"] = lambda _: (
-            {"error": error, "steps_ok": 0, **ways[how]} if not run.records(AttemptEnded) else {}
+            {} if run.events("job_attempt_ended") else {"error": error, "steps_ok": 0, **ways[how]}
         )
     assert run.finish()["one"].state is JobState.DONE
-    first, last = (ended for ended in run.records(AttemptEnded) if ended.job == "one")
-    assert (first.cause, last.cause) == (Cause.EXCEPTION, Cause.DONE)
+    ends = [event["cause"] for event in run.events("job_attempt_ended", job="one")]
+    assert ends == ["exception", "done"]
 
 
 OPTUNA = """\
@@ -354,9 +350,9 @@ def test_of_a_member_that_is_asked_for_memory_is_predicted(new_jobs: JobsMaker) 
     jobs = expand(parse(OPTUNA, "hp.yaml", REFERENCE))
     put(run.queue_folder, [Submitted(at_s=0.0, job=job) for job in jobs])
     run.until(2.0)
-    found = [record.least_bytes for record in run.records(SettingsChosen)]
+    found = [event["least_bytes"] for event in run.events("job_settings_chosen")]
     assert len(found) == 2
-    assert all(least_bytes is not None and least_bytes > 10 * MIB for least_bytes in found)
+    assert all(least_bytes > 10 * MIB for least_bytes in found)
 
 
 def test_a_sweep_that_cannot_be_asked_keeps_no_run_going(
@@ -388,7 +384,7 @@ def test_what_cannot_be_is_refused_before_it_is_written(new_jobs: JobsMaker) -> 
     again = new_jobs.next_head(run, stays=True)
     again.until(5.0)
     assert {one.state for one in again.standings().values()} == {JobState.HELD}
-    assert len(again.records(UserOrder)) == 2
+    assert len(again.events("job_user_order")) == 2
 
 
 def test_a_message_seen_twice_is_obeyed_once(new_jobs: JobsMaker) -> None:
@@ -396,14 +392,14 @@ def test_a_message_seen_twice_is_obeyed_once(new_jobs: JobsMaker) -> None:
     run.dispatcher._incoming.remove = lambda _: None  # type: ignore[method-assign]
     put(run.queue_folder, [QueueHeld(at_s=1.0, reason="ann holds it", id="once")])
     run.until(1.0)
-    assert run.dispatcher.queue.held == "ann holds it"
+    assert run.dispatcher.queue.facts.held == "ann holds it"
     put(run.queue_folder, [QueueHeld(at_s=1.0, reason=None, id="then")])
     run.until(2.0)
-    assert run.dispatcher.queue.held is None
+    assert run.dispatcher.queue.facts.held is None
     run.die()
     again = new_jobs.next_head(run, stays=True)
     again.until(5.0)
-    assert again.dispatcher.queue.held is None
+    assert again.dispatcher.queue.facts.held is None
     assert not any_waits(run.queue_folder)
 
 
@@ -432,7 +428,7 @@ def test_a_card_that_fails_all_jobs_is_left_alone(new_jobs: JobsMaker) -> None:
     assert any("pc1 gets no job: 2 attempts" in line for line in run.supervisor.snapshot().notices)
     run.finish()
     check_ends(run)
-    assert [record.card for record in run.records(AttemptBegun)].count("pc1") == 2
+    assert len(run.events("job_attempt_begun", card="pc1")) == 2
 
 
 def test_after_ctrl_c_everything_is_saved_and_goes_on(new_jobs: JobsMaker) -> None:
@@ -486,23 +482,25 @@ def test_an_end_that_cannot_be_stored_ends_no_run(
     )
     run.until(120.0)
     assert run.standing("one").state is JobState.DONE
-    assert run.standings()["one"].state is JobState.RUNNING
+    assert run.standings()["one"].state is JobState.SAVING
     assert (run.folder / "states" / "one.pt").exists(), "its state is removed after that"
     monkeypatch.undo()
     run.finish()
     check_ends(run)
 
 
-def test_a_record_that_cannot_be_stops_no_later_head(
+def test_a_decision_that_cannot_be_stops_no_later_head(
     new_jobs: JobsMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A defect of the queue is planted: it ends an attempt that never began."""
+    """A defect is planted: a job begins twice."""
     run = new_jobs(short("one"), short("two"))
-    wrong = AttemptEnded(at_s=0.0, job="two", attempt=1)
-    monkeypatch.setattr(run.dispatcher.queue, "next_records", lambda _: (wrong,))
-    with pytest.raises(IllegalRecordError, match="two: AttemptEnded cannot be"):
+    twice = (Place(job="two", card="pc1", budget_bytes=1),) * 2
+    wrong = Plan(starts=twice, recalls={}, reasons={}, expected_start_s={})
+    monkeypatch.setattr(places, "plan", lambda *_: wrong)
+    with pytest.raises(IllegalMoveError, match="two: job_attempt_begun cannot be from RUNNING"):
         run.until(5.0)
     run.die()
+    monkeypatch.undo()
     assert run.standings()["two"].state is JobState.QUEUED, "what was not checked is not stored"
     run = new_jobs.next_head(run)
     run.finish()
@@ -529,7 +527,7 @@ def test_at_a_milestone_others_get_the_card(new_jobs: JobsMaker) -> None:
     ends = Counter(each.state for each in standings.values())
     assert set(ends) == {JobState.DONE, JobState.STOPPED}
     assert ends[JobState.STOPPED] >= 5
-    assert len(run.records(MilestoneReached)) >= 9
+    assert len(run.events("job_milestone_reached")) >= 9
     assert not list((run.folder / "states").glob("*.pt")), "they are needed no more"
 
 
@@ -538,7 +536,7 @@ def test_three_that_fail_alike_hold_the_queue(new_jobs: JobsMaker) -> None:
     for n in range(6):
         run.fleet.endings[f"job{n}"] = [Ending(exit_code=1, text="FileNotFoundError: data")]
     run.until(60.0)
-    assert len(run.records(QueueHeld)) == 1
+    assert len(run.events("job_queue_held")) == 1
     assert any("queue is held" in notice for notice in run.supervisor.snapshot().notices)
     assert sum(run.fleet.starts.values()) <= 4
 

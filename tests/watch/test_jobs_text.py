@@ -8,14 +8,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.jobs.codec import event_of
-from orchestrator.jobs.model import (
-    AttemptBegun,
-    AttemptEnded,
-    Cause,
-    Milestones,
-    Record,
-)
+from orchestrator.jobs.model import Milestones
 from orchestrator.record.events import StoredEvent
 from orchestrator.record.jobs import QueueSnapshot
 from orchestrator.view import jobs as view
@@ -125,7 +118,8 @@ def test_a_job_of_unknown_length_takes_as_long_as_those_that_tell_theirs() -> No
     """What is done was short. Two share a card and have no speed of their own."""
     short = make_standing("first", "DONE", ran_s=20.0)
     there = [make_standing(name, "RUNNING", last_card="pc1", step=200) for name in ("a", "b")]
-    queue = queue_of(short, *there, make_standing("c"), etas_s={"a": 400.0, "b": 400.0})
+    rows = {name: make_row(slot=name, progress=Progress(eta_s=400.0)) for name in ("a", "b")}
+    queue = queue_of(short, *there, make_standing("c"), rows=rows)
     assert queue_object(queue)["queue_eta_s"] == pytest.approx((400 + 400 + 400) / 2)
 
 
@@ -140,25 +134,15 @@ def test_the_line_of_a_held_queue_says_why() -> None:
     assert line == "1 running; the queue is held: the disk is full"
 
 
-def events_of(*records: Record) -> list[StoredEvent]:
-    """Return the events by which the head tells of records."""
-    told = enumerate(map(event_of, records))
-    return [
-        StoredEvent(number=number, at="", event=event, slot=slot, details=details)
-        for number, (event, slot, details) in told
-    ]
-
-
 def test_a_job_in_full_tells_its_attempts() -> None:
-    records = [
-        AttemptBegun(
-            at_s=NOW_S, job="lr-0", attempt=1, card="pc1", budget_bytes=9 * 2**30, alone=True
-        ),
-        AttemptEnded(
-            at_s=NOW_S, job="lr-0", attempt=1, cause=Cause.OUT_OF_MEMORY, text="no room", step=12
-        ),
+    begun = {"attempt": 1, "card": "pc1", "budget_bytes": 9 * 2**30, "alone": True}
+    ended = {"attempt": 1, "cause": "out of memory", "text": "no room", "step": 12}
+    told = {"job_attempt_begun": begun, "job_attempt_ended": ended}
+    events = [
+        StoredEvent(number=number, at="", event=name, slot="lr-0", details=details)
+        for number, (name, details) in enumerate(told.items())
     ]
-    lines = view.job_lines(TRAINED, events_of(*records), queue_of(TRAINED))
+    lines = view.job_lines(TRAINED, events, queue_of(TRAINED))
     happened = lines[lines.index("what happened") + 1 :]
     assert [line.strip().split("  ")[1] for line in happened] == [
         "attempt begun: attempt 1, card pc1, budget 9216 MiB, alone yes",

@@ -18,7 +18,6 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from orchestrator.jobs.model import Submitted
 from orchestrator.record.jobs import QUEUE_NAME
 from orchestrator.record.model import STATES_WORST_FIRST, Row
 from orchestrator.record.store import STORE_NAME, RunFacts, RunStore
@@ -29,9 +28,9 @@ from tests.factories import (
     GIB,
     add_event,
     event,
-    make_job,
     make_row,
     make_snapshot,
+    make_standing,
     record,
     store_queue,
 )
@@ -122,7 +121,7 @@ def make_run(folder: Path, slots: int = 10, seconds: int = SECONDS) -> RunStore:
 
 def with_queue(folder: Path, *names: str) -> Path:
     """Give the folder of a run a queue of jobs."""
-    store_queue(folder / QUEUE_NAME, *(Submitted(at_s=0.0, job=make_job(name)) for name in names))
+    store_queue(folder / QUEUE_NAME, *map(make_standing, names))
     return folder
 
 

@@ -30,7 +30,7 @@ import psutil
 import torch
 
 from workers.devices.base import EmergencyProduct, threads_for
-from workers.messages import DeviceInfo, IncompatibleError, MemoryInfo, VerdictCause
+from workers.messages import Cause, DeviceInfo, IncompatibleError, MemoryInfo
 from workers.settings import WorkerSpec
 from workers.units import MIB
 
@@ -227,7 +227,7 @@ class CpuDevice:
                 f"{self.most_bytes / MIB:.1f} MiB, under the floor of {floor_bytes / MIB:.1f} "
                 "MiB; raise "
                 f"nodes.{spec.node}.vram_per_worker_gib (or the scale), or lower memory.floor_mib",
-                cause=VerdictCause.NO_ROOM,
+                cause=Cause.OUT_OF_MEMORY,
             )
         self._peak_bytes = 0
         self._keeps = self._has_kept = False

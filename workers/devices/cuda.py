@@ -21,7 +21,7 @@ import torch
 
 from workers.devices.base import EmergencyProduct, alone_on, threads_for
 from workers.host import mps
-from workers.messages import DeviceInfo, IncompatibleError, MemoryInfo, VerdictCause
+from workers.messages import Cause, DeviceInfo, IncompatibleError, MemoryInfo
 from workers.nvml import queries
 from workers.settings import ASSUMED_CONTEXT_BYTES, WorkerSpec
 from workers.training.precision import allow_tf32
@@ -70,7 +70,7 @@ class CudaDevice:
                 f"{socket.gethostname()} "
                 f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r}); "
                 f"{_why_no_card()}",
-                cause=VerdictCause.NO_DEVICE,
+                cause=Cause.DRIVER,
             )
         self.torch_device = torch.device("cuda", 0)
         card = queries.visible_card()
@@ -100,7 +100,7 @@ class CudaDevice:
                 f"{spec.memory.floor_bytes / MIB:.0f} MiB; raise "
                 f"nodes.{spec.node}.vram_per_worker_gib or start "
                 f"fewer workers",
-                cause=VerdictCause.NO_ROOM,
+                cause=Cause.OUT_OF_MEMORY,
             )
         self._set_cap(cap_bytes)
         self._peak_bytes = 0

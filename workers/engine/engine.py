@@ -23,6 +23,7 @@ from workers.engine.session import Session, open_session
 from workers.messages import (
     STARVED,
     Begin,
+    Cause,
     ContextCorruptedError,
     IncompatibleError,
     MemoryInfo,
@@ -30,7 +31,6 @@ from workers.messages import (
     Progress,
     Status,
     Verdict,
-    VerdictCause,
     WorkerState,
 )
 from workers.oom import Failure
@@ -55,7 +55,7 @@ class Engine:
         self._parts: Parts | None = None
         self._account = Account(slot=spec.slot)
         self._verdict = Verdict.OK
-        self._cause: VerdictCause | None = None
+        self._cause: Cause | None = None
         self._is_held = False
         self._saves = 0
         """`Orders.saves` that it has taken in."""
@@ -254,7 +254,7 @@ class Engine:
     def _give_up(self, reason: str) -> None:
         is_own = oom.is_of_program(reason)
         self._verdict = Verdict.CONTEXT_CORRUPTED
-        self._cause = VerdictCause.EXCEPTION if is_own else VerdictCause.DEVICE
+        self._cause = Cause.EXCEPTION if is_own else Cause.DRIVER
         account = self._account
         account.settle(WorkerState.STOPPED, f"the device no longer answers this process: {reason}")
         account.event("poisoned", reason=reason)

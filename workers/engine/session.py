@@ -24,11 +24,11 @@ from workers.host import mps
 from workers.learned_limits import choose, default_path, settings_hash, workload_fingerprint
 from workers.messages import (
     Begin,
+    Cause,
     ContextCorruptedError,
     IncompatibleError,
     ResumeState,
     StepCounts,
-    VerdictCause,
     WorkerState,
 )
 from workers.oom import Failure
@@ -123,7 +123,7 @@ def _make_workload(
         f"the cap is {device.most_bytes / MIB:.0f} MiB; allocate in `step` what its size decides, "
         "or raise "
         f"nodes.{spec.node}.vram_per_worker_gib",
-        cause=VerdictCause.NO_ROOM,
+        cause=Cause.OUT_OF_MEMORY,
     )
 
 
@@ -131,7 +131,7 @@ def _become_mps_client(spec: WorkerSpec) -> None:
     """Set what CUDA reads when it starts; `IncompatibleError` if no daemon runs here."""
     problem = mps.missing_daemon()
     if problem is not None:
-        raise IncompatibleError(f"{spec.slot}: {problem}", cause=VerdictCause.NO_DEVICE)
+        raise IncompatibleError(f"{spec.slot}: {problem}", cause=Cause.DRIVER)
     os.environ.update(mps.client_variables(spec.thread_share, spec.budget_bytes))
 
 
@@ -181,9 +181,7 @@ def open_session(spec: WorkerSpec, begin: Begin, incarnation: int, account: Acco
         account.error = oom.traceback_text(error)
     if failure is not None:
         if failure.kind is FailureKind.OTHER:
-            raise IncompatibleError(
-                f"{spec.slot}: cannot start: {text}", cause=VerdictCause.EXCEPTION
-            )
+            raise IncompatibleError(f"{spec.slot}: cannot start: {text}", cause=Cause.EXCEPTION)
         if failure.kind is not FailureKind.CONTEXT_CORRUPTED:
             # tells the head that the card is full, and not that it is broken
             account.counts += StepCounts(oom_count=1)

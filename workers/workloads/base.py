@@ -19,7 +19,7 @@ from typing import Final
 import torch
 
 from workers.elastic.loop import Loop
-from workers.messages import IncompatibleError, Progress, VerdictCause
+from workers.messages import Cause, IncompatibleError, Progress
 from workers.policy.base import Run, Stages
 from workers.settings import MemorySettings, Scalar
 from workers.verification.check import Check
@@ -263,7 +263,7 @@ def find_workload(name: str) -> type[Workload]:
             f"workload {name!r} cannot be loaded on this machine: {type(error).__name__}: "
             f"{error}; install it here, "
             f"or start from the folder that holds {module_name.split('.')[0]}.py",
-            cause=VerdictCause.NO_CODE,
+            cause=Cause.BAD_CONFIG,
         ) from error
     if not (isinstance(found, type) and issubclass(found, Workload)):
         raise IncompatibleError(

@@ -24,7 +24,7 @@ from pydantic import ValidationError
 from workers import oom
 from workers.elastic.loop import Loop
 from workers.hf.folder import load_code
-from workers.messages import BadInputError, IncompatibleError, Progress, VerdictCause
+from workers.messages import BadInputError, Cause, IncompatibleError, Progress
 from workers.policy.base import Run, Stages
 from workers.settings import FailureKind, Scalar
 from workers.training import earlier
@@ -153,7 +153,7 @@ class Train(Workload):
                 is_done = loop.run(partial(self._part, loop))
             except NotFiniteError as error:
                 why = f"{self.context.slot}: {error}; {self._last_good()}"
-                raise IncompatibleError(why, cause=VerdictCause.NAN_LOSS) from error
+                raise IncompatibleError(why, cause=Cause.NAN_LOSS) from error
             except TrainingError as error:
                 raise self._incompatible(error) from error
             trainer = self._trained
@@ -292,7 +292,7 @@ class Train(Workload):
 
     def _incompatible(self, error: Exception) -> BadInputError:
         is_code = isinstance(error, NotLoadedError)
-        cause = VerdictCause.NO_CODE if is_code else VerdictCause.OTHER
+        cause = Cause.BAD_CONFIG if is_code else Cause.EXCEPTION
         return BadInputError(f"{self.context.slot}: {error}", cause=cause)
 
     @property

@@ -1,19 +1,16 @@
-"""Values of a queue as JSON and back: rows that are stored, and events.
+"""Dataclasses as JSON and back: the rows that are stored.
 
 What is read back may come from anywhere: it is a value of its type, or a `ValueError`. Does not say
-where the text is kept (`record/store.py`), nor what users send (`control/queue.py`).
+where the text is kept (`store.py`), nor what users send (`control/queue.py`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from functools import cache
 from typing import Any, TypeVar, cast
 
 from pydantic import TypeAdapter
-
-from orchestrator.jobs.model import Record, Submitted
 
 _Value = TypeVar("_Value")
 
@@ -41,19 +38,3 @@ def from_json(kind: type[_Value], text: str) -> _Value:
     """
     adapter: TypeAdapter[_Value] = _adapter(cast("Any", kind))
     return adapter.validate_python(json.loads(text))
-
-
-def event_of(record: Record) -> tuple[str, str | None, Mapping[str, Any]]:
-    """Return how a record is told of in the event log: the event, the slot, and the details."""
-    kind: Any = type(record)
-    fields: dict[str, Any] = _adapter(kind).dump_python(record, mode="json")
-    details = {key: value for key, value in fields.items() if value is not None}
-    if isinstance(record, Submitted):
-        details["job"] = record.job.name
-    return event_name(kind), details.get("job"), details
-
-
-def event_name(kind: type[Record]) -> str:
-    """Return the event of a kind of record, such as `job_attempt_ended`."""
-    words = "".join(f"_{each.lower()}" if each.isupper() else each for each in kind.__name__)
-    return f"job{words}"
