@@ -8,11 +8,13 @@ without waiting, and is not read. Does not cover what the text means.
 from __future__ import annotations
 
 import errno
+import glob
 import os
+import shutil
 import stat
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, Final
 
@@ -78,6 +80,44 @@ def replace_whole(path: Path, text: str) -> None:
     except BaseException:
         fresh.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def made_whole(to: Path) -> Iterator[Path]:
+    """Give a name beside `to` for a file or a folder of files, and give what is made there the name
+    `to` once it is on the disk. However this ends, there is no half of it under that name.
+
+    What processes that were killed have left beside it is removed. One writer at a time.
+
+    Raises:
+        OSError: It cannot be written, or there is a full folder of that name.
+    """
+    remove_halves(to)
+    fresh = to.with_name(f"{to.name}.{os.getpid()}.new")
+    try:
+        yield fresh
+        for place in (*(fresh.iterdir() if fresh.is_dir() else ()), fresh):
+            flush(place)
+        fresh.rename(to)
+    except BaseException:
+        _remove(fresh)
+        raise
+    flush(to.parent)
+
+
+def remove_halves(to: Path) -> None:
+    """Remove what processes that were killed in `made_whole` have left, as far as possible."""
+    for left in to.parent.glob(f"{glob.escape(to.name)}.*.new"):
+        process = left.name.split(".")[-2]
+        if process == str(os.getpid()) or not Path("/proc", process).exists():
+            _remove(left)
+
+
+def _remove(place: Path) -> None:
+    if place.is_dir():
+        shutil.rmtree(place, ignore_errors=True)
+    with suppress(OSError):
+        place.unlink()
 
 
 def flush(place: Path) -> None:

@@ -49,8 +49,7 @@ begins = [(0, Path(name)) for name in sys.argv[1:]] or [(0, None), (1, None), (2
 for seed, earlier in begins:
     trainer = Trainer(find_task(settings, seed), settings, torch.device("cpu"), seed)
     if earlier is not None:
-        trainer.earlier = earlier
-        trainer.rollback(None)
+        trainer.begin_with(earlier)
     while not trainer.finished:
         trainer.micro_batch(4)
     print(trainer.weights_sha256())

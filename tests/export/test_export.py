@@ -15,7 +15,8 @@ import transformers
 from tests.export.scene import adapted, gap, loaded, logits_of, trained
 from tests.hf.folders import make_folder
 from tests.scene import python
-from workers.hf.export import Request, export, write_whole
+from workers.files import made_whole
+from workers.hf.export import Request, export
 from workers.training.checkpoints import RefusedError
 from workers.training.settings import TrainSettings
 from workers.training.trainer import Trainer
@@ -182,28 +183,33 @@ def test_a_damaged_checkpoint_is_told_and_the_other_one_is_used(tmp_path: Path) 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from workers.hf.export import write_whole
+from workers.files import made_whole
 
-def fill(folder):
+with made_whole(Path(sys.argv[1])) as folder:
+    folder.mkdir()
     (folder / "config.json").write_text("{}")
     os.kill(os.getpid(), signal.SIGKILL)
-
-write_whole(Path(sys.argv[1]), fill)
 """
 
 
+def fill(to: Path, name: str) -> None:
+    with made_whole(to) as folder:
+        folder.mkdir()
+        (folder / name).write_text("12")
+
+
 def test_what_a_killed_export_leaves_goes_with_the_next(tmp_path: Path) -> None:
-    to = tmp_path / "deep" / "out"
+    to = tmp_path / "out"
     assert python("-c", KILLED, str(to)).returncode == -signal.SIGKILL
-    (left,) = to.parent.iterdir()
-    assert left.name.startswith(".out.")
-    assert write_whole(to, lambda folder: (folder / "a").write_text("12")) == 2
-    assert list(to.parent.iterdir()) == [to]
+    (left,) = tmp_path.iterdir()
+    assert left.name.endswith(".new")
+    fill(to, "a")
+    assert list(tmp_path.iterdir()) == [to]
 
 
 def test_only_a_new_or_empty_folder_is_written(tmp_path: Path) -> None:
     tmp_path.joinpath("empty").mkdir()
-    write_whole(tmp_path / "empty", lambda folder: (folder / "a").write_text("1"))
+    fill(tmp_path / "empty", "a")
     with pytest.raises(OSError, match="not empty"):
-        write_whole(tmp_path / "empty", lambda folder: (folder / "b").write_text("2"))
+        fill(tmp_path / "empty", "b")
     assert [path.name for path in tmp_path.rglob("*")] == ["empty", "a"]

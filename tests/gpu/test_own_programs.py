@@ -136,7 +136,7 @@ def trained(folder: str, data: str, keys: Found) -> Found:
     counter = FlopCounterMode(display=False)
     # Plain products, which torch itself counts.
     with sdpa_kernel(SDPBackend.MATH), counter:
-        run._accumulator.backward(run._loss(0, 1, 0, settings.precision), 1.0, lambda *_: None)
+        run._accumulator.backward(run._loss_of_one(level=0), 1.0, lambda *_: None)
     peaks = []
     while not run.finished:
         torch.cuda.reset_peak_memory_stats()

@@ -353,7 +353,8 @@ def binary(course: Course) -> None:
 
 @feature(
     0.08,
-    without="sum-and-count sum-of-real sum-of-weighted sum-alone count-ignored decay-term-of-sum",
+    without="sum-and-count sum-of-real sum-of-mask sum-of-weighted sum-alone count-ignored "
+    "decay-term-of-sum",
 )
 def decay_term(course: Course) -> None:
     course.terms.append(

@@ -41,6 +41,14 @@ def settings(**keys: object) -> TrainSettings:
     return TrainSettings(**(small | keys))
 
 
+class Told(list[tuple[str, dict[str, Any]]]):
+    """The events that something tells."""
+
+    def __call__(self, name: str, **figures: Any) -> None:
+        """Take note of one."""
+        self.append((name, figures))
+
+
 class Dots(Samples):
     """A hundred grey pictures with some bright dots, and their places; the noise has an epoch."""
 
@@ -92,10 +100,10 @@ def task(kind: str, dropout: float = 0.1, **shape: Any) -> TrainTask:
     )
 
 
-def trainer(kind: str = GPT, seed: int = 7, **keys: object) -> Trainer:
+def trainer(kind: str = GPT, seed: int = 7, told: Told | None = None, **keys: object) -> Trainer:
     """Return a training of `task(kind)`."""
     chosen = settings(**keys)
-    return Trainer(task(kind, chosen.dropout), chosen, CPU, seed)
+    return Trainer(task(kind, chosen.dropout), chosen, CPU, seed, Told() if told is None else told)
 
 
 def replay(run: Trainer, splits: list[list[int]]) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from tests.training.scene import CPU, gap, settings, train, trainer
+from tests.training.scene import CPU, Told, gap, settings, train, trainer
 from workers.training.errors import TaskError
 from workers.training.model_levers import Compiling
 from workers.training.settings import TrainSettings
@@ -35,9 +35,10 @@ def _nothing_compiled() -> Iterator[None]:
 
 def test_the_blocks_are_one_graph_for_all_sizes_and_levels() -> None:
     drawn = random.Random(5)  # noqa: S311 - repeatable
+    told = Told()
     plain, compiled, other_seed = (
         trainer(steps=12),
-        trainer(steps=12, compile="block"),
+        trainer(steps=12, compile="block", told=told),
         trainer(steps=12, seed=8),
     )
     losses = train(plain, 12)
@@ -45,10 +46,9 @@ def test_the_blocks_are_one_graph_for_all_sizes_and_levels() -> None:
     assert 1 in limits[:12], "one sample alone is computed too, without a graph"
     again = train(compiled, iter(limits).__next__, lambda: drawn.randint(0, 2))
     assert gap(again, losses) < 0.1 * gap(train(other_seed, 12), losses)
-    ((name, figures),) = compiled.compiling.news()
+    ((name, figures),) = told
     assert (name, figures["unit"], figures["graphs"]) == ("compiled", "block", 1)
     assert figures["seconds"] > 0
-    assert compiled.compiling.news() == []
 
 
 class Stubborn(nn.Module):
@@ -68,17 +68,18 @@ class Stubborn(nn.Module):
         return result
 
 
-def compiling(model: nn.Module, backend: Any) -> tuple[Compiling, Callable[[int], Tensor]]:
-    """Return it, and what computes some rows."""
-    made = Compiling(settings(compile="model"), model, [], backend)
-    return made, lambda rows: made.run(rows, lambda: model(torch.ones(rows, 8)).sum())
+def compiling(model: nn.Module, backend: Any) -> tuple[Told, Callable[[int], Tensor]]:
+    """Return what it tells, and what computes some rows."""
+    told = Told()
+    made = Compiling(settings(compile="model"), model, [], told, backend)
+    return told, lambda rows: made.run(rows, lambda: model(torch.ones(rows, 8)).sum())
 
 
 def test_what_would_be_compiled_in_every_step_is_taken_back() -> None:
-    made, part = compiling(Stubborn(), "eager")
+    told, part = compiling(Stubborn(), "eager")
     for rows in range(2, 12):
         part(rows)
-    *compiled, (name, figures) = made.news()
+    *compiled, (name, figures) = told
     assert {each for each, _ in compiled} == {"compiled"}
     assert len(compiled) == 4
     assert name == "not_compiled"
@@ -89,9 +90,9 @@ def test_a_compiler_that_fails_costs_its_own_time_only() -> None:
     def backend(*_: object) -> None:
         raise ValueError("no such instruction")
 
-    made, part = compiling(nn.Linear(8, 1), backend)
+    told, part = compiling(nn.Linear(8, 1), backend)
     assert float(part(3)) == pytest.approx(float(part(1)) * 3)
-    ((name, figures),) = made.news()
+    ((name, figures),) = told
     assert name == "not_compiled"
     assert "no such instruction" in figures["reason"]
 
@@ -107,16 +108,16 @@ def test_a_compiler_out_of_memory_is_given_three_trials(error: Exception) -> Non
     def backend(*_: object) -> None:
         raise error
 
-    made, part = compiling(nn.Linear(8, 1), backend)
+    told, part = compiling(nn.Linear(8, 1), backend)
     for _ in range(2):
         with pytest.raises(Exception, match="out of memory"):
             part(3)
     assert float(part(3)) == pytest.approx(float(part(1)) * 3)
-    assert [name for name, _ in made.news()] == ["not_compiled"]
+    assert [name for name, _ in told] == ["not_compiled"]
 
 
 def test_a_cap_that_leaves_the_compiler_no_room_keeps_it_out() -> None:
-    made, part = compiling(nn.Linear(8, 1), "eager")
+    told, part = compiling(nn.Linear(8, 1), "eager")
     before = resource.getrlimit(resource.RLIMIT_DATA)
     now_bytes = psutil.Process().memory_info().data
     resource.setrlimit(resource.RLIMIT_DATA, (now_bytes + 100 * MIB, before[1]))
@@ -124,7 +125,7 @@ def test_a_cap_that_leaves_the_compiler_no_room_keeps_it_out() -> None:
         part(3)
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, before)
-    ((name, figures),) = made.news()
+    ((name, figures),) = told
     assert name == "not_compiled"
     assert "the compiler may take and keep 256 MiB" in figures["reason"]
 
@@ -144,4 +145,4 @@ def test_an_error_of_the_model_itself_is_not_the_compilers() -> None:
 
 def test_blocks_that_a_task_does_not_name_cannot_be_compiled() -> None:
     with pytest.raises(TaskError, match=r"set train\.compile: model"):
-        Compiling(settings(compile="block"), nn.Linear(8, 1), [])
+        Compiling(settings(compile="block"), nn.Linear(8, 1), [], Told())

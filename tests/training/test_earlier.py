@@ -36,8 +36,7 @@ def trained(weights: Path, **keys: Any) -> Trainer:
 
 def begun(weights: Path, **keys: Any) -> Trainer:
     run = trainer(GPT, seed=8, dropout=0.0, **keys)
-    run.earlier = weights
-    run.rollback(None)
+    run.begin_with(weights)
     return run
 
 
@@ -53,7 +52,7 @@ def test_step_0_has_the_weights_and_nothing_else(weights: Path, adapter: str) ->
     first = trained(weights, adapter=adapter)
     second = begun(weights, adapter=adapter)
     assert second.weights_sha256() == first.weights_sha256()
-    assert (second.step, second.redone_steps) == (0, 0)
+    assert second.step == 0
     state = second.state()
     own = [each for each in second.model.parameters() if each.requires_grad]
     assert all(map(torch.equal, state["average"], own))
@@ -86,9 +85,8 @@ def test_weights_of_another_model_are_refused(
     trained(weights, **then)
     run = trainer(**now)
     before = run.weights_sha256()
-    run.earlier = weights
     with pytest.raises(TaskError, match=words):
-        run.rollback(None)
+        run.begin_with(weights)
     assert run.weights_sha256() == before
 
 

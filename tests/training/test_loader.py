@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import resource
 import signal
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,9 @@ import torch
 from torch.utils.data import Dataset
 
 from tests.scene import vm_data_bytes, wait_for
-from tests.training.scene import CPU, replay, settings, trainer
+from tests.training.scene import CPU, Told, replay, settings, trainer
 from workers.training.errors import TaskError
-from workers.training.loader import Feed, HostShare, loader_numbers
+from workers.training.loader import Feed, loader_numbers
 from workers.training.order import samples
 from workers.training.tasks import TrainTask
 from workers.units import GIB, MIB
@@ -67,9 +66,12 @@ class NotPicklable(Hundred):
         self.held = (each for each in ())
 
 
-def feed_of(dataset: Dataset[Any], workers: int = 0, batch: int = BATCH) -> Feed:
+def feed_of(
+    dataset: Dataset[Any], workers: int = 0, batch: int = BATCH, told: Told | None = None
+) -> Feed:
     made = TrainTask(name="items", model=torch.nn.Module, dataset=dataset, loss=lambda *_: None)  # type: ignore[arg-type, return-value]
-    return Feed(made, settings(batch=batch, loader_workers=workers, prefetch=1), CPU, SEED)
+    keys = settings(batch=batch, loader_workers=workers, prefetch=1)
+    return Feed(made, keys, CPU, SEED, Told() if told is None else told)
 
 
 def taken(feed: Feed) -> torch.Tensor:
@@ -183,38 +185,34 @@ def test_a_shortage_of_pinned_memory_is_told_once(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda _: None)
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
-    feed = feed_of(Items())
+    told = Told()
+    feed = feed_of(Items(), told=told)
     feed._pin = True
     batches = [taken(feed) for _ in range(3)]
     feed.close()
     assert [key for batch in batches for key in keys(batch)] == order(0, 3 * BATCH)
-    ((name, detail),) = feed.news()
+    ((name, detail),) = told
     assert name == "unpinned"
     assert "CUDA error: out of memory" in detail["reason"]
-    assert feed.news() == []
-
-
-CARD = HostShare(cores=8, ram_bytes=16 * GIB, on_card=True)
 
 
 @pytest.mark.parametrize(
-    ("host", "asked", "expected"),
+    ("changes", "expected"),
     [
-        (CARD, {}, (7, 4)),
-        (replace(CARD, cores=32), {}, (8, 4)),
-        (replace(CARD, on_card=False), {}, (2, 4)),
-        (CARD, {"batch_bytes": 512 * MIB}, (3, 2)),
-        (replace(CARD, ram_bytes=GIB), {}, (1, 4)),
-        (CARD, {"batch_bytes": 8 * GIB}, (0, 1)),
-        (CARD, {"workers": 12, "prefetch": 64}, (12, 64)),
-        (CARD, {"prefetch": 64, "batch_bytes": 32 * MIB}, (1, 64)),
+        ({}, (7, 4)),
+        ({"cores": 32}, (8, 4)),
+        ({"on_card": False}, (2, 4)),
+        ({"batch_bytes": 512 * MIB}, (3, 2)),
+        ({"ram_bytes": GIB}, (1, 4)),
+        ({"batch_bytes": 8 * GIB}, (0, 1)),
+        ({"workers": 12, "prefetch": 64}, (12, 64)),
+        ({"prefetch": 64, "batch_bytes": 32 * MIB}, (1, 64)),
     ],
 )
-def test_processes_follow_cores_and_ram(
-    host: HostShare, asked: dict[str, Any], expected: tuple[int, int]
-) -> None:
-    keys: dict[str, Any] = {"workers": "auto", "prefetch": "auto", "batch_bytes": MIB} | asked
-    told = loader_numbers(host, **keys)
+def test_processes_follow_cores_and_ram(changes: dict[str, Any], expected: tuple[int, int]) -> None:
+    card: dict[str, Any] = {"cores": 8, "ram_bytes": 16 * GIB, "on_card": True}
+    asked: dict[str, Any] = {"workers": "auto", "prefetch": "auto", "batch_bytes": MIB}
+    told = loader_numbers(**(card | asked | changes))
     assert (told.workers, told.prefetch) == expected
 
 

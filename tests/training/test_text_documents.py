@@ -24,8 +24,7 @@ from workers.training.settings import TrainSettings
 from workers.training.tasks import TrainTask, find_task, next_token_loss
 from workers.training.text import (
     SAMPLES,
-    TextData,
-    TextDocuments,
+    TextBytes,
     TextError,
     held_out,
 )
@@ -103,17 +102,11 @@ def training(path: Path, **keys: Any) -> Trainer:
     return Trainer(find_task(wanted, 0), wanted, CPU, 0)
 
 
-@pytest.mark.parametrize("part", [MIB, 5])
 @given(files=FILES, seq=some.integers(2, 9))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 def test_pieces_are_the_lines_cut_like_windows(
-    part: int,
-    files: list[File],
-    seq: int,
-    tmp_path_factory: pytest.TempPathFactory,
-    monkeypatch: pytest.MonkeyPatch,
+    files: list[File], seq: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    monkeypatch.setattr(text_module, "_PART_BYTES", part)
     folder = tmp_path_factory.mktemp("text")
     for number, each in enumerate(files):
         (folder / f"{number}.{'jsonl' if each.json else 'txt'}").write_bytes(each.content())
@@ -121,9 +114,9 @@ def test_pieces_are_the_lines_cut_like_windows(
     pieces = [text[at : at + seq + 1] for text in documents for at in range(0, len(text) - 1, seq)]
     if not pieces:
         with pytest.raises(TextError):
-            TextDocuments(folder, seq, "lines")
+            TextBytes(folder, seq, "lines")
         return
-    data = pickle.loads(pickle.dumps(TextDocuments(folder, seq, "lines")))  # noqa: S301 - as it goes to loaders
+    data = pickle.loads(pickle.dumps(TextBytes(folder, seq, "lines")))  # noqa: S301 - as it goes to loaders
     assert tokens(data) == pieces
     assert data[0].dtype == torch.int64
     assert data.lengths(range(len(data))) == [len(each) for each in pieces]
@@ -138,9 +131,7 @@ def test_a_byte_order_mark_is_no_text(tmp_path: Path, documents: str) -> None:
     def data_of(*marks: bytes) -> Any:
         for name, mark in zip("ab", marks, strict=True):
             (tmp_path / name).write_bytes(mark + b"one line\nand a second one\n")
-        if documents == "windows":
-            return TextData(tmp_path, 5)
-        return TextDocuments(tmp_path, 5, documents)  # type: ignore[arg-type]
+        return TextBytes(tmp_path, 5, documents)  # type: ignore[arg-type]
 
     data = data_of(b"", b"")
     samples = tokens(data)
@@ -158,7 +149,7 @@ def test_each_file_is_a_document(tmp_path: Path) -> None:
     }.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(content)
-    assert tokens(TextDocuments(tmp_path, 4, "files")) == [
+    assert tokens(TextBytes(tmp_path, 4, "files")) == [
         b"abcde",
         b"efg\n",
         b'{"tex',
@@ -196,17 +187,17 @@ def test_a_line_of_json_is_not_read_without_a_bound(
     path = tmp_path / "mine.jsonl"
     path.write_text(json.dumps({"text": "a" * MIB}))
     with pytest.raises(TextError, match=r"line 1 of .*mine\.jsonl is longer than 1 MiB; divide it"):
-        TextDocuments(path, 8, "lines")
+        TextBytes(path, 8, "lines")
 
 
 def test_a_text_that_changes_before_it_is_read_is_read_anew(tmp_path: Path) -> None:
     """Also one of the same length; what was read of JSON stays, for a training at work."""
     path = tmp_path / "mine.jsonl"
     path.write_text('{"text": "one"}')
-    first = TextDocuments(path, 8, "lines")
+    first = TextBytes(path, 8, "lines")
     path.write_text('{"text": "two"}')
     os.utime(path, (1, 1))
-    second = TextDocuments(path, 8, "lines")
+    second = TextBytes(path, 8, "lines")
     assert tokens(first) == [b"one"]
     assert tokens(second) == [b"two"]
     assert first.fingerprint == second.fingerprint, "by lengths alone"
@@ -227,8 +218,8 @@ def test_a_text_is_read_once_on_a_pc(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(text_module, "objects_of", objects_of)
     with pytest.raises(MemoryError):
-        TextDocuments(path, 8, "lines")
-    whole = [tokens(TextDocuments(path, 8, "lines")) for _ in range(3)]
+        TextBytes(path, 8, "lines")
+    whole = [tokens(TextBytes(path, 8, "lines")) for _ in range(3)]
     assert len(read) == 2
     assert whole[0] == whole[1] == whole[2] != []
 
@@ -236,7 +227,7 @@ def test_a_text_is_read_once_on_a_pc(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_tokens_are_in_no_memory_that_a_cap_counts(tmp_path: Path) -> None:
     path = tmp_path / "mine.jsonl"
     path.write_text('{"text": "a document"}\n' * 9)
-    data = TextDocuments(path, 8, "lines")
+    data = TextBytes(path, 8, "lines")
     assert in_shared_memory(data._samples[0])
     assert in_shared_memory(data._samples._samples)
 
@@ -247,14 +238,14 @@ def test_tokens_that_nobody_opened_for_a_month_are_removed(tmp_path: Path, state
     def kept() -> set[Path]:
         return {each for each in (state_dir / "tokens").iterdir() if each.is_dir()}
 
-    TextDocuments(path, 8, "lines")
+    TextBytes(path, 8, "lines")
     (old,) = kept()
-    TextDocuments(path, 9, "lines")
+    TextBytes(path, 9, "lines")
     (other,) = kept() - {old}
     for each in (old, other):
         os.utime(each, (1, 1))
-    TextDocuments(path, 9, "lines")
-    TextDocuments(path, 10, "lines")
+    TextBytes(path, 9, "lines")
+    TextBytes(path, 10, "lines")
     assert other in kept()
     assert old not in kept()
 
@@ -262,7 +253,7 @@ def test_tokens_that_nobody_opened_for_a_month_are_removed(tmp_path: Path, state
 def test_a_full_disk_is_told_in_one_sentence(tmp_path: Path, state_dir: Path) -> None:
     (state_dir / "tokens").write_text("no folder")
     with pytest.raises(TaskError, match=r"cannot be kept in .*; free its disk, or name another"):
-        TextDocuments(written(tmp_path), 8, "lines")
+        TextBytes(written(tmp_path), 8, "lines")
 
 
 def test_another_division_of_a_text_is_another_training(tmp_path: Path) -> None:
@@ -332,7 +323,7 @@ def test_held_out_samples_are_evaluated_and_never_trained_on(tmp_path: Path, uni
     content = path.read_bytes()
     run = training(path, documents=unit, seq=64)
     data = run.task.dataset
-    assert isinstance(data, TextData | TextDocuments)
+    assert isinstance(data, TextBytes)
     trained = tokens(data)
     held = [bytes(each.tolist()) for each in data.unseen()]
     assert len(held) == SAMPLES
@@ -384,9 +375,9 @@ def test_windows_are_the_files_one_after_the_other(
     stream = b"".join(files)
     if len(stream) <= seq:
         with pytest.raises(TextError):
-            TextData(folder, seq)
+            TextBytes(folder, seq)
         return
-    data = pickle.loads(pickle.dumps(TextData(folder, seq)))  # noqa: S301 - as it goes to loader processes
+    data = pickle.loads(pickle.dumps(TextBytes(folder, seq)))  # noqa: S301 - as it goes to loader processes
     assert len(data) == (len(stream) - 1) // seq, "of so little text nothing is held out"
     for index in range(len(data)):
         assert data[index].dtype == torch.int64
@@ -400,7 +391,7 @@ def test_a_folder_is_read_by_name_without_hidden_files(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(f"<{name}>")
     os.mkfifo(tmp_path / "pipe")
-    data = TextData(tmp_path, 1)
+    data = TextBytes(tmp_path, 1)
     assert bytes(int(data[index][0]) for index in range(len(data))) == b"<c.txt><a/z.txt><b/a.txt"
 
 
@@ -432,24 +423,25 @@ def test_what_cannot_be_trained_on_is_refused_in_one_sentence(
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(TextError) as refusal:
-        TextData(path, seq)
+        TextBytes(path, seq)
     assert str(refusal.value) == "train.data: " + words.format(path=path)
 
 
 @pytest.mark.parametrize("content", [b"b" * 99, b"b" * 100_000], ids=["shorter", "as long"])
-def test_files_that_change_under_the_training_end_no_process(
+def test_files_that_change_under_a_training_change_nothing_of_it(
     tmp_path: Path, content: bytes
 ) -> None:
     path = tmp_path / "data.txt"
     path.write_text("a" * 100_000)
-    data = TextData(path, 10)
+    data, unread = TextBytes(path, 10), TextBytes(path, 11)
     before = data.fingerprint
     assert data[0].eq(ord("a")).all()
     path.write_bytes(content)
     os.utime(path, (1, 1))
-    with pytest.raises(TextError, match="was changed while it was trained on; put it back"):
-        data[0]
-    assert (TextData(path, 10).fingerprint == before) == (len(content) == 100_000)
+    assert data[len(data) - 1].eq(ord("a")).all(), "the copy is trained on to the end"
+    with pytest.raises(TextError, match=r"data\.txt was changed while it was read; begin anew"):
+        unread[0]
+    assert (TextBytes(path, 10).fingerprint == before) == (len(content) == 100_000)
     path.unlink()
     with pytest.raises(TextError, match="cannot be read: No such file"):
-        data[0]
+        unread[0]

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from workers.resilience.attempts import RetryRules
-from workers.training.batch_in_parts import BatchInParts
+from workers.training.batch_in_parts import LoopBatches
 from workers.training.batches import Batch
 from workers.training.errors import TaskError
 from workers.training.parts import PartsError
@@ -75,7 +75,7 @@ class _Parts:
         self._trainer = trainer
         self.model, self.optimizer = model, trainer.optimizer
         rules = partial(RetryRules, name="ElasticMixin")
-        self.batch = BatchInParts(
+        self.batch = LoopBatches(
             model,
             [trainer.optimizer],
             trainer.args.seed,

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any, Final
 from pydantic import ValidationError
 from torch import nn
 
-from workers.files import flush
+from workers.files import made_whole
 from workers.training.checkpoints import Identity, RefusedError, newest_of
 from workers.training.errors import TrainingError
 from workers.training.lora import load_weights, merge, new_model, peft_layers
@@ -77,7 +77,10 @@ def export(request: Request) -> dict[str, Any]:
         told.append("adapters are merged into the weights; --adapter writes them alone, for peft")
     source = Path(settings.model or model.name_or_path).expanduser()
 
-    def fill(folder: Path) -> None:
+    to = Path(request.to)
+    to.parent.mkdir(parents=True, exist_ok=True)
+    with made_whole(to) as folder:
+        folder.mkdir()
         kept = _COPIED if form == "adapter" else (*_COPIED, _GENERATION)
         if form == "adapter":
             _write_adapter(model, source, folder)
@@ -91,36 +94,8 @@ def export(request: Request) -> dict[str, Any]:
         base, rate = f"{source} ({type(model).__name__})", settings.lr or task.lr
         card = _card(request, settings, saved, base, form, rate)
         (folder / "README.md").write_text(card, encoding="utf-8")
-
-    size_bytes = write_whole(Path(request.to), fill)
+        size_bytes = sum(file.stat().st_size for file in folder.iterdir())
     return {"step": saved["step"], "form": form, "bytes": size_bytes, "told": told}
-
-
-def write_whole(to: Path, fill: Callable[[Path], object]) -> int:
-    """Have a folder filled beside `to`, and give it that name once it is on the disk; return its
-    bytes. However this ends, there is no half a folder of that name.
-
-    Raises:
-        OSError: It cannot be written, or there is a file or a full folder of that name.
-    """
-    to.parent.mkdir(parents=True, exist_ok=True)
-    for left in to.parent.glob(f".{to.name}.*.new"):  # of processes that were killed
-        if not Path("/proc", left.name.split(".")[-2]).exists():
-            shutil.rmtree(left, ignore_errors=True)
-    fresh = to.with_name(f".{to.name}.{os.getpid()}.new")
-    try:
-        fresh.mkdir()
-        fill(fresh)
-        files = [*fresh.iterdir()]
-        size_bytes = sum(file.stat().st_size for file in files)
-        for place in (*files, fresh):
-            flush(place)
-        fresh.rename(to)
-    except BaseException:
-        shutil.rmtree(fresh, ignore_errors=True)
-        raise
-    flush(to.parent)
-    return size_bytes
 
 
 def _trained(

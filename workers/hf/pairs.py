@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import isfinite
@@ -28,7 +28,7 @@ from workers.training.sequences import NO_TOKEN, cross_entropy, filled_up, short
 from workers.training.settings import TrainSettings
 from workers.training.tasks import TrainTask, Validation
 from workers.training.text import HeldOut, TextError, TextFiles, objects_of, texts_of
-from workers.training.token_files import SampleWriter, TokenSamples
+from workers.training.token_files import SampleWriter, TokenSamples, TokenType
 
 Part: TypeAlias = tuple[Tensor, Tensor]
 """Tokens and segments (rows, 2, tokens), and labels (rows), or the tokens of texts."""
@@ -235,30 +235,25 @@ class Pairs(HeldOut):
     @cached_property
     def _tokens(self) -> dict[str, TokenSamples]:
         """By the name of their column; those of a second segment are inverted (~)."""
-        key = ("pairs", self._columns, self._rows.columns, self._folder.seq)
-        version = self._folder.tokenizer_version
-        written = self._rows.files.written(*key, version, write=self._write)
-        return {name: TokenSamples(written, name) for name in self._columns}
+        folder = self._folder
+        key = ("pairs", self._columns, self._rows.columns, folder.seq, folder.tokenizer_version)
+        columns: dict[str, TokenType] = dict.fromkeys(self._columns, "int32")
+        return self._rows.files.written(key, columns, self._write)
 
-    def _write(self, folder: Path) -> None:
-        with ExitStack() as stack:
-            writers = {
-                name: stack.enter_context(SampleWriter(folder, name, "int32", seq=None))
-                for name in self._columns
+    def _write(self, *writers: SampleWriter) -> None:
+        for number, (texts, label) in enumerate(self._rows, 1):
+            given = {
+                "text": dict(zip(_TEXTS, texts, strict=False)),
+                "label": {"text_target": label},
             }
-            for number, (texts, label) in enumerate(self._rows, 1):
-                given = {
-                    "text": dict(zip(_TEXTS, texts, strict=False)),
-                    "label": {"text_target": label},
-                }
-                for name, writer in writers.items():
-                    if not (tokens := self._tokens_of(given[name])):
-                        raise TextError(
-                            f"train.data: the {name} of row {number} of {self._rows.files.root} is "
-                            "empty; take it out"
-                        )
-                    writer.add(tokens)
-                    writer.end()
+            for name, writer in zip(self._columns, writers, strict=True):
+                if not (tokens := self._tokens_of(given[name])):
+                    raise TextError(
+                        f"train.data: the {name} of row {number} of {self._rows.files.root} is "
+                        "empty; take it out"
+                    )
+                writer.add(tokens)
+                writer.end()
 
     def _tokens_of(self, texts: Mapping[str, str]) -> list[int]:
         made = self._folder.tokenizer(

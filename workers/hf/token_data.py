@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -67,8 +66,10 @@ class CausalSamples(HeldOut):
     @cached_property
     def _tokens(self) -> TokenSamples:
         """The samples; tokens that are not to be predicted are inverted (~)."""
-        key = ("causal", self._unit, self._folder.seq, self._folder.tokenizer_version)
-        samples = TokenSamples(self._files.written(*key, write=self._write), "text")
+        folder = self._folder
+        key = ("causal", self._unit, folder.seq, folder.tokenizer_version)
+        written = self._files.written(key, {"text": "int32"}, self._write, seq=folder.seq)
+        samples = written["text"]
         if not len(samples):
             raise TextError(
                 f"train.data: {self._files.root} has nothing to predict within train.seq, "
@@ -88,19 +89,18 @@ class CausalSamples(HeldOut):
         inputs = torch.where(numbers < 0, ~numbers, numbers)[:-1]
         return torch.stack((inputs, numbers[1:].clamp(min=NO_TOKEN)))
 
-    def _write(self, folder: Path) -> None:
+    def _write(self, writer: SampleWriter) -> None:
         seq = self._folder.seq
-        with SampleWriter(folder, "text", "int32", seq=seq) as writer:
-            for documents in _together(self._read()):
-                for document, numbers in zip(documents, self._numbers(documents), strict=True):
-                    if document.whole:
-                        writer.end()  # of the windows before it
-                        if not any(number >= 0 for number in numbers[1 : seq + 1]):
-                            continue  # of a prompt without its answer nothing can be learned
-                    writer.add(numbers[: seq + 1] if document.whole else numbers)
-                    if document.whole or self._unit != "windows":
-                        writer.end()
-            writer.end()
+        for documents in _together(self._read()):
+            for document, numbers in zip(documents, self._numbers(documents), strict=True):
+                if document.whole:
+                    writer.end()  # of the windows before it
+                    if not any(number >= 0 for number in numbers[1 : seq + 1]):
+                        continue  # of a prompt without its answer nothing can be learned
+                writer.add(numbers[: seq + 1] if document.whole else numbers)
+                if document.whole or self._unit != "windows":
+                    writer.end()
+        writer.end()
 
     def _numbers(self, documents: Sequence[Document]) -> Iterator[list[int]]:
         """Yield the tokens of each document; those that are not to be predicted inverted."""

@@ -1,16 +1,17 @@
 """The gradient of one batch after the other, each added up over the parts that fit in memory.
 
-What `ElasticStep` and `ElasticMixin` share: they choose parts, try again after an out-of-memory,
-refuse what would not add up, and give each part the random numbers and buffers that one pass over
-the whole batch would have. Weights are not updated here.
+The one driver of all trainings: it refuses what would not add up, gives each part the random
+numbers and buffers that one pass over the whole batch would have, and goes on where a part has run
+out of memory. Gives no memory back (`workers/elastic` does), and updates no weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
@@ -42,7 +43,289 @@ R = TypeVar("R")
 _OF_DROPOUT: Final = "p", "dropout", "dropout_p"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """How it is looked whether parts add up."""
+
+    accepts: Callable[[Sequence[PartsError]], Mapping[str, str]]
+    """From what was found to a sentence for each kind of it that is to be told; or it raises."""
+    tell: Callable[[str], object]
+    """Gets each sentence once."""
+    counted: str = "count"
+    """What tells the loss the items of the whole batch, for messages."""
+    sees_rounding: bool = False
+    """Whether parameters are looked at one by one."""
+    part_share: int = 1
+    """In the look a sample takes so many times the memory that it takes in a part."""
+    may_fail: bool = False
+    """Whether a batch is computed at once of which the loss fails with some of the samples."""
+
+
 class BatchInParts:
+    """The sums of one model, and what is known of how its batches can be cut."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        seed: int,
+        sums: Accumulator,
+        look: Look | None,
+        *,
+        draws: bool = False,
+    ) -> None:
+        """Make the `nn.Dropout` modules of a model keyed by seed and sample.
+
+        Args:
+            model: On its device.
+            seed: For dropout.
+            sums: Of the gradients of what is trained.
+            look: `None`: the parts are known to add up.
+            draws: Whether samples always draw from torch's own random numbers as they come.
+        """
+        self.model, self.sums, self._seed = model, sums, seed
+        self._look, self.always_draws = look, draws
+        self.looks = look is not None
+        """Whether it is seen whether parts add up."""
+        self.compute: Callable[[int, Callable[[], None]], None] = lambda _, part: part()
+        """Computes a part of so many rows, which it may call again after a failure."""
+        self.parts: list[int] = []
+        """Rows of each part of the last batch."""
+        self.most_rows: int | None = None
+        """Of a part, at most; `None`: as many as fit."""
+        self.checking = False
+        """Whether a loss is asked for to see that parts add up, and not to train."""
+        self.look_anew()
+
+    def look_anew(self) -> None:
+        """Know nothing of the model: neither its dropouts nor what its passes change."""
+        self.dropouts, self.check = Dropouts(self.model, self._seed), PartsCheck()
+        self.modules = list(self.model.modules())
+        #: Of the buffers that passes change whether each does so once, whatever its samples are.
+        self._changing = dict.fromkeys(places_of(self.modules, small=True), False)
+        self.buffers: tuple[list[Place], list[Place]] = [], list(self._changing)
+        """Those that a pass changes once, and those to which it may add something of each sample.
+        """
+        self.draws = self.always_draws
+        """Whether samples draw from torch's own random numbers as they come."""
+        self.writes: bool | None = None
+        """Whether a loss writes into its batch; `None`: none has been computed."""
+        self.operators = set[str]()
+        """With which the losses of parts were computed, by name."""
+        self.has_looked = False
+        """Whether it was looked whether parts add up."""
+        self.repeats = True
+        """Whether samples that are computed again, or in other parts, have the same gradients."""
+
+    def hold(self) -> None:
+        """Have sums for what is trained now, which here is always the same."""
+
+    def look_at(self, one: OneBatch, most_rows: int, *, is_cut: bool) -> TaskError | None:
+        """See whether the parts of a batch add up, if none of its form was looked at; return why
+        one cannot be cut that need not be.
+
+        Raises:
+            PartsError: They do not, and no user can accept it, or none does.
+            TaskError: The batch must be cut, and cannot be.
+        """
+        look, rows = self._look, most_rows
+        if look is None:
+            return None
+        rows //= look.part_share
+        if min(rows, one.rows) < 2 or not self._is_due(one):
+            return None
+        found: list[PartsError] | None = []
+        self.checking = self.has_looked = True
+        try:
+            found = check_parts(
+                self.model,
+                one.batch,
+                lambda part, at: one.value(part, at, rows_of(part)),
+                weight=one.weight,
+                counted=look.counted,
+                rows=rows,
+                accumulator=self.sums,
+                buffers=self._changing,
+                sees_rounding=look.sees_rounding,
+            )
+        except TaskError as error:
+            if is_cut or isinstance(error, PartsError):
+                raise
+            return error
+        except Exception as error:
+            if not look.may_fail or oom.classify(error).kind is not FailureKind.OTHER:
+                raise
+            said = " ".join(str(error).split())
+            uncut = TaskError(
+                f"the loss fails with some of the {one.rows} samples "
+                f"({type(error).__name__}: {said}); leave out of the batch what belongs to all "
+                "samples alike and only happens to have as many rows, such as weights of classes, "
+                "and keep no state of a size that follows the batch"
+            )
+            if is_cut:
+                raise uncut from error
+            return uncut  # the batch is computed at once, and fails there or not at all
+        finally:
+            self.checking = False
+        once = [place for place, is_once in self._changing.items() if is_once]
+        self.buffers = once, [place for place in self._changing if not self._changing[place]]
+        if found is None:  # the next batch may tell more
+            return None
+        told = look.accepts(found)
+        self.draws = self.always_draws or any(each.cause == "dropout" for each in found)
+        self.repeats &= all(each.cause == "rounding" for each in found)
+        for sentence in self.check.done(told):
+            look.tell(sentence)
+        return None
+
+    def _is_due(self, one: OneBatch) -> bool:
+        """Whether no batch of this form was looked at, of this model in this mode."""
+        modes = [
+            (
+                each.training,
+                *(p for name in _OF_DROPOUT if isinstance(p := vars(each).get(name), float)),
+            )
+            for each in self.modules
+        ]
+        code = getattr(one.loss, "__code__", type(one.loss))
+        return self.check.due(one.batch, one.rows, *modes, one.weight is None, code)
+
+
+@dataclass
+class OneBatch:
+    """A batch under way. Each part begins with the random numbers and buffers with which the batch
+    began, so that all parts together do what one pass would.
+    """
+
+    owner: BatchInParts
+    batch: Batch
+    rows: int
+    loss: Callable[[Batch], object]
+    """From some samples to their loss."""
+    first: int
+    """The number of the batch's first sample, by which dropout is keyed."""
+    items: float
+    """Of the whole batch: by these the sum of its losses is divided."""
+    weight: Callable[[Batch], float] | None = None
+    """By what the loss of a part is multiplied: how many items a mean is of."""
+    is_whole: bool = False
+    """Whether it cannot be cut."""
+
+    def __post_init__(self) -> None:
+        owner = self.owner
+        device = owner.sums.loss[0].device
+        self._random = None if owner.always_draws else RandomState(device)
+        self._is_drawn = False
+        """Whether a part may have drawn random numbers since."""
+        self._whole_only: TaskError | None = None
+        """Why it can only be computed at once."""
+        self._each_pass: Snapshot | None = None
+        """Buffers that a pass changes once, as they were at first; `None`: nothing has begun."""
+        self._at_first = self._now = Snapshot([])
+        """Those to which it adds something of each sample."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all parts are computed, and only the update is left."""
+        return self._each_pass is not None and not self.owner.sums.remaining
+
+    def advance(self, most_rows: int, scale: float = 1.0) -> int:
+        """Compute one part of at most so many rows, if one is left; return its rows. `scale`
+        multiplies its gradients.
+
+        After an out-of-memory call it again: it goes on where it was.
+
+        Raises:
+            TaskError: Parts do not add up.
+        """
+        owner, sums = self.owner, self.owner.sums
+        fits, most_rows = most_rows, min(most_rows, owner.most_rows or most_rows)
+        each_pass = self._each_pass or self._begin(fits, is_cut=most_rows < self.rows)
+        if self._whole_only is not None and most_rows < self.rows:
+            raise self._whole_only
+        if sums.is_torn and not owner.repeats:
+            sums.begin(self.rows, self.items)
+        rows, at = sums.next_rows(most_rows), sums.done
+        if rows:
+            owner.parts = owner.parts if at else []
+
+            def add() -> None:
+                # Undo what a failed part has changed, and what the part before did once for all.
+                each_pass.restore()
+                (self._now if at else self._at_first).restore()
+                part = self.batch if self.is_whole else part_of(self.batch, at, rows)
+                total, weight = self.value(part, at, rows), self.weight
+                if weight is not None:
+                    items = weight(part)
+                    # The mean of no items is not a number, and adds nothing.
+                    total = total * items if items else torch.zeros_like(total)
+                sums.add(rows, total, scale)
+
+            owner.compute(rows, add)
+            if owner.has_looked and self._reaches_further():
+                # Parameters or operators that no batch before has used: of those nothing is known.
+                owner.check.forget()
+                self.undo()
+                return rows
+            self._now = Snapshot(self._adding)
+            self._passed |= each_pass.changed()
+            owner.parts.append(rows)
+        if not sums.remaining:
+            for place, kept in self._passed.items():
+                put(place, kept)
+        return rows
+
+    def undo(self) -> None:
+        """Leave buffers and random numbers as if the batch had not begun."""
+        if self._is_drawn and self._random is not None:
+            self._random.restore()
+        if self._each_pass is not None:
+            self._each_pass.restore()
+            self._at_first.restore()
+            self._each_pass = None
+
+    def _reaches_further(self) -> bool:
+        """Whether losses were computed with parameters or operators that no batch before had."""
+        owner = self.owner
+        # A look may compute in another precision, hence with others than the first batch.
+        has_more = 0 < self._operators < len(owner.operators)
+        return has_more or len(owner.sums.used) > self._used
+
+    def value(self, part: Batch, at: int, rows: int) -> Tensor:
+        """Return the loss of a part that begins at this row."""
+        owner = self.owner
+        if self._is_drawn and self._random is not None and not owner.draws:
+            self._random.restore()
+        self._is_drawn = True
+        owner.dropouts.key(self.first + at, rows, owner.sums.loss[0].device)
+        # In containers of its own: a loss may take values out of them, and be called again. Tensors
+        # of its own are given to one that writes into them, since it would see what it has written.
+        writable = owner.checking or owner.writes is not False
+        given = map_tensors(
+            lambda each: each.clone() if writable and isinstance(each, Tensor) else each, part
+        )
+        before = [each._version for each in tensors_in(given)]
+        value = one_number(self.loss(given))
+        changed = before != [each._version for each in tensors_in(given)]
+        owner.writes = bool(owner.writes) or changed
+        if owner.looks and not owner.checking:
+            owner.operators |= operators_of(value)
+        return value
+
+    def _begin(self, most_rows: int, *, is_cut: bool) -> Snapshot:
+        owner = self.owner
+        owner.hold()
+        if not self.is_whole:
+            self._whole_only = owner.look_at(self, most_rows, is_cut=is_cut)
+        owner.sums.begin(self.rows, self.items)
+        self._used, self._operators = len(owner.sums.used), len(owner.operators)
+        once, self._adding = owner.buffers
+        self._passed = dict[Place, Kept]()
+        self._at_first = self._now = Snapshot(self._adding)
+        self._each_pass = Snapshot(once)
+        return self._each_pass
+
+
+class LoopBatches(BatchInParts):
     """The sums of one model, and the size of its parts."""
 
     def __init__(
@@ -64,18 +347,16 @@ class BatchInParts:
             on_hazard: Told once of each hazard that a user may accept; `None`: they are refused.
             counted: What tells the loss the items of the whole batch, for messages.
         """
-        self.model, self._optimizers, self._seed = model, optimizers, seed
-        self._rules, self._on_hazard, self._counted = rules, on_hazard, counted
-        self.sums = Accumulator([])
+        self._optimizers, self._rules, self._on_hazard = optimizers, rules, on_hazard
         self._attempts: Attempts | None = None
         self._most_tried = 0
-        self.parts: list[int] = []
-        """Rows of each part of the last batch."""
-        self.most_rows: int | None = None
-        """Of a part, at most; `None`: as many as fit."""
-        self.checking = False
-        """Whether a loss is asked for to see that parts add up, and not to train."""
-        self._look_anew()
+        look = Look(
+            accepts=self._accepted,
+            tell=on_hazard or (lambda _: None),
+            counted=counted,
+            may_fail=True,
+        )
+        super().__init__(model, seed, Accumulator([]), look)
         self.hold()
 
     def run(
@@ -119,15 +400,26 @@ class BatchInParts:
         if self._attempts is None or rows > self._most_tried:
             self._attempts = Attempts(self._rules(starting_batch_size=rows))
             self._most_tried = rows
-        items = rows / share if count is None else count or rows
-        one = _OneBatch(
-            self, batch, rows, loss, finish, first, items, scale, is_mean=count is None, uncut=uncut
+        one = OneBatch(
+            owner=self,
+            batch=batch,
+            rows=rows,
+            loss=loss,
+            first=first,
+            items=rows / share if count is None else count or rows,
+            weight=rows_of if count is None and uncut is None else None,
+            is_whole=uncut is not None,
         )
+
+        def attempt(most_rows: int) -> list[R]:
+            one.advance(most_rows, scale)
+            return [finish()] if one.is_done else []
+
         done: list[R] = []
         try:
             while not done:
                 # A check and the part after it are one attempt: what is learned is the larger peak.
-                done = self._attempts.run(one.advance)
+                done = self._attempts.run(attempt)
         except OutOfBatchError as error:
             if uncut is None:
                 raise
@@ -159,212 +451,19 @@ class BatchInParts:
                 "the model is DistributedDataParallel, whose gradients are exchanged by backward(), "
                 "or lazy; hand over the model itself, after it was called once"
             )
-        if self.sums.holds(list(wanted)) and self._modules == list(self.model.modules()):
+        if self.sums.holds(list(wanted)) and self.modules == list(self.model.modules()):
             return
         for optimizer in self._optimizers:
             allocate_states(optimizer)
         self.sums.hold(list(wanted))
-        self._look_anew()
+        self.look_anew()
 
-    def _look_anew(self) -> None:
-        """Know nothing of the model: neither its dropouts nor what its passes change."""
-        self.dropouts, self.check = Dropouts(self.model, self._seed), PartsCheck()
-        self._modules = list(self.model.modules())
-        #: Of the buffers that passes change whether each does so once, whatever its samples are.
-        self._changing = dict.fromkeys(places_of(self._modules, small=True), False)
-        self.buffers: tuple[list[Place], list[Place]] = [], list(self._changing)
-        """Those that a pass changes once, and those to which it may add something of each sample.
-        """
-        self.draws = False
-        """Whether a user accepts that samples draw from torch's own random numbers."""
-        self.writes: bool | None = None
-        """Whether a loss writes into its batch; `None`: none has been computed."""
-        self.operators = set[str]()
-        """With which losses were computed, by name."""
-        self.repeats = True
-        """Whether samples that are computed again, or in other parts, have the same gradients."""
-
-    def is_due(self, batch: Batch, rows: int, *others: object) -> bool:
-        """Whether no batch of this form was checked, of this model in this mode."""
-        modes = [
-            (
-                each.training,
-                *(p for name in _OF_DROPOUT if isinstance(p := vars(each).get(name), float)),
-            )
-            for each in self._modules
-        ]
-        return self.check.due(batch, rows, *modes, *others)
-
-    def refuse(
-        self,
-        batch: Batch,
-        value: Callable[[Batch, int, int], Tensor],
-        most_rows: int,
-        *,
-        is_mean: bool,
-        is_cut: bool,
-    ) -> TaskError | None:
-        """Refuse a batch whose parts do not add up; return why one cannot be cut that need not be.
+    def _accepted(self, found: Sequence[PartsError]) -> Mapping[str, str]:
+        """Return what a user may accept, and can.
 
         Raises:
-            PartsError: They do not, and no user can accept it, or none does.
-            TaskError: The batch must be cut, and cannot be.
+            PartsError: No user can accept it, or none does.
         """
-        found: list[PartsError] | None = []
-        self.checking = True
-        try:
-            found = check_parts(
-                self.model,
-                batch,
-                lambda part, at: value(part, at, rows_of(part)),
-                weight=rows_of if is_mean else None,
-                counted=self._counted,
-                rows=most_rows,
-                accumulator=self.sums,
-                buffers=self._changing,
-            )
-        except TaskError as error:
-            if is_cut or isinstance(error, PartsError):
-                raise
-            return error
-        except Exception as error:
-            if oom.classify(error).kind is not FailureKind.OTHER:
-                raise
-            said = " ".join(str(error).split())
-            uncut = TaskError(
-                f"the loss fails with some of the {rows_of(batch)} samples "
-                f"({type(error).__name__}: {said}); leave out of the batch what belongs to all "
-                "samples alike and only happens to have as many rows, such as weights of classes, "
-                "and keep no state of a size that follows the batch"
-            )
-            if is_cut:
-                raise uncut from error
-            return uncut  # the batch is computed at once, and fails there or not at all
-        finally:
-            self.checking = False
-        once = [place for place, is_once in self._changing.items() if is_once]
-        self.buffers = once, [place for place in self._changing if not self._changing[place]]
-        if found is None:  # the next batch may tell more
-            return None
         if found and (self._on_hazard is None or found[0].cause == "unknown"):
             raise found[0]
-        self.draws = any(each.cause == "dropout" for each in found)
-        self.repeats &= not found
-        for sentence in self.check.done({each.cause: str(each) for each in found}):
-            if self._on_hazard is not None:
-                self._on_hazard(sentence)
-        return None
-
-
-@dataclass
-class _OneBatch(Generic[R]):
-    """A batch under way. Each part begins with the random numbers and buffers with which the batch
-    began, so that all parts together do what one pass would.
-    """
-
-    owner: BatchInParts
-    batch: Batch
-    rows: int
-    loss: Callable[[Batch], object]
-    finish: Callable[[], R]
-    first: int
-    items: float
-    scale: float
-    is_mean: bool
-    uncut: TaskError | None
-    """Why it cannot be cut."""
-
-    def __post_init__(self) -> None:
-        self._random = RandomState(self.owner.sums.loss[0].device)
-        self._is_drawn = False
-        """Whether a part may have drawn random numbers since."""
-        self._whole_only: TaskError | None = None
-        """Why it can only be computed at once."""
-        self._each_pass: Snapshot | None = None
-        """Buffers that a pass changes once, as they were at first; `None`: nothing has begun."""
-        self._at_first = self._now = Snapshot([])
-        """Those to which it adds something of each sample."""
-
-    def advance(self, most_rows: int) -> list[R]:
-        """Compute one part of at most so many rows; after the last one return what comes of it."""
-        owner, sums = self.owner, self.owner.sums
-        fits, most_rows = most_rows, min(most_rows, owner.most_rows or most_rows)
-        each_pass = self._each_pass or self._begin(fits, is_cut=most_rows < self.rows)
-        if self._whole_only is not None and most_rows < self.rows:
-            raise self._whole_only
-        if sums.is_torn and not owner.repeats:
-            sums.begin(self.rows, self.items)
-        if rows := sums.next_rows(most_rows):
-            at = sums.done
-            owner.parts = owner.parts if at else []
-            # Undo what a failed part has changed, and what the part before did once for all.
-            each_pass.restore()
-            (self._now if at else self._at_first).restore()
-            part = self.batch if self.uncut else part_of(self.batch, at, rows)
-            total = self._value(part, at, rows) * (rows if self.is_mean else 1)
-            sums.add(rows, total, self.scale)
-            if self._reach() > self._reached:  # of that nothing is known
-                owner.check.forget()
-                self.undo()
-                return []
-            del total  # the update needs its memory
-            self._now = Snapshot(self._adding)
-            self._passed |= each_pass.changed()
-            owner.parts.append(rows)
-        if sums.remaining:
-            return []
-        for place, kept in self._passed.items():
-            put(place, kept)
-        return [self.finish()]
-
-    def undo(self) -> None:
-        """Leave buffers and random numbers as if the batch had not begun."""
-        if self._is_drawn:
-            self._random.restore()
-        if self._each_pass is not None:
-            self._each_pass.restore()
-            self._at_first.restore()
-            self._each_pass = None
-
-    def _begin(self, most_rows: int, *, is_cut: bool) -> Snapshot:
-        owner = self.owner
-        owner.hold()
-        code = getattr(self.loss, "__code__", type(self.loss))
-        if (
-            self.uncut is None
-            and min(most_rows, self.rows) > 1
-            and owner.is_due(self.batch, self.rows, self.is_mean, code)
-        ):
-            self._whole_only = owner.refuse(
-                self.batch, self._value, most_rows, is_mean=self.is_mean, is_cut=is_cut
-            )
-        owner.sums.begin(self.rows, self.items)
-        self._reached = self._reach()
-        once, self._adding = owner.buffers
-        self._passed = dict[Place, Kept]()
-        self._at_first = self._now = Snapshot(self._adding)
-        self._each_pass = Snapshot(once)
-        return self._each_pass
-
-    def _reach(self) -> int:
-        """Return how many parameters and operators losses were computed with until now."""
-        return len(self.owner.sums.used) + len(self.owner.operators)
-
-    def _value(self, part: Batch, at: int, rows: int) -> Tensor:
-        if self._is_drawn and not self.owner.draws:
-            self._random.restore()
-        self._is_drawn = True
-        self.owner.dropouts.key(self.first + at, rows, self.owner.sums.loss[0].device)
-        # In containers of its own: a loss may take values out of them, and be called again. Tensors
-        # of its own are given to one that writes into them, since it would see what it has written.
-        owner = self.owner
-        writable = owner.checking or owner.writes is not False
-        given = map_tensors(
-            lambda each: each.clone() if writable and isinstance(each, Tensor) else each, part
-        )
-        before = [each._version for each in tensors_in(given)]
-        value = one_number(self.loss(given))
-        changed = before != [each._version for each in tensors_in(given)]
-        owner.writes = bool(owner.writes) or changed
-        self.owner.operators |= operators_of(value)
-        return value
+        return {each.cause: str(each) for each in found}

@@ -12,7 +12,6 @@ checksum of these fields. All versions of the format end so.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import hashlib
 import io
@@ -32,7 +31,7 @@ from typing import IO, Any, Final, TypeAlias, cast
 
 import torch
 
-from workers.files import flush
+from workers.files import made_whole, remove_halves
 from workers.training.batches import map_tensors, tensors_in
 from workers.training.host_memory import give_back, like_all, wait_asleep
 from workers.units import MIB
@@ -65,7 +64,6 @@ _RETRY_S: Final = 60.0
 """After a failure the next attempt comes no later than this, however rare checkpoints are."""
 
 VERSION: Final = 1
-_TEMPORARY: Final = ".new"
 #: With another word, files of before would pass for damaged ones, and be written over.
 _MARK: Final = b"OOM-snapshot"
 _FIELDS: Final = struct.Struct(f"<{len(_MARK)}sIQQ")
@@ -182,7 +180,8 @@ class Checkpoints:
         self._idle = threading.Event()
         self._idle.set()
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._remove_leftovers()
+        for path in self._slots:
+            remove_halves(path)
         threading.Thread(target=self._run_jobs, name="checkpoints", daemon=True).start()
         # An interpreter that ends while the thread is in torch's code crashes (seen: SIGSEGV).
         weakref.finalize(self, self._idle.wait, _END_S)
@@ -195,10 +194,9 @@ class Checkpoints:
         """
         self.wait()
         candidates = (*self._slots, self._folder / FROM_HEAD)
-        present = {path: read_number(path) for path in candidates if _is_there(path)}
-        self._number = max(number or 0 for number in (self._number, *present.values()))
+        self._number = max(self._number, *(read_number(path) or 0 for path in candidates))
         good, refused = newest_good(
-            present, lambda content: self._identity.difference(content.get("identity"))
+            candidates, lambda content: self._identity.difference(content.get("identity"))
         )
         if good is None:
             return Loaded(refused=(*refused, "training begins anew") if refused else ())
@@ -259,14 +257,13 @@ class Checkpoints:
         except (RuntimeError, OSError, OverflowError, MemoryError) as failure:
             self._finish(step, time.perf_counter() - began_s, failure)
             return False
+        cost_s = time.perf_counter() - began_s
         self._idle.clear()
-        self._jobs.put(lambda: self._write(step, best))
+        self._jobs.put(lambda: self._write(step, best, cost_s))
         return True
 
     def newest_copy(self) -> Mapping[str, Any] | None:
         """Return the state that was copied last, even if the disk refused it. Do not change it."""
-        if self._copy.state is not None:
-            self._copy.complete()
         return self._copy.state
 
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -277,16 +274,15 @@ class Checkpoints:
         while True:
             self._jobs.get()()
 
-    def _write(self, step: int, best: Mapping[str, float] | None) -> None:
-        """Write what was copied; runs in the thread, and raises nothing."""
-        cost_s, failure = 0.0, None
+    def _write(self, step: int, best: Mapping[str, float] | None, cost_s: float) -> None:
+        """Write what was copied, which has cost so long; runs in the thread, and raises nothing."""
+        failure = None
         began_cpu_s = time.thread_time()
         # Never over the newest good one, and first where there is nothing good.
         others = [path for path in self._slots if path != self.good]
         target = min(others, key=lambda path: read_number(path) or 0)
         content = {"identity": self._identity.plain(), "step": step, "state": self._copy.state}
         try:
-            cost_s = self._copy.complete()
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if best is None:
                 write_file(target, content, self._number + 1)
@@ -320,14 +316,6 @@ class Checkpoints:
             f"in {pause:.0f} s; {last}"
         )
 
-    def _remove_leftovers(self) -> None:
-        for path in self._slots:
-            for leftover in self._folder.glob(f"{path.name}.*{_TEMPORARY}"):
-                try:
-                    leftover.unlink(missing_ok=True)
-                except OSError as failure:
-                    self.failure = f"{leftover} cannot be removed: {failure.strerror}"
-
 
 def pause_s(save_every_s: float, cost_s: float, *, failed: bool) -> float:
     """Return the seconds to the next checkpoint, after one that cost the training `cost_s`."""
@@ -356,45 +344,24 @@ class HostCopy:
         self.from_card = False
         """Whether the state was on a card."""
         self._buffers: list[torch.Tensor] = []
-        self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
-        self._host_s = 0.0
 
     def take(self, state: Mapping[str, Any]) -> None:
-        """Copy; on CUDA this only queues the copies on the current stream, before whatever changes
-        the state next.
+        """Copy, and wait for it: what a card does next would wait for the copies anyway.
 
         Raises:
             RuntimeError, OSError, OverflowError: There is no memory for the buffers; what was held
             before stays.
         """
-        began_s = time.perf_counter()
         tensors = list(tensors_in(state))
         self._lay_out(tensors)
-        self.state, self._events = None, None
-        self.from_card = any(tensor.is_cuda for tensor in tensors)
-        if self.from_card:
-            # Blocking: the thread that waits for the copy sleeps.
-            before, after = (
-                torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]  # no types here
-                for _ in range(2)
-            )
-            before.record()
+        self.state, self.from_card = None, any(tensor.is_cuda for tensor in tensors)
         buffers = iter(self._buffers)
-        self.state = map_tensors(
+        copied = map_tensors(
             lambda tensor: next(buffers).copy_(tensor.detach(), non_blocking=True), state
         )
-        if self.from_card:
-            after.record()
-            self._events = before, after
-        self._host_s = time.perf_counter() - began_s
-
-    def complete(self) -> float:
-        """Wait until the copy is done; return the seconds in which the training could not go on."""
-        if self._events is None:
-            return self._host_s
-        before, after = self._events
-        after.synchronize()
-        return float(before.elapsed_time(after)) / 1000
+        for device in {tensor.device for tensor in tensors}:
+            wait_asleep(device)
+        self.state = copied
 
     def _lay_out(self, tensors: list[torch.Tensor]) -> None:
         """Make buffers, all of them anew if one does not fit, before anything is overwritten."""
@@ -426,34 +393,21 @@ def weights_sha256(weights: Mapping[str, torch.Tensor]) -> str:
 def write_file(path: Path, content: dict[str, Any], number: int) -> None:
     """Write beside the file, then replace it. One thread of a process at a time.
 
-    The temporary file is named after the process, so that two processes never rename each other's
-    half-written file.
-
     Raises:
         Exception: It could not be written. The file is as it was, and no temporary file is left.
     """
-    fresh = path.with_name(f"{path.name}.{os.getpid()}{_TEMPORARY}")
-    file = fresh.open("wb", buffering=0)
-    try:
-        with file:
-            sink = _HashingSink(file)
-            try:
-                torch.save(content, cast("IO[bytes]", sink))
-            except RuntimeError:
-                if sink.failure is not None:  # torch reports that a write failed, not why
-                    raise sink.failure from None
-                raise
-            fields = _FIELDS.pack(_MARK, VERSION, number, sink.written_bytes)
-            sink.write(fields)
-            trailer = fields + sink.digest.digest()
-            sink.write(trailer[_FIELDS.size :] + _CHECKSUM.pack(zlib.crc32(trailer)))
-            os.fsync(file.fileno())
-        fresh.replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):  # what made the writing fail is what is told
-            fresh.unlink()
-        raise
-    flush(path.parent)
+    with made_whole(path) as fresh, fresh.open("wb", buffering=0) as file:
+        sink = _HashingSink(file)
+        try:
+            torch.save(content, cast("IO[bytes]", sink))
+        except RuntimeError:
+            if sink.failure is not None:  # torch reports that a write failed, not why
+                raise sink.failure from None
+            raise
+        fields = _FIELDS.pack(_MARK, VERSION, number, sink.written_bytes)
+        sink.write(fields)
+        trailer = fields + sink.digest.digest()
+        sink.write(trailer[_FIELDS.size :] + _CHECKSUM.pack(zlib.crc32(trailer)))
 
 
 def read_number(path: Path) -> int | None:
@@ -466,18 +420,17 @@ def read_number(path: Path) -> int | None:
 
 
 def newest_good(
-    numbers: Mapping[Path, int | None],
+    paths: Sequence[Path],
     difference: Callable[[Mapping[str, Any]], str | None] = lambda _: None,
 ) -> tuple[tuple[Path, dict[str, Any]] | None, list[str]]:
     """Return the newest file that can be used, with what it holds, and a sentence for each newer one.
 
-    Args:
-        numbers: What `read_number` says of each file.
-        difference: Why what a file holds is not to be used; `None`: it is.
+    `difference` says why what a file holds is not to be used; `None`: it is.
     """
     refused: list[str] = []
+    there = filter(_is_there, paths)
     # What cannot be dated comes first: it may be the newest, and its refusal is to be told.
-    for path in sorted(numbers, key=lambda path: numbers[path] or math.inf, reverse=True):
+    for path in sorted(there, key=lambda path: read_number(path) or math.inf, reverse=True):
         try:
             content = read_file(path)
             reason = difference(content)
@@ -495,7 +448,7 @@ def newest_of(paths: Sequence[Path]) -> tuple[Path, dict[str, Any], list[str]]:
     Raises:
         RefusedError: There is none.
     """
-    good, refused = newest_good({path: read_number(path) for path in paths if path.exists()})
+    good, refused = newest_good(paths)
     if good is None:
         raise RefusedError("; ".join(refused) or "there is no checkpoint")
     return *good, refused

@@ -21,7 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from workers.resilience.attempts import Retry, RetryRules
-from workers.training.batch_in_parts import BatchInParts
+from workers.training.batch_in_parts import LoopBatches
 from workers.training.batches import Batch
 from workers.training.errors import TaskError
 from workers.training.optimizers import Update
@@ -93,7 +93,7 @@ class ElasticStep:
         rules = partial(
             RetryRules, name="ElasticStep", max_wait_s=max_wait_s, on_retry=on_retry, sleep=sleep
         )
-        self._batch = BatchInParts(model, self._optimizers, seed, rules, on_hazard)
+        self._batch = LoopBatches(model, self._optimizers, seed, rules, on_hazard)
         self._update = Update(self._optimizers[0], step=self._step_all)
         self._scaler = LossScaler(enabled=fp16)
         self._clip = clip

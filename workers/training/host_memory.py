@@ -11,16 +11,11 @@ blocks, and `give_back` returns the free ones to the system.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable, Iterator, MutableMapping, MutableSequence, Sequence
-from typing import Any, Final, TypeAlias
+from collections.abc import Iterable, Sequence
+from typing import Final
 
 import torch
-from torch import Tensor, nn
-
-Container: TypeAlias = MutableMapping[Any, Any] | MutableSequence[Any]
-
-_Place: TypeAlias = tuple[Container | None, Any]
-"""A list or mapping and the key in it; or nothing, and a parameter or buffer."""
+from torch import Tensor
 
 #: Where a tensor begins in a block that it shares: what the caching allocator of a card aligns to.
 _ALIGNED_BYTES: Final = 512
@@ -132,62 +127,40 @@ def _over(part: torch.UntypedStorage | None, tensor: Tensor) -> Tensor:
 
 
 class Parking:
-    """Moves the tensors of a model, and of lists and mappings, to the host for a while."""
+    """Moves tensors of a device to the host for a while."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._parked: list[_Place] = []
+        self._parked: list[Tensor] = []
 
-    def park(
-        self, model: nn.Module, containers: Iterable[Container], on_host: Iterable[Tensor] = ()
-    ) -> int:
-        """Move all tensors of the device (whose number may be missing) to host memory; return the
-        bytes that they take there, rounding included.
+    def park(self, tensors: Iterable[Tensor], on_host: Iterable[Tensor] = ()) -> int:
+        """Move those of the device (whose number may be missing) to host memory; return the bytes
+        that they take there, rounding included.
 
         What is `on_host` anyway stays there, also after `unpark`.
         """
-        stay = {id(tensor) for tensor in on_host}
-        moving = [
-            place
-            for place in _places(model, containers)
-            if _held(place).device.type == self._device.type and id(_held(place)) not in stay
-        ]
+        stay = {id(tensor) for tensor in (*on_host, *self._parked)}
+        moving = {
+            id(tensor): tensor
+            for tensor in tensors
+            if tensor.device.type == self._device.type and id(tensor) not in stay
+        }
         wait_asleep(self._device)
         # One by one from here on: each tensor of the device goes before the next one is copied.
-        for place, host in zip(moving, like_all([_held(place) for place in moving]), strict=True):
-            _hold(place, host.copy_(_held(place)))
-            self._parked.append(place)
-        sizes = [_held(place).nbytes for place in self._parked]
+        hosts = like_all([tensor.detach() for tensor in moving.values()])
+        for tensor, host in zip(moving.values(), hosts, strict=True):
+            tensor.data = host.copy_(tensor.data)
+            self._parked.append(tensor)
+        sizes = [tensor.nbytes for tensor in self._parked]
         return host_bytes(sizes, on_card=self._device.type == "cuda")
 
     def unpark(self) -> None:
         """Move back what was parked: all of it, or, if the device has no memory for it, nothing."""
-        back = [torch.empty_like(_held(place), device=self._device) for place in self._parked]
-        for place, tensor in zip(self._parked, back, strict=True):
-            tensor.copy_(_held(place), non_blocking=True)
+        back = [torch.empty_like(tensor.data, device=self._device) for tensor in self._parked]
+        for tensor, there in zip(self._parked, back, strict=True):
+            there.copy_(tensor.data, non_blocking=True)
         wait_asleep(self._device)
-        for place, tensor in zip(self._parked, back, strict=True):
-            _hold(place, tensor)
+        for tensor, there in zip(self._parked, back, strict=True):
+            tensor.data = there
         self._parked = []
         give_back(self._device)
-
-
-def _held(place: _Place) -> Tensor:
-    container, key = place
-    tensor: Tensor = key.data if container is None else container[key]
-    return tensor
-
-
-def _hold(place: _Place, tensor: Tensor) -> None:
-    container, key = place
-    if container is None:
-        key.data = tensor
-    else:
-        container[key] = tensor
-
-
-def _places(model: nn.Module, containers: Iterable[Container]) -> Iterator[_Place]:
-    yield from ((None, weight) for weight in (*model.parameters(), *model.buffers()))
-    for container in containers:
-        keys = list(container) if isinstance(container, MutableMapping) else range(len(container))
-        yield from ((container, key) for key in keys if isinstance(container[key], Tensor))

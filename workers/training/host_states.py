@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -80,9 +79,10 @@ class HostStates:
         self._parameters = parameters
         self._device = parameters[0].device
         self.share_pct = share_pct
-        hosted = hosted_of(parameters, share_pct)
-        allocate_states(optimizer, set(hosted))
-        self._hosted = {parameter: states_of(optimizer, parameter) for parameter in hosted}
+        self._hosted = hosted_of(parameters, share_pct)
+        allocate_states(optimizer, set(self._hosted))
+        self.tensors = self._states(self._hosted)
+        """All that is in host memory."""
         if share_pct and not optimizer.state:
             raise TaskError(
                 f"train.states_on_host is {share_pct}, and the states of "
@@ -90,10 +90,12 @@ class HostStates:
                 "train.states_on_host: 0, or use an optimiser of torch's Adam family"
             )
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        """All that is in host memory."""
-        return [tensor for states in self._hosted.values() for tensor in states.values()]
+    def _states(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+        return [
+            tensor
+            for parameter in parameters
+            for tensor in states_of(self._optimizer, parameter).values()
+        ]
 
     def move(self, share_pct: int, free_bytes: int) -> None:
         """Have so many per cent on the host from now on, unless that is so.
@@ -105,11 +107,8 @@ class HostStates:
         """
         if share_pct == self.share_pct:
             return
-        wanted_bytes = sum(
-            tensor.nbytes
-            for parameter in hosted_of(self._parameters, share_pct)
-            for tensor in states_of(self._optimizer, parameter).values()
-        )
+        wanted = self._states(hosted_of(self._parameters, share_pct))
+        wanted_bytes = sum(tensor.nbytes for tensor in wanted)
         if wanted_bytes > _HOST_SHARE * free_bytes:
             raise MemoryError(
                 f"{wanted_bytes} bytes of the optimiser's states do not go to the host, which has "
@@ -120,30 +119,22 @@ class HostStates:
     def hold(self, share_pct: int) -> None:
         """Have so many per cent on the host. After running out of memory, call it again."""
         hosted = hosted_of(self._parameters, share_pct)
-        leaving = set(self._hosted).difference(hosted)
-        for parameter in leaving:
-            self._optimizer.state[parameter].update(
-                _copied(self._hosted[parameter], parameter.device)
-            )
+        leaving = self._states(set(self._hosted).difference(hosted))
+        left = [tensor.data for tensor in leaving]  # until the copies have ended
+        for tensor in leaving:
+            tensor.data = tensor.to(self._device, non_blocking=True, copy=True)
         wait_asleep(self._device)
-        for parameter in leaving:
-            del self._hosted[parameter]
+        del left
         # Those that stay move to other blocks if some leave: a block is pinned as long as one of
-        # its tensors lives.
-        moving = [
-            (parameter, name, tensor)
-            for parameter in hosted
-            for name, tensor in states_of(self._optimizer, parameter).items()
-            if leaving or self._hosted.get(parameter, {}).get(name) is not tensor
-        ]
-        hosts = like_all([tensor for *_, tensor in moving])
-        for (parameter, name, state), host in zip(moving, hosts, strict=True):
-            self._optimizer.state[parameter][name] = host.copy_(state)
-        self._hosted = {parameter: states_of(self._optimizer, parameter) for parameter in hosted}
-        if moving:
-            del moving, hosts, host, state
-            give_back(self._device)
-        self.share_pct = share_pct
+        # its tensors lives. A state that was loaded may not be on the host yet.
+        there = {id(tensor) for tensor in self.tensors if not leaving}
+        wanted = self._states(hosted)
+        moving = [tensor for tensor in wanted if id(tensor) not in there]
+        hosts = like_all(moving, pinned=self._device.type == "cuda")
+        for tensor, host in zip(moving, hosts, strict=True):
+            tensor.data = host.copy_(tensor)
+        self._hosted, self.tensors, self.share_pct = hosted, wanted, share_pct
+        give_back(self._device)
 
     def step(self) -> None:
         """Do the optimiser's step for what is on the device, then for the rest part by part."""
@@ -164,26 +155,22 @@ class HostStates:
         wait_asleep(self._device)
 
     def _step(
-        self, part: Iterable[nn.Parameter], gradients: Mapping[nn.Parameter, Tensor | None]
+        self, part: Sequence[nn.Parameter], gradients: Mapping[nn.Parameter, Tensor | None]
     ) -> None:
+        states = self._states(part)
+        hosts = [tensor.data for tensor in states]
         try:
+            for tensor in states:
+                tensor.data = tensor.to(self._device, non_blocking=True, copy=True)
             for parameter in part:
-                here = _copied(self._hosted[parameter], parameter.device)
-                self._optimizer.state[parameter].update(here)
                 parameter.grad = gradients[parameter]
             self._optimizer.step()
-            for parameter in part:
-                for name, tensor in self._hosted[parameter].items():
-                    tensor.copy_(self._optimizer.state[parameter][name], non_blocking=True)
+            for tensor, host in zip(states, hosts, strict=True):
+                host.copy_(tensor, non_blocking=True)
         finally:
             # After a failure too: what they hold then belongs to no step, and the update says that
             # it was cut off.
+            for tensor, host in zip(states, hosts, strict=True):
+                tensor.data = host
             for parameter in part:
-                self._optimizer.state[parameter].update(self._hosted[parameter])
                 parameter.grad = None
-
-
-def _copied(states: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    return {
-        name: tensor.to(device, non_blocking=True, copy=True) for name, tensor in states.items()
-    }

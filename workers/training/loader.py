@@ -20,9 +20,8 @@ import resource
 import signal
 import threading
 import time
-import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
 from multiprocessing.util import get_temp_dir
@@ -32,8 +31,6 @@ import psutil
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from workers import oom
-from workers.settings import FailureKind
 from workers.training import order
 from workers.training.batches import Batch, rows_of, tensors_in
 from workers.training.errors import TaskError
@@ -69,15 +66,20 @@ class Feed:
     """One effective batch at a time, on the host; it stays until the next one is asked for."""
 
     def __init__(
-        self, task: TrainTask, settings: TrainSettings, device: torch.device, seed: int
+        self,
+        task: TrainTask,
+        settings: TrainSettings,
+        device: torch.device,
+        seed: int,
+        tell: Callable[..., None],
     ) -> None:
-        """Start nothing yet.
+        """Start nothing yet. `tell` gets the event `unpinned`, once, with the reason.
 
         Raises:
             TaskError: There is no data, or there are no lengths to sort it by.
         """
         refuse_without_data(task)
-        self._task = task
+        self._task, self._tell = task, tell
         self._batch_rows = settings.batch
         self._seed = seed
         self._bucketing = settings.bucketing
@@ -99,7 +101,6 @@ class Feed:
         self._samples_used = 0
         """Of the batches that were taken; set by `seek`."""
         self._opened_s = self._waited_s = 0.0
-        self._news: list[tuple[str, dict[str, Any]]] = []
         self.batch: Batch | None = None
         """`None`: none was taken since `seek`."""
         self.count = 0
@@ -142,11 +143,6 @@ class Feed:
         # Not left to its end: an exception's traceback may hold it, and its processes would stay.
         getattr(batches, "_shutdown_workers", lambda: None)()
 
-    def news(self) -> list[tuple[str, dict[str, Any]]]:
-        """Return the events since the last call: `unpinned`, once, with the reason."""
-        news, self._news = self._news, []
-        return news
-
     def wait_share(self) -> float:
         """Return the share of time since the first batch that the training waited for data."""
         return self._waited_s / (time.perf_counter() - self._opened_s) if self._opened_s else 0.0
@@ -159,7 +155,8 @@ class Feed:
         task = self._task
         sample = (task.collate or default_collate)([task.dataset[self._keys(0)[0]]])
         return loader_numbers(
-            host_share(on_card=on_card),
+            *host_share(),
+            on_card=on_card,
             workers=workers,
             prefetch=prefetch,
             batch_bytes=settings.batch * sum(tensor.nbytes for tensor in tensors_in(sample)),
@@ -195,18 +192,22 @@ class Feed:
         """Return the next batch; after a loss of its process, or of pinned memory, made anew."""
         began_s = time.perf_counter()
         self._opened_s = self._opened_s or began_s
+        was_pinned = self._pin
         try:
             try:
                 batch = self._made()
             except (RuntimeError, OSError, EOFError) as failure:
-                if self._pin and _was_pinning(failure):
-                    self._pin = False
-                    self._news.append(("unpinned", {"reason": _reason(failure)}))
-                elif not self._may_be_a_lost_process(failure):
+                is_lost = self._may_be_a_lost_process(failure)
+                if not is_lost and not was_pinned:
                     raise
                 self.close()
+                # The host may be short of page-locked memory, which is no shortage of the card's.
+                self._pin = was_pinned and is_lost
                 batch = self._made()
+                if was_pinned and not self._pin:
+                    self._tell("unpinned", reason=_reason(failure))
         except BaseException:
+            self._pin = was_pinned
             self.close()
             raise
         finally:
@@ -261,24 +262,13 @@ class Feed:
             ) from failure
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostShare:
-    """What one training has for itself of its host."""
-
-    cores: int
-    """Physical cores."""
-    ram_bytes: int
-    """That is free now."""
-    on_card: bool
-    """Whether the training computes on a card and leaves the cores to the loader."""
-
-
-def host_share(*, on_card: bool) -> HostShare:
-    """Return this training's share of its host: torch's threads of the physical cores."""
+def host_share() -> tuple[int, int]:
+    """Return this training's share of its host, torch's threads of the physical cores: so many of
+    them, and bytes of the RAM that is free now.
+    """
     physical = psutil.cpu_count(logical=False) or psutil.cpu_count() or 1
     cores = min(torch.get_num_threads(), physical)
-    free_bytes = psutil.virtual_memory().available
-    return HostShare(cores=cores, ram_bytes=free_bytes * cores // physical, on_card=on_card)
+    return cores, psutil.virtual_memory().available * cores // physical
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -293,25 +283,26 @@ class LoaderNumbers:
 
 
 def loader_numbers(
-    host: HostShare,
+    cores: int,
+    ram_bytes: int,
     *,
+    on_card: bool,
     workers: int | Literal["auto"],
     prefetch: int | Literal["auto"],
     batch_bytes: int,
 ) -> LoaderNumbers:
     """Return the numbers for what the training has for itself; what is given as a number stays.
-    Pure. `batch_bytes`: of an effective batch.
+    Pure. `batch_bytes`: of an effective batch. `on_card`: the cores are left to the loader.
     """
     reasons = []
-    allowed_bytes = _SHARE_OF_PROCESSES * host.ram_bytes
+    allowed_bytes = _SHARE_OF_PROCESSES * ram_bytes
     if workers == "auto":
-        by_cores = host.cores - 1 if host.on_card else host.cores // _CPU_CORES_PER_PROCESS
+        by_cores = cores - 1 if on_card else cores // _CPU_CORES_PER_PROCESS
         ahead_bytes = (_LEAST_PREFETCH if prefetch == "auto" else prefetch) * batch_bytes
         by_ram = int(allowed_bytes // (_PROCESS_BYTES + ahead_bytes))
         processes = max(0, min(by_cores, by_ram, _MOST_WORKERS))
         reasons.append(
-            f"{processes} loader processes: {host.cores} cores allow {by_cores}, RAM allows "
-            f"{by_ram}"
+            f"{processes} loader processes: {cores} cores allow {by_cores}, RAM allows {by_ram}"
         )
     else:
         processes = workers
@@ -323,23 +314,6 @@ def loader_numbers(
     else:
         ahead = prefetch
     return LoaderNumbers(workers=processes, prefetch=ahead, reason="; ".join(reasons))
-
-
-def _was_pinning(failure: BaseException) -> bool:
-    """Say whether a batch was being copied into page-locked memory: the host is short of that, and
-    not the card.
-
-    The thread of a loader says so in words (torch/utils/data/_utils/pin_memory.py); without one the
-    frame tells.
-    """
-    if oom.classify(failure).kind is FailureKind.CONTEXT_CORRUPTED:
-        return False  # it only surfaced there
-    if "pin memory thread" in str(failure):
-        return True
-    frames = [frame for frame, _ in traceback.walk_tb(failure.__traceback__)]
-    return any(
-        "pin_memory" in {frame.f_code.co_name, *frame.f_code.co_names} for frame in frames[-1:]
-    )
 
 
 def _reason(failure: BaseException) -> str:

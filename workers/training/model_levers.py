@@ -277,15 +277,16 @@ class Compiling:
         settings: TrainSettings,
         model: nn.Module,
         blocks: Sequence[nn.Module],
+        tell: Callable[..., None],
         backend: str | Callable[..., Any] = "inductor",
     ) -> None:
         """Take over `forward` of the model or of its blocks, before what else does so. Nothing is
-        compiled before the first part.
+        compiled before the first part. `tell` gets the events `compiled` and `not_compiled`.
 
         Raises:
             TaskError: Blocks shall be compiled, and the task names none.
         """
-        self._unit, self._backend = settings.compile, backend
+        self._unit, self._backend, self._tell_event = settings.compile, backend, tell
         self._pending = self._unit != "off"
         """Whether parts are to be compiled: until it fails."""
         self._on = False
@@ -293,7 +294,6 @@ class Compiling:
         self._failures = 0
         self._graphs = 0
         self._dropouts = [module for module in model.modules() if isinstance(module, KeyedDropout)]
-        self._news: list[tuple[str, dict[str, Any]]] = []
         if self._unit == "block" and not blocks:
             raise TaskError(
                 "train.compile: block needs a task that names its blocks; set train.compile: model"
@@ -306,13 +306,6 @@ class Compiling:
         """The same, as torch compiles them when they are called."""
         for place, unit in enumerate(units):
             setattr(unit, "forward", partial(self._forward, place))  # noqa: B010 - mypy has methods constant
-
-    def news(self) -> list[tuple[str, dict[str, Any]]]:
-        """Return the events since the last call: `compiled` and `not_compiled`,
-        with their figures.
-        """
-        news, self._news = self._news, []
-        return news
 
     def run(self, rows: int, compute: Callable[[], T]) -> T:
         """Compute a part of so many samples, compiled if that is wanted and possible.
@@ -388,8 +381,7 @@ class Compiling:
             self._graphs = graphs
 
     def _tell(self, name: str, seconds: float, **figures: object) -> None:
-        common = {"unit": self._unit, "seconds": round(seconds, 3)}
-        self._news.append((name, {**common, **figures}))
+        self._tell_event(name, unit=self._unit, seconds=round(seconds, 3), **figures)
 
 
 def _lack() -> str | None:

@@ -32,9 +32,6 @@ _BETAS: Final = (0.9, 0.95)
 #: What makes the states of torch's Adam and AdamW.
 _ADAMS: Final = Adam._init_group.__qualname__
 
-#: Of bitsandbytes: what codes mean; steps do not change these.
-_TABLES: Final = ("qmap1", "qmap2")
-
 
 def adamw(parameters: Sequence[nn.Parameter], settings: TrainSettings, lr: float) -> Optimizer:
     """Make AdamW.
@@ -126,7 +123,8 @@ def allocate_states(optimizer: Optimizer, on_host: Set[nn.Parameter] = frozenset
     if _is_bitsandbytes(optimizer):
         for parameter, states in _allocate_8bit(optimizer):
             if parameter in on_host:  # one parameter's states at a time are on the device
-                states.update(_without_data(large(states, parameter)))
+                for name, tensor in large(states, parameter).items():
+                    states[name] = torch.empty_like(tensor, device="meta")
     # A subclass may have other states; by name, since the compiler wraps this method.
     by = getattr(type(optimizer), "_init_group", None)
     for group in optimizer.param_groups if getattr(by, "__qualname__", "") == _ADAMS else ():
@@ -138,11 +136,8 @@ def allocate_states(optimizer: Optimizer, on_host: Set[nn.Parameter] = frozenset
                 # it.
                 device = parameter.device if group["fused"] or group["capturable"] else None
                 step = torch.zeros((), dtype=torch.float32, device=device)
-                state = dict.fromkeys(names, parameter.detach())
-                if parameter in on_host:
-                    state = _without_data(state)
-                else:
-                    state = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+                weight, where = parameter.detach(), "meta" if parameter in on_host else None
+                state = {name: torch.zeros_like(weight, device=where) for name in names}
                 optimizer.state[parameter] = {"step": step, **state}
     _fill_on_host(optimizer, on_host)
 
@@ -177,10 +172,6 @@ def large(states: Mapping[str, Any], parameter: Tensor) -> dict[str, Tensor]:
     }
 
 
-def _without_data(states: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: torch.empty_like(tensor, device="meta") for name, tensor in states.items()}
-
-
 def _fill_on_host(optimizer: Optimizer, on_host: Set[nn.Parameter]) -> None:
     """Put zeros in host memory, together, in the place of all states without data."""
     places = [
@@ -207,20 +198,6 @@ def update_bytes(optimizer: Optimizer, parameters: Sequence[Tensor], *, on_card:
     if optimizer.defaults.get("foreach"):
         return sum(sizes)  # the roots of all second moments at once
     return 2 * max(sizes)  # of one parameter, the root and the root divided
-
-
-def forget_states(optimizer: Optimizer) -> None:
-    """Go back to the states before the first step, in the memory that they have."""
-    if not isinstance(optimizer, Adam) and not _is_bitsandbytes(optimizer):
-        optimizer.state.clear()
-        allocate_states(optimizer)
-        return
-    for state in optimizer.state.values():
-        for name, value in state.items():
-            if not isinstance(value, Tensor):
-                state[name] = 0  # bitsandbytes counts steps in Python
-            elif name not in _TABLES:
-                value.zero_()
 
 
 def load_states(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
@@ -291,6 +268,11 @@ class Average:
         if on_host and parameters[0].is_cuda:
             largest = max(weights, key=lambda weight: weight.nbytes)
             self._staging = like(largest.flatten())
+
+    @torch.no_grad()
+    def load(self, tensors: Sequence[Tensor]) -> None:
+        """Go on from these."""
+        torch._foreach_copy_(self.tensors, list(tensors))
 
     @torch.no_grad()
     def update(self) -> None:

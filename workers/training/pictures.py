@@ -201,27 +201,24 @@ class Pictures(HeldOut):
     def _pixels(self) -> tuple[TokenSamples, TokenSamples]:
         """Of all pictures as squares; and the width and height of each before."""
         found = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in self._paths]
-        written = written_once(("pictures", self._edge, found), self._write)
-        return TokenSamples(written, "grey"), TokenSamples(written, "size")
+        key = ("pictures", self._edge, found)
+        written = written_once(key, {"grey": "uint8", "size": "int32"}, self._write)
+        return written["grey"], written["size"]
 
-    def _write(self, folder: Path) -> None:
-        with (
-            SampleWriter(folder, "grey", "uint8", seq=None) as greys,
-            SampleWriter(folder, "size", "int32", seq=None) as sizes,
-        ):
-            for path in self._paths:
-                try:
-                    content, *size = _grey(path, self._edge)
-                except Exception as failure:
-                    if oom.classify(failure).kind in {FailureKind.DEFINITE, FailureKind.PROBABLE}:
-                        raise
-                    raise TaskError(
-                        f"train.data: {path} cannot be read as a picture "
-                        f"({type(failure).__name__}); replace it, or take its row out of the CSV"
-                    ) from failure
-                for writer, numbers in ((greys, content), (sizes, size)):
-                    writer.add(numbers)
-                    writer.end()
+    def _write(self, greys: SampleWriter, sizes: SampleWriter) -> None:
+        for path in self._paths:
+            try:
+                content, *size = _grey(path, self._edge)
+            except Exception as failure:
+                if oom.classify(failure).kind in {FailureKind.DEFINITE, FailureKind.PROBABLE}:
+                    raise
+                raise TaskError(
+                    f"train.data: {path} cannot be read as a picture "
+                    f"({type(failure).__name__}); replace it, or take its row out of the CSV"
+                ) from failure
+            for writer, numbers in ((greys, content), (sizes, size)):
+                writer.add(numbers)
+                writer.end()
 
     def _look(self, row: int, side: float, gain: float, shift: float) -> tuple[Tensor, Tensor]:
         picture, points = self._sample(row)

@@ -8,7 +8,6 @@ of each token is the same either way, to rounding, and no token that only fills 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Final, Protocol
 
 import torch
@@ -17,7 +16,7 @@ from torch.nn import functional
 
 from workers.training.batches import Samples
 from workers.training.order import PACKED_TOGETHER, packed_rows
-from workers.training.token_files import SampleWriter, TokenSamples, written_once
+from workers.training.token_files import SampleWriter, written_once
 
 #: In the place of a token that is not there, or is not to be predicted.
 NO_TOKEN: Final = -1
@@ -37,8 +36,9 @@ class Documents(Protocol):
 class KeyedDocuments(Documents, Protocol):
     """Such a data set that others cannot be taken for."""
 
-    key: str
-    """Changes with what is in it."""
+    @property
+    def key(self) -> str:
+        """Changes with what is in it."""
 
 
 class PackedRows(Samples):
@@ -49,18 +49,17 @@ class PackedRows(Samples):
         self._documents = documents
         self._seq = seq
         key = ("packed", documents.key, len(documents), seq)
-        self._rows = TokenSamples(written_once(key, self._write), "rows")
+        self._rows = written_once(key, {"rows": "int32"}, self._write)["rows"]
         self._items = len(self._rows)
 
-    def _write(self, folder: Path) -> None:
+    def _write(self, rows: SampleWriter) -> None:
         documents = range(len(self._documents))
-        with SampleWriter(folder, "rows", "int32", seq=None) as writer:
-            for first in documents[::PACKED_TOGETHER]:
-                together = documents[first : first + PACKED_TOGETHER]
-                lengths = [length - 1 for length in self._documents.lengths(together)]
-                for row in packed_rows(lengths, self._seq):
-                    writer.add([together[place] for place in row])
-                    writer.end()
+        for first in documents[::PACKED_TOGETHER]:
+            together = documents[first : first + PACKED_TOGETHER]
+            lengths = [length - 1 for length in self._documents.lengths(together)]
+            for row in packed_rows(lengths, self._seq):
+                rows.add([together[place] for place in row])
+                rows.end()
 
     def __getitems__(self, indices: Sequence[int]) -> list[Tensor]:
         """Return several rows."""

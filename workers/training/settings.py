@@ -12,6 +12,7 @@ from typing import Annotated, Final, Literal, Self, TypeAlias
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 Precision: TypeAlias = Literal["fp32", "tf32", "bf16", "fp16"]
+Documents: TypeAlias = Literal["windows", "files", "lines"]
 
 #: `preset` names one of these, or the user's own `package.module:name`.
 PRESETS: Final = (
@@ -126,7 +127,7 @@ class TrainSettings(BaseModel):
     """Folder presets: what is never trained on, as `data` is; `None`: the last 1 % of `data`."""
     validate_every: Annotated[int, Field(ge=1)] | None = None
     """Optimiser steps from one validation to the next; `None`: at the end alone."""
-    documents: Literal["windows", "files", "lines"] = "windows"
+    documents: Documents = "windows"
     """What of that text is a sample: a window of `seq` bytes, or a document of up to `seq`."""
     steps: Annotated[int, Field(ge=1)] = 200
     """Optimiser steps after which the training is finished, unless `epochs` is set."""

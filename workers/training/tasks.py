@@ -36,7 +36,7 @@ from workers.training.sequences import (
     shortened,
 )
 from workers.training.settings import FOLDER_PRESETS, PICTURE_PRESETS, TrainSettings
-from workers.training.text import SAMPLES, TextData, TextDocuments
+from workers.training.text import SAMPLES, TextBytes
 
 #: Keys of `train:` that only a task can obey: what is trained on, and its loss.
 OWN_KEYS: Final = (
@@ -227,7 +227,7 @@ def _gpt_task(settings: TrainSettings, shape: GptShape, seed: int) -> TrainTask:
     if settings.packing:
         return replace(
             task,
-            dataset=PackedRows(cast("TextDocuments", text), seq),
+            dataset=PackedRows(cast("TextBytes", text), seq),
             loss=partial(packed_loss, label_smoothing=settings.label_smoothing),
             count=packed_tokens,
         )
@@ -243,16 +243,13 @@ def _gpt_task(settings: TrainSettings, shape: GptShape, seed: int) -> TrainTask:
 
 def _text_of(
     settings: TrainSettings, seq: int, vocabulary: int, seed: int
-) -> tuple[MadeText | TextData | TextDocuments, Callable[[], Iterable[Tensor]] | None]:
+) -> tuple[MadeText | TextBytes, Callable[[], Iterable[Tensor]] | None]:
     """Return what is trained on, and samples of it that are not; `None`: there are none."""
     if settings.data is None:
         made = MadeText(seq, vocabulary, seed)
         unseen = [made[ITEMS + place] for place in range(SAMPLES)]
         return made, lambda: unseen
-    if settings.documents == "windows":
-        own: TextData | TextDocuments = TextData(settings.data, seq)
-    else:
-        own = TextDocuments(settings.data, seq, settings.documents)
+    own = TextBytes(settings.data, seq, settings.documents)
     return own, own.unseen if own.has_unseen else None
 
 

@@ -6,32 +6,32 @@ a file named .jsonl a line is a JSON object, and the document its "text". One th
 sample is cut into pieces as windows are. Documents of less than two bytes are left out: nothing in
 them can be predicted.
 
-The vocabulary is the 256 values of a byte. Bytes are read from the text when they are used, and not
-copied, but for those of JSON, which are not there as they are. Files of the user's are not mapped:
-reading a mapped file that became shorter would end the process.
+The vocabulary is the 256 values of a byte. A text is copied once on a PC, when its first sample is
+asked for. Files of the user's are not mapped: reading a mapped file that became shorter would end
+the process.
 
-A byte order mark, with which editors of Windows begin a file, is no part of its text: places are
-counted from the byte after it.
+A byte order mark, with which editors of Windows begin a file, is no part of its text.
 """
 
 from __future__ import annotations
 
-import bisect
 import codecs
 import hashlib
 import itertools
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
-import torch
 from torch import Tensor
 
 from workers.training.batches import Samples
 from workers.training.errors import TaskError
-from workers.training.token_files import SampleWriter, TokenSamples, written_once
+from workers.training.settings import Documents
+from workers.training.token_files import SampleWriter, TokenSamples, TokenType, written_once
 from workers.units import MIB
 
 #: Read of each file to see whether it is text. Images, archives, programs and UTF-16 have a zero
@@ -56,95 +56,58 @@ class TextError(TaskError):
     """There is no text to train on; the message says where, why and what to do."""
 
 
-def _unreadable(path: object, failure: OSError) -> TextError:
-    return TextError(f"train.data: {path} cannot be read: {failure.strerror or failure}")
-
-
 class TextFiles:
-    """A file, or all files of a folder, as one stream of bytes.
+    """A file, or all files of a folder, in the order of their names.
 
     Raises:
         TextError: Nothing is there, it cannot be read, or it is no text.
     """
 
     def __init__(self, path: str | Path) -> None:
-        """Look at the files; their bytes are read when they are used."""
+        """Look at the files."""
         self.root = Path(path).expanduser()
         self.paths = list(_files_below(self.root))
         looks = [_look_at(path) for path in self.paths]
-        self.begins = [begin for begin, _ in looks]
-        """Where the text of each file begins."""
-        self._found = [found for _, found in looks]
-        sizes = (found.st_size - begin for begin, found in looks)
-        self.ends = list(itertools.accumulate(sizes))
-        """Where each file ends in the stream."""
-        self.total = self.ends[-1] if self.ends else 0
+        self._versions = [version for _, version in looks]
+        self._ends = list(itertools.accumulate(size for size, _ in looks))
+        self.total = self._ends[-1] if self._ends else 0
+        """Bytes of text in all files."""
         if self.total == 0:
             raise TextError(
                 f"train.data: {self.root} holds no text; name a file or folder that does"
             )
 
-    def read(self, start: int, count: int) -> bytearray:
-        """Return bytes of the stream.
-
-        Raises:
-            TextError: A file has changed, or cannot be read any more.
-        """
-        content = bytearray()
-        while count:
-            number = bisect.bisect_right(self.ends, start)
-            before = self.ends[number - 1] if number else 0
-            here = min(count, self.ends[number] - start)
-            content += self._read_of(number, start - before, here)
-            start, count = start + here, count - here
-        return content
-
-    def _read_of(self, number: int, offset: int, count: int) -> bytes:
-        path = self.paths[number]
-        try:
-            with path.open("rb", buffering=0) as file:
-                content = os.pread(file.fileno(), count, self.begins[number] + offset)
-        except OSError as failure:
-            raise _unreadable(path, failure) from failure
-        self._refuse_changed(number)
-        return content
-
-    def _refuse_changed(self, number: int) -> None:
-        path, found = self.paths[number], self._found[number]
-        try:
-            now = path.stat()
-        except OSError as failure:
-            raise _unreadable(path, failure) from failure
-        if (now.st_size, now.st_mtime_ns) != (found.st_size, found.st_mtime_ns):
-            raise TextError(
-                f"train.data: {path} was changed while it was trained on; put it back with its "
-                "time (cp -p), or begin anew"
-            )
-
     def fingerprint(self) -> str:
         """Return what changes when a file is added, removed or changes its length."""
         digest = hashlib.blake2b(digest_size=8)
-        for file, end in zip(self.paths, self.ends, strict=True):
+        for file, end in zip(self.paths, self._ends, strict=True):
             digest.update(f"{file.relative_to(self.root)} {end}\n".encode(errors="surrogateescape"))
         return digest.hexdigest()
 
-    def written(self, *key: object, write: Any) -> Path:  # noqa: ANN401 - as `written_once`
-        """Return the folder of what `write` makes of these files as they are now, once on this PC.
+    def written(
+        self,
+        key: object,
+        columns: Mapping[str, TokenType],
+        write: Callable[..., None],
+        *,
+        seq: int | None = None,
+    ) -> dict[str, TokenSamples]:
+        """Return what `write` makes of these files as they are now; see `written_once`.
 
         Raises:
             TextError: A file was changed meanwhile.
         """
         versions = [
-            (str(path), found.st_size, found.st_mtime_ns)
-            for path, found in zip(self.paths, self._found, strict=True)
+            (str(path), *version) for path, version in zip(self.paths, self._versions, strict=True)
         ]
 
-        def write_of_same(folder: Path) -> None:
-            write(folder)
-            for number in range(len(self.paths)):
-                self._refuse_changed(number)
+        def write_of_same(*writers: SampleWriter) -> None:
+            write(*writers)
+            for path, version in zip(self.paths, self._versions, strict=True):
+                if _look_at(path)[1] != version:
+                    raise TextError(f"train.data: {path} was changed while it was read; begin anew")
 
-        return written_once((key, versions), write_of_same)
+        return written_once((key, versions), columns, write_of_same, seq=seq)
 
 
 def _files_below(root: Path) -> Iterator[Path]:
@@ -166,33 +129,40 @@ def _files_below(root: Path) -> Iterator[Path]:
 
 
 def _refuse(failure: OSError) -> None:
-    raise _unreadable(failure.filename, failure) from failure
+    with _reading(failure.filename):
+        raise failure
 
 
-def _look_at(path: Path) -> tuple[int, os.stat_result]:
-    """Return where the text of a file begins, and how the file was found."""
-    try:
-        with path.open("rb") as file:
-            first, found = file.read(_LOOK_BYTES), os.fstat(file.fileno())
-    except OSError as failure:
-        raise _unreadable(path, failure) from failure
+def _look_at(path: Path) -> tuple[int, tuple[int, int]]:
+    """Return how many bytes of text a file has, and its version: length and time."""
+    with _reading(path), path.open("rb") as file:
+        first, found = file.read(_LOOK_BYTES), os.fstat(file.fileno())
     if b"\0" in first:
         raise TextError(
             f"train.data: {path} is no text (it has zero bytes, as images, archives and UTF-16 "
             "have); take it out, or convert it to UTF-8"
         )
-    return len(codecs.BOM_UTF8) if first.startswith(codecs.BOM_UTF8) else 0, found
+    mark = len(codecs.BOM_UTF8) if first.startswith(codecs.BOM_UTF8) else 0
+    return found.st_size - mark, (found.st_size, found.st_mtime_ns)
 
 
-def _parts_of(path: Path, most_bytes: int) -> Iterator[bytes]:
-    """Yield the text of a file in parts of at most so many bytes; each is at most a line."""
+def _parts_of(path: Path, most_bytes: int, *, by_line: bool = True) -> Iterator[bytes]:
+    """Yield the text of a file in parts of at most so many bytes, and of at most a line each."""
+    with _reading(path), path.open("rb") as file:
+        if file.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:
+            file.seek(0)
+        read = file.readline if by_line else file.read
+        yield from iter(lambda: read(most_bytes), b"")
+
+
+@contextmanager
+def _reading(path: object) -> Iterator[None]:
     try:
-        with path.open("rb") as file:
-            if file.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:
-                file.seek(0)
-            yield from iter(lambda: file.readline(most_bytes), b"")
+        yield
     except OSError as failure:
-        raise _unreadable(path, failure) from failure
+        raise TextError(
+            f"train.data: {path} cannot be read: {failure.strerror or failure}"
+        ) from failure
 
 
 def lines_of(path: Path) -> Iterator[tuple[str, bytes]]:
@@ -303,83 +273,73 @@ class HeldOut(Samples):
         raise NotImplementedError
 
 
-class TextData(HeldOut):
-    """Windows, `seq` apart: each byte but the first is predicted once in an epoch.
+class TextBytes(HeldOut):
+    """Windows, `seq` apart: each byte but the first is predicted once in an epoch. Or documents, and
+    pieces of those that are longer than `seq` + 1 bytes.
 
     Raises:
-        TextError: There is no text, or it is shorter than one window.
+        TextError: There is no text, it is shorter than one window, there is no document in it, or a
+            line is none.
     """
 
-    def __init__(self, path: str | Path, seq: int) -> None:
-        """Look at the files."""
+    def __init__(self, path: str | Path, seq: int, unit: Documents = "windows") -> None:
+        """Look at the files, and find the documents: for that the first process on a PC reads all
+        of them.
+        """
         super().__init__()
         self._files = files = TextFiles(path)
-        self._seq = seq
-        if files.total <= seq:
+        self._seq, self._unit = seq, unit
+        if unit == "windows" and files.total <= seq:
             raise TextError(
                 f"train.data: {files.root} has {files.total} bytes, and one sample takes "
                 f"{seq + 1}; give more text, or lower train.seq to {max(2, files.total - 1)} or "
                 "less"
             )
-        self.fingerprint = f"windows {files.fingerprint()} {self._items}"
-        """What changes when windows get other numbers, or others are held out."""
-
-    def _count(self) -> int:
-        return (self._files.total - 1) // self._seq
-
-    def _sample(self, index: int) -> Tensor:
-        content = self._files.read(index * self._seq, self._seq + 1)
-        return torch.frombuffer(content, dtype=torch.uint8).long()
-
-
-class TextDocuments(HeldOut):
-    """Documents, and pieces of those that are longer than `seq` + 1 bytes.
-
-    Raises:
-        TextError: There is no text, no document in it, or a line that is none.
-    """
-
-    def __init__(self, path: str | Path, seq: int, unit: Literal["files", "lines"]) -> None:
-        """Find the documents; of lines the first process on a PC reads all files once."""
-        super().__init__()
-        self._files = files = TextFiles(path)
-        self._copied = unit == "lines" and any(path.suffix == ".jsonl" for path in files.paths)
-
-        def write(folder: Path) -> None:
-            kind: Literal["uint8"] | None = "uint8" if self._copied else None
-            with SampleWriter(folder, "text", kind, seq=seq) as writer:
-                for number, each in enumerate(files.paths):
-                    if unit == "files":
-                        writer.skip(files.ends[number] - (files.ends[number - 1] if number else 0))
-                        writer.end()
-                    elif each.suffix == ".jsonl":
-                        _write_json(each, writer)
-                    else:
-                        _write_lines(each, writer)
-
-        written = files.written("bytes", unit, seq, write=write)
-        self.key = written.name
-        self._samples = TokenSamples(written, "text")
-        if not len(self._samples):
+        if not self._count():
             raise TextError(
                 f"train.data: no {unit.removesuffix('s')} of {files.root} has two bytes or more; "
                 "name a file or folder with text in it"
             )
         self.fingerprint = f"{unit} {files.fingerprint()} {self._items}"
-        """What changes when a file is added, removed or changes its length."""
+        """What changes when a file is added, removed or changes its length, or others are held out.
+        """
+
+    @property
+    def key(self) -> str:
+        """Changes with what is in it."""
+        return self._samples.folder.name
 
     def lengths(self, indices: Sequence[int]) -> list[int]:
-        """Return how many bytes these pieces have."""
+        """Return how many bytes these samples have."""
         return self._samples.lengths(indices)
 
     def _count(self) -> int:
-        return len(self._samples)
+        # Of windows it is known before they are written; a shorter one at the end is left out.
+        windows = (self._files.total - 1) // self._seq
+        return windows if self._unit == "windows" else len(self._samples)
 
     def _sample(self, index: int) -> Tensor:
-        if self._copied:
-            return self._samples[index].long()
-        content = self._files.read(*self._samples.place(index))
-        return torch.frombuffer(content, dtype=torch.uint8).long()
+        return self._samples[index].long()
+
+    @cached_property
+    def _samples(self) -> TokenSamples:
+        key = ("bytes", self._unit, self._seq)
+        return self._files.written(key, {"text": "uint8"}, self._write, seq=self._seq)["text"]
+
+    def _write(self, writer: SampleWriter) -> None:
+        for path in self._files.paths:
+            if self._unit == "lines" and path.suffix == ".jsonl":
+                _write_json(path, writer)
+            elif self._unit == "lines":
+                for _, line in lines_of(path):
+                    writer.add(line.removesuffix(b"\n").removesuffix(b"\r"))
+                    writer.end()
+            else:
+                for part in _parts_of(path, _PART_BYTES, by_line=False):
+                    writer.add(part)
+                if self._unit == "files":
+                    writer.end()
+        writer.end()
 
 
 def _write_json(path: Path, writer: SampleWriter) -> None:
@@ -397,15 +357,3 @@ def _write_json(path: Path, writer: SampleWriter) -> None:
             )
         writer.add(text.encode())
         writer.end()
-
-
-def _write_lines(path: Path, writer: SampleWriter) -> None:
-    """Write the lines of a file, each without its end."""
-    last = b""  # the last bytes of the line so far
-    for part in _parts_of(path, _PART_BYTES):
-        writer.add(part)
-        last = (last + part)[-2:]
-        if last.endswith(b"\n"):
-            writer.end(without=2 if last == b"\r\n" else 1)
-            last = b""
-    writer.end(without=int(last.endswith(b"\r")))

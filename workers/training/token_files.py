@@ -12,16 +12,16 @@ import os
 import shutil
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
 
-from workers.files import flush, locked
+from workers.files import locked, made_whole
 from workers.learned_limits import STATE_DIR_VARIABLE, default_path
 from workers.training.errors import TaskError
 
@@ -31,7 +31,7 @@ _LENGTH_BITS: Final = 21
 _LENGTH: Final = 2**_LENGTH_BITS - 1
 
 #: Another one where this program would write something else for the same key.
-_VERSION: Final = 1
+_VERSION: Final = 2
 
 #: Files that were not opened for so long are removed when others are written.
 _KEPT_S: Final = 30 * 24 * 3600.0
@@ -42,10 +42,20 @@ _CODES: Final = {"uint8": "B", "int32": "i"}
 TokenType = Literal["uint8", "int32"]
 
 
-def written_once(key: object, write: Callable[[Path], None]) -> Path:
-    """Return the folder that `write` fills, which it does once on this PC for each key.
+def written_once(
+    key: object,
+    columns: Mapping[str, TokenType],
+    write: Callable[..., None],
+    *,
+    seq: int | None = None,
+) -> dict[str, TokenSamples]:
+    """Return the columns that `write` fills, which it does once on this PC for each key.
 
-    The key says all that decides on the content; it is compared by its `repr`.
+    Args:
+        key: All that decides on the content; it is compared by its `repr`.
+        columns: The type of the tokens in each.
+        write: Gets a `SampleWriter` for each column.
+        seq: Of the writers.
 
     Raises:
         TaskError: The files cannot be written.
@@ -57,20 +67,19 @@ def written_once(key: object, write: Callable[[Path], None]) -> Path:
         with locked(folder.with_suffix(".lock"), patience_s=math.inf):
             if not folder.exists():
                 _remove_unused(root)
-                fresh = folder.with_suffix(".new")
-                shutil.rmtree(fresh, ignore_errors=True)  # of a process that was killed
-                fresh.mkdir(mode=0o700)
-                write(fresh)
-                for path in fresh.iterdir():
-                    flush(path)  # else a power cut may leave an empty one under this name
-                fresh.rename(folder)
+                with made_whole(folder) as fresh, ExitStack() as stack:
+                    fresh.mkdir(mode=0o700)
+                    writers = [SampleWriter(fresh, *each, seq=seq) for each in columns.items()]
+                    for writer in writers:
+                        stack.callback(writer.close)
+                    write(*writers)
             os.utime(folder)
     except OSError as failure:
         raise TaskError(
             f"the tokens of train.data cannot be kept in {root}: {failure.strerror or failure}; "
             f"free its disk, or name another folder in {STATE_DIR_VARIABLE}"
         ) from failure
-    return folder
+    return {name: TokenSamples(folder, name) for name in columns}
 
 
 def _remove_unused(root: Path) -> None:
@@ -84,25 +93,18 @@ class SampleWriter:
     token with the one before it: each but the first of a sequence is predicted once.
     """
 
-    def __init__(self, folder: Path, name: str, kind: TokenType | None, *, seq: int | None) -> None:
-        """Make the files. `kind`: of a token; `None`: the tokens are elsewhere, and only places are
-        written. `seq`: `None` cuts nothing.
-        """
+    def __init__(self, folder: Path, name: str, kind: TokenType, *, seq: int | None) -> None:
+        """Make the files. `kind`: of a token. `seq`: `None` cuts nothing."""
         self._seq = seq
-        self._code = None if kind is None else _CODES[kind]
-        self._tokens = None if kind is None else (folder / f"{name}.{kind}").open("wb")
+        self._code = _CODES[kind]
+        self._tokens = (folder / f"{name}.{kind}").open("wb")
         self._samples = (folder / f"{name}.samples").open("wb")
         self._begin = self._end = 0
 
     def add(self, tokens: Sequence[int]) -> None:
         """Go on with the sequence by these tokens."""
-        if self._tokens is not None and self._code is not None:
-            self._tokens.write(array(self._code, tokens))
+        self._tokens.write(array(self._code, tokens))
         self._end += len(tokens)
-
-    def skip(self, count: int) -> None:
-        """Go on by so many tokens that are elsewhere."""
-        self._end += count
 
     def end(self, *, without: int = 0) -> None:
         """End the sequence, without its last tokens.
@@ -124,22 +126,17 @@ class SampleWriter:
         array("q", entries).tofile(self._samples)
         self._begin = self._end
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
-        for file in (self._tokens, self._samples):
-            if file is not None:
-                file.close()
+    def close(self) -> None:
+        """Write no more."""
+        self._tokens.close()
+        self._samples.close()
 
 
 class TokenSamples:
     """Samples that a `SampleWriter` has written, mapped when one is asked for."""
 
     def __init__(self, folder: Path, name: str) -> None:
-        self._folder = folder
+        self.folder = folder
         self._name = name
 
     def __len__(self) -> int:
@@ -147,13 +144,9 @@ class TokenSamples:
 
     def __getitem__(self, index: int) -> Tensor:
         """Return the tokens of a sample, in the type of the file and in its memory: read only."""
-        start, length = self.place(index)
-        return self._tokens[start : start + length]
-
-    def place(self, index: int) -> tuple[int, int]:
-        """Return where the first token of a sample is, and how many there are."""
         entry = int(self._samples[index])
-        return entry >> _LENGTH_BITS, entry & _LENGTH
+        start, length = entry >> _LENGTH_BITS, entry & _LENGTH
+        return self._tokens[start : start + length]
 
     def lengths(self, indices: Sequence[int]) -> list[int]:
         """Return how many tokens these samples have."""
@@ -162,15 +155,15 @@ class TokenSamples:
 
     def __getstate__(self) -> dict[str, Any]:
         # Loader processes map the files themselves.
-        return {"_folder": self._folder, "_name": self._name}
+        return {"folder": self.folder, "_name": self._name}
 
     @cached_property
     def _samples(self) -> Tensor:
-        return _mapped(self._folder / f"{self._name}.samples", torch.int64)
+        return _mapped(self.folder / f"{self._name}.samples", torch.int64)
 
     @cached_property
     def _tokens(self) -> Tensor:
-        path = next(path for path in self._folder.glob(f"{self._name}.*int*"))
+        path = next(path for path in self.folder.glob(f"{self._name}.*int*"))
         return _mapped(path, getattr(torch, path.suffix.removeprefix(".")))
 
 

@@ -13,10 +13,11 @@ on these numbers, but for rounding; with the same ones in the same order it is t
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,15 +29,15 @@ from torch.utils.flop_counter import FlopCounterMode
 from workers.messages import Progress
 from workers.training import order, precision, schedule
 from workers.training.accumulator import Accumulator
-from workers.training.batches import Batch, on_device, part_of, rows_of
+from workers.training.batch_in_parts import BatchInParts, Look, OneBatch
+from workers.training.batches import Batch, on_device, part_of, rows_of, tensors_in
 from workers.training.checkpoints import Identity, Lever, weights_sha256
 from workers.training.earlier import begun_model
 from workers.training.errors import StateMismatchError
 from workers.training.host_memory import Parking
 from workers.training.host_states import HostStates
-from workers.training.keyed_random import Dropouts
 from workers.training.loader import Feed
-from workers.training.lora import new_model
+from workers.training.lora import load_weights, new_model
 from workers.training.model_levers import (
     FLOP_OF_ATTENTION,
     Compiling,
@@ -50,15 +51,13 @@ from workers.training.optimizers import (
     Rates,
     Update,
     decay_rates,
-    forget_states,
     load_states,
 )
-from workers.training.parts import ROWS, check_parts, one_number, unchanged
+from workers.training.parts import PartsError, unchanged
 from workers.training.schedule import Course
-from workers.training.settings import PRESETS, Precision, TrainSettings
+from workers.training.settings import PRESETS, TrainSettings
 from workers.training.tasks import TrainTask, Validation, trained_parameters
 from workers.training.time_shares import Part, TimeShares
-from workers.training.unevenness import PartsCheck
 
 _STATE_VERSION: Final = 2
 
@@ -82,16 +81,20 @@ class Trainer:
     """One training on one device."""
 
     def __init__(
-        self, task: TrainTask, settings: TrainSettings, device: torch.device, seed: int
+        self,
+        task: TrainTask,
+        settings: TrainSettings,
+        device: torch.device,
+        seed: int,
+        tell: Callable[..., None] = lambda _, **__: None,
     ) -> None:
-        """Make the model and allocate all that outlives a step.
+        """Make the model and allocate all that outlives a step. `tell` gets events of the compiler
+        and of the loader, and hazards: a name, and figures or text by keyword.
 
         Raises:
             TaskError: There is nothing to train, or no data.
         """
-        self._feed = Feed(task, settings, device, seed)
-        self.earlier: Path | None = None
-        """Of an earlier run, the weights that `rollback(None)` begins with."""
+        self._feed, self._tell = Feed(task, settings, device, seed, tell), tell
         self.loader_numbers = self._feed.numbers
         precision.set_up(
             settings.precision,
@@ -106,17 +109,34 @@ class Trainer:
         if settings.epochs is not None:
             self.steps = -(-settings.epochs * len(task.dataset) // settings.batch)
 
-        self.model = self._new_model().to(device).train()
+        self.model = self._made(new_model).to(device).train()
         self.parameters = trained_parameters(task, self.model)
         blocks = task.blocks(self.model)
         self._levers = ModelLevers(
             settings, self.model, device_type=device.type, on_card=device.type == "cuda"
         )
-        self._dropouts = Dropouts(self.model, order.mixed(seed, 1))
-        self.compiling = Compiling(settings, self.model, blocks)
+        self._accumulator = Accumulator(self.parameters)
+        look = Look(
+            accepts=self._hazards_of,
+            tell=self._tell_hazard,
+            sees_rounding=not settings.exact,
+            # It is computed in fp32, which takes twice the memory of half precision.
+            part_share=2 if settings.precision in {"bf16", "fp16"} else 1,
+        )
+        self._in_parts = BatchInParts(
+            self.model,
+            order.mixed(seed, 1),
+            self._accumulator,
+            # The presets here are known to add up.
+            look=None if settings.preset in PRESETS else look,
+            draws=True,
+        )
+        self._batch: OneBatch | None = None
+        """The one under way."""
+        self.compiling = Compiling(settings, self.model, blocks, tell)
+        self._in_parts.compute = self.compiling.run
         self._recomputation = Recomputation(blocks)
 
-        self._accumulator = Accumulator(self.parameters)
         optimizer = task.new_optimizer(self.model, settings)
         if settings.layer_decay < 1:
             decay_rates(optimizer, self.model, blocks, settings.layer_decay)
@@ -135,18 +155,8 @@ class Trainer:
         self._last = MicroBatch(rows=0, level=0, updated=False)
         self._accumulation = 0
         self.course = Course()
-        # The presets here are known to add up.
-        own = settings.preset not in PRESETS
-        self._parts_check = PartsCheck() if own else None
         self.hazards: list[str] = []
         """What makes the result depend on the micro-batch, as far as that was found."""
-        self._untold: list[str] = []
-        self._repeats = True
-        """Whether samples that are computed again, or in other parts, have the same gradients."""
-        self.redone_steps = 0
-        """Lost by rolling back, and done again."""
-        self._parts = 0
-        """Finished ones of the current effective batch."""
 
     @property
     def step(self) -> int:
@@ -173,17 +183,12 @@ class Trainer:
         """How many blocks can be recomputed."""
         return self._recomputation.most
 
-    def news(self) -> list[tuple[str, dict[str, Any]]]:
-        """Return the events of the compiler and of the loader, and hazards, since the last call."""
-        hazards, self._untold = [("hazard", {"reason": each}) for each in self._untold], []
-        return [*self.compiling.news(), *self._feed.news(), *hazards]
-
     def micro_batch(self, most_rows: int, level: int = 0) -> MicroBatch:
         """Compute the next part of the effective batch, of at most `most_rows` samples, and update
         after the last part.
 
         When it fails, finished parts stay, and the next call goes on. An out-of-memory in the
-        update itself is the exception: see `rollback`.
+        update itself is the exception: then `load` a saved state.
 
         Args:
             most_rows: Samples computed at once, at most. Parts are as equal as possible.
@@ -196,20 +201,11 @@ class Trainer:
             Exception: Whatever the model, the data set or torch raised.
         """
         self._update.check()
-        self._begin_batch()
-        if self._accumulator.is_torn and not self._repeats:
-            self._accumulator.begin(self.settings.batch, self._feed.count)
-        rows = self._accumulator.next_rows(most_rows)
+        batch = self._begun()
         level = level_of(self.settings.recompute, level, self._recomputation.most)
-        if self._parts_check is not None and rows > 1 and not self._accumulator.done:
-            self._look(self._parts_check, most_rows, level)
-        first, arithmetic = self._accumulator.done, self.settings.precision
-        self._parts = self._parts if first else 0
-        if rows:
-            part = partial(self._part, first, rows, level, arithmetic, self._scaler.scale)
-            self.compiling.run(rows, part)
-            self._parts += 1
-        updated = self._accumulator.remaining == 0
+        self._recomputation.level = level
+        rows = batch.advance(most_rows, self._scaler.scale)
+        updated = batch.is_done
         if updated:
             self._finish()
         self._last = MicroBatch(rows=rows, level=level, updated=updated)
@@ -227,55 +223,10 @@ class Trainer:
             micro_batch=self._last.rows,
             accumulation=self._accumulation,
             memory_level=self._last.level,
-            redone_steps=self.redone_steps,
             data_wait_pct=100 * self._feed.wait_share(),
             copies_pct=self._shares.pct(Part.COPIES),
             optimizer_pct=self._shares.pct(Part.OPTIMIZER),
         )
-
-    def find_hazards(self, rows: int = ROWS, level: int = 0) -> dict[str, str]:
-        """Return a sentence for each kind of thing that makes the training depend on how its
-        batches are split, with what removes it.
-
-        It is found by trying, in fp32, on samples of the next batch; the training stays as it is. A
-        user's model may hold such things without a fault of its own; a training with them is still
-        a training, but another split, or a resumed run on another card, leads it elsewhere. Call it
-        between two optimiser steps. It may run out of memory as a step may.
-
-        Args:
-            rows: Samples computed at once, at most.
-            level: Blocks to recompute: in a small memory nothing else fits.
-
-        Raises:
-            PartsError: The loss is no sum (or mean, if the task says so) of its items.
-        """
-        self._begin_batch()
-
-        def loss(part: Batch, first: int) -> Tensor:
-            return self._loss_of(part, self.course.samples_used + first, level, "fp32")
-
-        keeps_parts = self.settings.exact
-        try:
-            found = check_parts(
-                self.model,
-                self._feed.batch,
-                loss,
-                weight=self.task.count if self.task.loss_is == "mean" else None,
-                rows=rows,
-                accumulator=self._accumulator,
-                sees_rounding=not keeps_parts,
-            )
-        finally:
-            self._accumulator.begin(self.settings.batch, self._feed.count)
-        self._repeats &= all(each.cause == "rounding" for each in found or ())
-        # Parts that stay leave random numbers alone, which are not those of before a kill.
-        return {
-            each.cause: str(each)
-            if each.cause == "dropout"
-            else f"{each}; or set {_KEEP}, which keeps the parts"
-            for each in found or ()
-            if each.cause == "dropout" or not keeps_parts
-        }
 
     def flop_per_sample(self) -> float:
         """Count the operations that the model takes for a sample, forward and backward, without
@@ -285,14 +236,13 @@ class Trainer:
         backward pass at all below the first one that is trained. Takes the memory of a part of one
         sample. Call it between two optimiser steps.
         """
-        self._begin_batch()
         # On a CPU only the matrix products of the plain kernel are counted; on a card its own
         # kernels, whose memory is planned, too.
         kernel = nullcontext() if self.device.type == "cuda" else sdpa_kernel(SDPBackend.MATH)
         counter = FlopCounterMode(display=False, custom_mapping=FLOP_OF_ATTENTION)
+        self._begun()
         with unchanged(self.model), kernel, counter:
-            loss = self._loss(0, 1, 0, self.settings.precision)
-            self._accumulator.backward(loss, 1.0, lambda *_: None)
+            self._accumulator.backward(self._loss_of_one(level=0), 1.0, lambda *_: None)
         flop = float(counter.get_total_flops())
         if self.task.shorten is None:
             return flop
@@ -307,10 +257,10 @@ class Trainer:
 
         Call it between two optimiser steps.
         """
-        self._begin_batch()
+        self._begun()
         # All blocks recomputed, so that nothing is kept of them: the smallest step may take that.
         with unchanged(self.model), KernelWatch() as watch:
-            self._loss(0, 1, self._recomputation.most, self.settings.precision)
+            self._loss_of_one(level=self._recomputation.most)
         return str(watch.ran)  # its base class has no types
 
     def evaluate(self) -> dict[str, float]:
@@ -322,13 +272,12 @@ class Trainer:
             return {}
         if isinstance(evaluate, Validation):
             evaluate = partial(evaluate, rows=max(1, self._last.rows))
+        average, arithmetic = self._average, self.settings.precision
+        weights = nullcontext() if average is None else average.in_place_of_weights()
         self.model.eval()
         try:
-            with torch.no_grad(), precision.autocast(self.settings.precision, self.device):
-                if self._average is None:
-                    return dict(evaluate(self.model))
-                with self._average.in_place_of_weights():
-                    return dict(evaluate(self.model))
+            with torch.no_grad(), precision.autocast(arithmetic, self.device), weights:
+                return dict(evaluate(self.model))
         finally:
             self.model.train()
 
@@ -369,35 +318,29 @@ class Trainer:
         Raises:
             StateMismatchError: It is not of this model; nothing was changed.
         """
-        own = self.model.state_dict()
-        self._refuse(state, own)
+        self._refuse(state)
         self._update.cut = True  # until all is loaded
-        with torch.no_grad():
-            for name, weight in own.items():
-                weight.copy_(state["weights"][name])
-            if self._average is not None:
-                torch._foreach_copy_(self._average.tensors, list(state["average"]))
+        load_weights(self.model, state["weights"])
+        if self._average is not None:
+            self._average.load(state["average"])
         load_states(self._update.optimizer, state["optimizer"])
         self.host_states.hold(self.host_states.share_pct)
         self._scaler.load(state["scaler"])
         self.course = Course(**copy.deepcopy(state["course"]))
         self._feed.seek(self.course.samples_used)
-        self._accumulator.begin(self.settings.batch, 1)
+        self._leave_batch()
         self._update.cut = False
 
-    def rollback(self, state: Mapping[str, Any] | None) -> int:
-        """Go back to a saved state or, with `None`, to the beginning; return the steps to redo."""
-        step = self.step
-        self.load(self._first_state() if state is None else state)
-        self.redone_steps += step - self.step
-        return step - self.step
+    def begin_with(self, earlier: Path) -> None:
+        """Begin with weights that an earlier run has trained. Call it before the first step.
 
-    @property
-    def on_host_bytes(self) -> int:
-        """What is in host memory at all times: states of the optimiser, and averaged weights."""
-        average = self._average
-        averaged = average.tensors if average is not None and average.on_host else []
-        return sum(tensor.nbytes for tensor in (*self.host_states.tensors, *averaged))
+        Raises:
+            TaskError: They cannot be used, or are those of another model; nothing was changed.
+        """
+        model = self._made(partial(begun_model, path=earlier))
+        load_weights(self.model, model.state_dict())
+        if self._average is not None:
+            self._average.load([weight.detach() for weight in self.parameters])
 
     def park(self) -> int:
         """Move all tensors to host memory, finished parts included; return how many bytes wait
@@ -405,12 +348,13 @@ class Trainer:
 
         Between this and `unpark` only `state` and `progress` may be called.
         """
-        self._dropouts.forget()
+        self._in_parts.dropouts.forget()
         states = self._update.optimizer.state.values()
-        held = [*states, self._accumulator.gradients, self._accumulator.loss]
+        held: list[Iterable[Tensor]] = [self.model.parameters(), self.model.buffers()]
+        held += [tensors_in(list(states)), self._accumulator.gradients, self._accumulator.loss]
         if self._average is not None and not self._average.on_host:
             held.append(self._average.tensors)
-        return self._parking.park(self.model, held, self.host_states.tensors)
+        return self._parking.park(chain.from_iterable(held), self.host_states.tensors)
 
     def unpark(self) -> None:
         """Move them back. Without memory for all of them they stay; then call it again."""
@@ -420,15 +364,11 @@ class Trainer:
         """End the loader's processes."""
         self._feed.close()
 
-    def _new_model(self) -> nn.Module:
-        """Make the model by the seed, and what it begins with; leave torch's random numbers as they
-        were.
-        """
+    def _made(self, make: Callable[[TrainTask, TrainSettings], nn.Module]) -> nn.Module:
+        """Make a model by the seed; leave torch's random numbers as they were."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(order.mixed(self.seed, 0) >> 1)
-            if self.earlier is not None:
-                return begun_model(self.task, self.settings, self.earlier)
-            return new_model(self.task, self.settings)
+            return make(self.task, self.settings)
 
     def _usual_rate(self, step: int) -> float:
         """Return the share of the highest rate: a warm-up, then a cosine."""
@@ -436,76 +376,74 @@ class Trainer:
             step, highest=1, steps=self.steps, warmup_steps=self.settings.warmup_steps
         )
 
-    def _first_state(self) -> dict[str, Any]:
-        model = self._new_model()
-        trained = [weight.detach() for weight in model.parameters() if weight.requires_grad]
-        forget_states(self._update.optimizer)
-        return {
-            "version": _STATE_VERSION,
-            "weights": model.state_dict(),
-            "optimizer": self._update.optimizer.state_dict(),
-            "average": [] if self._average is None else trained,
-            "scaler": precision.LossScaler(enabled=self._scaler.enabled).state(),
-            "course": asdict(Course()),
-        }
-
-    def _refuse(self, state: Mapping[str, Any], own: Mapping[str, Tensor]) -> None:
+    def _refuse(self, state: Mapping[str, Any]) -> None:
         if state.get("version") != _STATE_VERSION:
             raise StateMismatchError(
                 f"the saved state has version {state.get('version')}, and this program reads "
                 f"{_STATE_VERSION}; go on with the version that wrote it, or begin anew"
             )
         saved = Identity.of(self.task.name, state["weights"]).plain()
-        if difference := Identity.of(self.task.name, own).difference(saved):
+        own = Identity.of(self.task.name, self.model.state_dict())
+        if difference := own.difference(saved):
             raise StateMismatchError(f"the saved state is of another model: {difference}")
         if len(state["average"]) != len(self._average.tensors if self._average else []):
             raise StateMismatchError(
                 "the saved state and train.ema_decay differ: one of them has no averaged weights"
             )
 
-    def _begin_batch(self) -> None:
-        if self._feed.batch is None:
+    def _begun(self) -> OneBatch:
+        """Return the batch under way, or the next one."""
+        if self._batch is None:
             self._feed.take()
             self._accumulator.begin(self.settings.batch, self._feed.count)
+            self._batch = OneBatch(
+                owner=self._in_parts,
+                batch=self._feed.batch,
+                rows=self.settings.batch,
+                loss=self._loss,
+                first=self.course.samples_used,
+                items=self._feed.count,
+                weight=self.task.count if self.task.loss_is == "mean" else None,
+            )
+        return self._batch
 
-    def _part(self, first: int, rows: int, level: int, arithmetic: Precision, scale: float) -> None:
-        """Compute loss and gradients of so many samples from `first` on, and add them up."""
-        loss = self._loss(first, rows, level, arithmetic)
-        if self.task.loss_is == "mean":
-            items = self.task.count(part_of(self._feed.batch, first, rows))
-            # The mean of none is not a number, and adds nothing.
-            loss = loss * items if items else torch.zeros_like(loss)
-        self._accumulator.add(rows, loss, scale)
+    def _leave_batch(self) -> None:
+        self._batch = self._feed.batch = None
+        self._accumulator.begin(self.settings.batch, 1)
 
-    def _loss(self, first: int, rows: int, level: int, arithmetic: Precision) -> Tensor:
-        """Return the task's loss of these samples, with so many blocks that are recomputed.
+    def _loss(self, samples: Batch) -> object:
+        """Return the task's loss of samples, or what it takes for one.
 
         Changes nothing; buffers that the model itself updates are the exception.
         """
-        samples = part_of(self._feed.batch, first, rows)
-        return self._loss_of(samples, self.course.samples_used + first, level, arithmetic)
-
-    def _loss_of(self, samples: Batch, number: int, level: int, arithmetic: Precision) -> Tensor:
-        """Return the task's loss of samples, of which the first has this number."""
-        self._recomputation.level = level
-        rows = rows_of(samples)
         with self._shares.timing(Part.COPIES):
             part = on_device(self.task.shortened(samples), self.device)
-        # By the number of each sample in the whole training.
-        self._dropouts.key(number, rows, self.device)
+        # Where parts are compared, rounding is to be small.
+        arithmetic = "fp32" if self._in_parts.checking else self.settings.precision
         with precision.autocast(arithmetic, self.device), self._levers.saving():
-            return one_number(self.task.loss(self.model, self._levers.ordered(part)))
+            return self.task.loss(self.model, self._levers.ordered(part))
 
-    def _look(self, check: PartsCheck, most_rows: int, level: int) -> None:
-        """Look for hazards in a batch of a form that was not seen yet, with so many recomputed
-        blocks: in a small memory nothing else fits.
+    def _loss_of_one(self, level: int) -> Tensor:
+        """Return the loss of the first sample of the batch, with so many recomputed blocks."""
+        self._recomputation.level = level
+        return self._begun().value(part_of(self._feed.batch, 0, 1), 0, 1)
+
+    def _hazards_of(self, found: Sequence[PartsError]) -> dict[str, str]:
+        """Return a sentence for each kind of thing that makes the training depend on how its
+        batches are split, with what removes it. A training with them is still a training.
         """
-        # It is computed in fp32, which takes twice the memory of half precision.
-        rows = most_rows // 2 if self.settings.precision in {"bf16", "fp16"} else most_rows
-        if rows > 1 and check.due(self._feed.batch, self.settings.batch):
-            new = check.done(self.find_hazards(min(rows, ROWS), level))
-            self.hazards += new
-            self._untold += new
+        # Parts that stay leave random numbers alone, which are not those of before a kill.
+        return {
+            each.cause: str(each)
+            if each.cause == "dropout"
+            else f"{each}; or set {_KEEP}, which keeps the parts"
+            for each in found
+            if each.cause == "dropout" or not self.settings.exact
+        }
+
+    def _tell_hazard(self, sentence: str) -> None:
+        self.hazards.append(sentence)
+        self._tell("hazard", reason=sentence)
 
     def _finish(self) -> None:
         """Update the weights. Until the update itself begins this can be run again."""
@@ -519,6 +457,5 @@ class Trainer:
                 rates=rates,
             )
         self.course.finished_step(loss, self.settings.batch, updated=updated)
-        self._accumulation = self._parts
-        self._feed.batch = None
-        self._accumulator.begin(self.settings.batch, 1)
+        self._accumulation = len(self._in_parts.parts)
+        self._leave_batch()

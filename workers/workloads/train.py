@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from pydantic import ValidationError
 
@@ -82,6 +82,8 @@ class Train(Workload):
         """Whether it went on from a checkpoint."""
         self._interrupted: str | None = None
         """Why the update of the last part was cut off."""
+        self._redone_steps = 0
+        """Lost by going back, and done again."""
         self._speed: deque[tuple[float, int, float]] = deque()
         """Monotonic seconds, and samples and items computed until then."""
         self._levels = levels_of(self._settings)
@@ -144,7 +146,7 @@ class Train(Workload):
         Raises:
             IncompatibleError: The loss is not finite, or the task cannot be trained: no other step
                 would do better.
-            UpdateInterruptedError: The update was cut off; the training went back to its last
+            UpdateInterruptedError: The update was cut off; the next step goes on from the last
                 checkpoint.
         """
         is_done, was_finished = False, self._trainer is not None and self._trainer.finished
@@ -156,16 +158,13 @@ class Train(Workload):
                 raise IncompatibleError(why, cause=Cause.NAN_LOSS) from error
             except TrainingError as error:
                 raise self._incompatible(error) from error
-            trainer = self._trained
             if self._interrupted is not None:
                 # Outside the handler, so that what the failed update held is free.
                 interrupted, self._interrupted = self._interrupted, None
-                raise UpdateInterruptedError(f"{interrupted}: {self._rolled_back(trainer)}")
-        for name, figures in trainer.news():
-            if name != "hazard" or not self._restored:  # told by the process before
-                self.context.tell(name, **figures)
+                raise UpdateInterruptedError(f"{interrupted}: {self._rolled_back()}")
         if was_finished:
             return StepResult()
+        trainer = self._trained
         self._tell_move(loop.peak_bytes)
         flop_per_sample = self._flop_per_unit * self._units_per_sample(trainer)
         return StepResult(flop=flop_per_sample * self._settings.batch)
@@ -178,7 +177,7 @@ class Train(Workload):
             loop.was_partial()
             return True  # what follows the last step has failed, and comes again
         if self._settings.states_on_host == "auto":
-            room_bytes = host_share(on_card=self.context.device.type == "cuda").ram_bytes
+            _, room_bytes = host_share()
             trainer.host_states.move(level.states_on_host_pct, room_bytes)
         try:
             part = trainer.micro_batch(run.batch, trainer.most_level if level.recomputes else 0)
@@ -195,6 +194,11 @@ class Train(Workload):
         if part.rows < run.batch:
             loop.was_partial()
         return part.updated
+
+    def _tell(self, name: str, **figures: Scalar) -> None:
+        """Tell an event of the training; its hazards were told by the process before."""
+        if name != "hazard" or not self._restored:
+            self.context.tell(name, **figures)
 
     def _tell_move(self, peak_bytes: int | None) -> None:
         """Tell of a move on the ladder once it has lasted from one batch to the next."""
@@ -278,11 +282,12 @@ class Train(Workload):
         """Tell how far the training is, and how fast."""
         saved = None if self._checkpoints is None else self._checkpoints.saved_step
         if self._trainer is None:
-            return Progress(saved_step=saved)
+            return Progress(saved_step=saved, redone_steps=self._redone_steps)
         samples_per_s, items_per_s = self._speeds()
         left = self._settings.batch * (self._trainer.steps - self._trainer.step)
         return replace(
             self._trainer.progress(),
+            redone_steps=self._redone_steps,
             saved_step=saved,
             samples_per_s=samples_per_s,
             tokens_per_s=items_per_s if self._task.items == "tokens" else None,
@@ -311,7 +316,7 @@ class Train(Workload):
         settings = self._settings
         if settings.states_on_host == "auto":
             settings = settings.model_copy(update={"states_on_host": level.states_on_host_pct})
-        trainer = Trainer(self._task, settings, self.context.device, self.context.seed)
+        trainer = Trainer(self._task, settings, self.context.device, self.context.seed, self._tell)
         if self.context.state_dir is not None:
             self._go_on(trainer, self.context.state_dir)
         if not self._restored:
@@ -366,8 +371,6 @@ class Train(Workload):
             self._checkpoints = Checkpoints(
                 folder, trainer.identity, save_every_s=self._settings.save_every_s
             )
-        if self._settings.start is not None:
-            trainer.earlier = folder / FROM_RUN
         if self.context.checkpoint is not None:
             with suppress(OSError):  # nothing can be written there either, and that is told
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -383,28 +386,36 @@ class Train(Workload):
                 self.context.tell("checkpoint_failed", reason=reason)
             if (lack := self._checkpoints.lacks_room(trainer.state())) is not None:
                 self.context.tell("checkpoint_room", reason=lack)
-        else:
-            loaded = self._checkpoints.load()
-            for sentence in loaded.refused:
-                self.context.tell("checkpoint_refused", reason=sentence)
-            if loaded.state is not None:
-                trainer.load(loaded.state)
-                self._restored = True
-                self.context.tell("restored", step=trainer.step)
-                return
+        elif (state := self._newest_state()) is not None:
+            trainer.load(state)
+            self._restored = True
+            self.context.tell("restored", step=trainer.step)
+            return
         if self._settings.start is not None:
-            trainer.rollback(None)
+            trainer.begin_with(folder / FROM_RUN)
             self.context.tell("began_with", run_and_slot=self._settings.start)
 
-    def _rolled_back(self, trainer: Trainer) -> str:
-        """Go back to the last checkpoint, and say so."""
-        state = None
-        if self._checkpoints is not None:
-            # A process that began at a checkpoint and has not saved since has no copy.
-            state = self._checkpoints.newest_copy() or self._checkpoints.load().state
-        redone = trainer.rollback(state)
-        self.context.tell("rolled_back", step=trainer.step, redone_steps=redone)
-        return f"the training went back to step {trainer.step}, and does {redone} steps again"
+    def _rolled_back(self) -> str:
+        """Drop the training, of which the next step loads the last state, and say so."""
+        state = self._newest_state()
+        step = 0 if state is None else int(state["course"]["step"])
+        redone = self._trained.step - step
+        self._redone_steps += redone
+        self.context.tell("rolled_back", step=step, redone_steps=redone)
+        self.release()
+        return f"the training went back to step {step}, and does {redone} steps again"
+
+    def _newest_state(self) -> Mapping[str, Any] | None:
+        """Return the state that was copied last, or that of the newest good checkpoint: a process
+        that began at a checkpoint and has not saved since has no copy.
+        """
+        checkpoints = self._checkpoints
+        if checkpoints is None or (copy := checkpoints.newest_copy()) is not None:
+            return None if checkpoints is None else copy
+        loaded = checkpoints.load()
+        for sentence in loaded.refused:
+            self.context.tell("checkpoint_refused", reason=sentence)
+        return loaded.state
 
     def _last_good(self) -> str:
         if self._checkpoints is not None:
