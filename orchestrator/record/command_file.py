@@ -3,9 +3,9 @@
 
 A verb puts a file, also while no head runs. The file is whole, on the disk and has a name of its
 own, so no verb waits for another one, and a verb that is stopped (SIGSTOP, a debugger) holds
-neither the head nor other verbs. The head takes the files in the order of their names, which begin with the time. It
-removes each once it has stored what follows from it; a command may be seen twice if a head is
-killed in between.
+neither the head nor other verbs. The head takes the files in the order of their names, which begin
+with the time. It removes each once it has stored what follows from it; a command may be seen twice
+if a head is killed in between.
 
 A program that can write here has commands run: a folder that others may write to is refused. Does
 not know what a command asks for (`control/`).
@@ -110,7 +110,8 @@ class Incoming:
                 return []
             _check(self._folder, 0o022)
             _check(self._place, 0o077)
-            names = sorted(it for it in os.listdir(self._place) if it.endswith(_ENDING))  # noqa: PTH208 - a Path for each takes longer
+            # A Path for each takes longer.
+            names = sorted(it for it in os.listdir(self._place) if it.endswith(_ENDING))  # noqa: PTH208
         except CommandFileError as failure:
             self.problem = str(failure)
             return []
