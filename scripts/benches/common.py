@@ -66,16 +66,12 @@ def print_figures(figures: Mapping[str, Any]) -> None:
             if not isinstance(value, tuple):
                 print(f"{key:>32}  {short(value)}", file=sys.stderr)
             continue
-        lines = table(value)
+        heads = list(value[0])
+        lines = [heads, *([short(row[head]) for head in heads] for row in value)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         for line in lines:
             cells = (cell.rjust(width) for cell, width in zip(line, widths, strict=True))
             print("  ".join(cells), file=sys.stderr)
-
-
-def table(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    heads = list(rows[0])
-    return [heads, *([short(row[head]) for head in heads] for row in rows)]
 
 
 def short(value: object) -> str:
@@ -219,18 +215,6 @@ def lone_worker(
         policy="classic", memory=replace(GUIDE, **memory),
         workload=WorkloadSpec(name=name, dtype=dtype, size=size, batch=batch, seed=0),
     )  # fmt: skip
-
-
-def trainer_spec(
-    budget_bytes: int,
-    keys: Mapping[str, Any],
-    name: str = "train",
-    **memory: Any,  # noqa: ANN401 - as for `lone_worker`
-) -> WorkerSpec:
-    """Return the spec of a lone worker that trains with these keys under the adaptive policy."""
-    usual = lone_worker(budget_bytes=budget_bytes, name=name, size=1024, **memory)
-    workload, cores = replace(usual.workload, settings=dict(keys)), os.cpu_count() or 1
-    return replace(usual, policy="adaptive", workload=workload, workers_on_host=cores)
 
 
 def run_turn(engine: Engine, duration_s: float) -> Status:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from benches.common import ROOT, Result, progress
 from workers.files import replace_whole
@@ -44,9 +44,8 @@ class Gate:
 
 
 def _policy(told: Mapping[str, Any]) -> float:
-    rows = [row for name in ("precious", "saturating") for row in told[name]]
-    rows += [row for name in ("precious_shapes", "saturating_shapes") for row in told[name]]
-    return statistics.fmean(row["mean"] for row in rows)
+    names = ("precious", "saturating", "precious_shapes", "saturating_shapes")
+    return statistics.fmean(row["mean"] for name in names for row in told[name])
 
 
 def _pressure(told: Mapping[str, Any]) -> float:
@@ -133,7 +132,7 @@ def run(only: Sequence[str], against: str, rounds: int, out: str, suite: bool) -
         for side in _order(list(sides), rounds):
             tree = _files(sides[side], GATES[name].files)
             wanted = _order(list(sides), rounds).count(side)
-            if len(_those(turns, tree)) >= wanted:
+            if sum(turn["files"] == tree for turn in turns) >= wanted:
                 continue
             turns.append({**_turn(name, sides[side]), "files": tree})
             broken += [f"{name}, {side}: {each}" for each in turns[-1]["broken"]]
@@ -158,16 +157,9 @@ def _order(sides: Sequence[str], rounds: int) -> list[str]:
     ]
 
 
-def _those(turns: Sequence[Mapping[str, Any]], files: Mapping[str, str]) -> list[Mapping[str, Any]]:
-    return [turn for turn in turns if turn["files"] == files]
-
-
 def _turn(name: str, tree: Path) -> dict[str, Any]:
     load, began_s = os.getloadavg()[0], time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "scripts/bench.py", *GATES[name].words],
-        cwd=tree, env=os.environ | {"PYTHONPATH": str(tree)}, stdout=subprocess.PIPE, check=False,
-    )  # fmt: skip
+    done = _python(tree, "scripts/bench.py", *GATES[name].words)
     took_s = round(time.monotonic() - began_s, 1)
     stands = {"commit": _git(tree, "rev-parse", "--short", "HEAD"), "took_s": took_s, "load": load}
     try:
@@ -182,7 +174,8 @@ def _row(
 ) -> dict[str, Any]:
     medians = {}
     for side, tree in sides.items():
-        mine = _those(turns, _files(tree, GATES[name].files))
+        files = _files(tree, GATES[name].files)
+        mine = [turn for turn in turns if turn["files"] == files]
         known = [turn["figure"] for turn in mine if turn["figure"] is not None]
         medians[side] = statistics.median(known) if known else None
     ours, theirs = medians["this"], medians.get("parent")
@@ -195,19 +188,22 @@ def _suite(tree: Path) -> dict[str, Any]:
     took_s = []
     for words in _SUITE:
         began_s = time.monotonic()
-        subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", *words],
-            cwd=tree, env=os.environ | {"PYTHONPATH": str(tree)}, stdout=sys.stderr, check=False,
-        )  # fmt: skip
+        _python(tree, "-m", "pytest", "-q", *words, said=sys.stderr)
         took_s.append(round(time.monotonic() - began_s))
-    listed = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "--collect-only"],
-        cwd=tree, env=os.environ | {"PYTHONPATH": str(tree)},
-        capture_output=True, text=True, check=False,
-    ).stdout.splitlines()  # fmt: skip
+    listed = _python(tree, "-m", "pytest", "-q", "--collect-only").stdout.splitlines()
     tests = Counter(line.split("/")[1].split("::")[0] for line in listed if "::" in line)
     commit = _git(tree, "rev-parse", "--short", "HEAD")
     return {"commit": commit, "took_s": took_s, "load": os.getloadavg()[0], "tests": dict(tests)}
+
+
+def _python(
+    tree: Path, *words: str, said: int | IO[str] = subprocess.PIPE
+) -> subprocess.CompletedProcess[str]:
+    """Run Python in a tree, with the packages of that tree."""
+    return subprocess.run(
+        [sys.executable, *words], cwd=tree, env=os.environ | {"PYTHONPATH": str(tree)},
+        stdout=said, text=True, check=False,
+    )  # fmt: skip
 
 
 def _files(tree: Path, files: Sequence[str]) -> dict[str, str]:

@@ -79,10 +79,9 @@ class _Night:
         path = self.logs / f"{name}.log"
         return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
 
-    def done(self) -> float:
-        """Return the share of all steps that were done at least once."""
-        steps = sum(len({line[1] for line in self.lines(name)} - {"done"}) for name in self.jobs)
-        return steps / (len(self.jobs) * self.steps)
+    def once(self) -> int:
+        """Return how many steps were done at least once."""
+        return sum(len({line[1] for line in self.lines(name)} - {"done"}) for name in self.jobs)
 
     def furthest(self) -> int | None:
         """Return the process of the training that is furthest, of those that write now."""
@@ -110,10 +109,6 @@ def _ours(night: _Night, more: Sequence[str] = ()) -> list[str]:
     ]  # fmt: skip
 
 
-def _ours_keep(night: _Night) -> list[str]:
-    return _ours(night, ["--keep"])
-
-
 def _loop(night: _Night) -> list[str]:
     program, script = night.folder / "on_card", night.folder / "loop.sh"
     program.write_text(_ON_CARD.format(*_ROOM_GIB, python=sys.executable, train=_TRAIN))
@@ -135,12 +130,12 @@ def _course(name: str, night: _Night, command: list[str]) -> dict[str, Any]:
                 stderr=said, start_new_session=True,
             )  # fmt: skip
 
-    load_1min = os.getloadavg()[0]
+    load_1min, whole = os.getloadavg()[0], len(night.jobs) * night.steps
     began_s = time.monotonic()
     process, was_killed, was_rebooted = begin(), False, False
     while time.monotonic() - began_s < _LIMIT_S:
         time.sleep(0.3)
-        share, has_ended = night.done(), process.poll() is not None
+        share, has_ended = night.once() / whole, process.poll() is not None
         if has_ended and was_rebooted:
             break
         if not was_killed and share >= _KILL_AT and (pid := night.furthest()) is not None:
@@ -155,14 +150,13 @@ def _course(name: str, night: _Night, command: list[str]) -> dict[str, Any]:
     lines = {each: night.lines(each) for each in night.jobs}
     finished = [each for each, of in lines.items() if of and of[-1][1] == "done"]
     made = sum(line[1] != "done" for of in lines.values() for line in of)
-    once = sum(len({line[1] for line in of} - {"done"}) for of in lines.values())
     row = {
         "queue": name,
         "finished": len(finished),
         "of": len(night.jobs),
         "useful_samples_per_s": round(len(finished) * night.steps * _BATCH / took_s, 1),
         "took_s": round(took_s, 1),
-        "steps_done_twice": made - once,
+        "steps_done_twice": made - night.once(),
         "was_killed": was_killed,
         "was_rebooted": was_rebooted,
         "in_time": took_s < _LIMIT_S,
@@ -177,7 +171,7 @@ def _course(name: str, night: _Night, command: list[str]) -> dict[str, Any]:
 def run(contestants: Sequence[str], jobs: int, steps: int, rounds: int) -> Result:
     """Run the night of each contestant, one after the other."""
     sides: dict[str, Callable[[_Night], list[str]]] = {
-        "ours": _ours, "ours-keep": _ours_keep, "loop": _loop,
+        "ours": _ours, "ours-keep": lambda night: _ours(night, ["--keep"]), "loop": _loop,
     }  # fmt: skip
     rows = []
     for number in range(rounds):

@@ -3,7 +3,7 @@
     python jobs_peers_train.py --name lr-0 --steps 100 --log FOLDER
 
 Started again it begins anew, unless `--keep` has it save every tenth step in the folder that its
-queue gives it. A step takes at least `--step-s`, as if a card had worked meanwhile. With `--wide`
+queue gives it. A step takes at least 0.2 s, as if a card had worked meanwhile. With `--wide`
 it takes 700 MiB more from step 20 on; out-of-memory ends it with the words that torch has on a
 card.
 """
@@ -18,14 +18,14 @@ from pathlib import Path
 
 import torch
 
+_BATCH, _STEP_S = 32, 0.2
+
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--name", required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--log", type=Path, required=True)
-    parser.add_argument("--step-s", type=float, default=0.2)
-    parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--wide", action="store_true")
     parser.add_argument("--keep", action="store_true")
     options = parser.parse_args()
@@ -51,12 +51,12 @@ def main() -> None:
                     sys.exit(
                         "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 700 MiB"
                     )
-            x = torch.randn(options.batch, 64)
+            x = torch.randn(_BATCH, 64)
             loss = (model(x) - x).square().mean()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            time.sleep(max(0.0, options.step_s - (time.monotonic() - began_s)))
+            time.sleep(max(0.0, _STEP_S - (time.monotonic() - began_s)))
             log.write(f"{os.getpid()} {step}\n")
             if options.keep and step % 10 == 9:
                 torch.save((step + 1, model.state_dict()), saved.with_suffix(".new"))

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from benches.common import Result, percentile, progress
-from benches.outside import WITNESS, Ledger, Scene
+from benches.outside import WITNESS, Ledger, Scene, within
 from orchestrator.cluster.local_cluster import rehearsed
 from orchestrator.cluster.raylets import RayletPlan
 from orchestrator.errors import ArchiveError
@@ -31,7 +31,6 @@ from orchestrator.record.events import read_events
 
 _TARGET = 1.5
 _PATIENCE_S = 120.0  # for one restart; what takes longer hangs
-_POLL_S = 0.1
 _SETS = {
     "run.death_window_s": 1, "run.min_success_rate": 0, "workload.name": json.dumps(WITNESS),
 }  # fmt: skip
@@ -95,9 +94,7 @@ def _kill_all(kills: int, seed: int, scene: Scene) -> Iterator[dict[str, Any]]:
     options: dict[str, Any] = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1}
     actor: Any = ray.remote(TorchActor).options(**options).remote()
     bare = ray.get(actor.pid.remote(), timeout=_PATIENCE_S)
-    deadline_s = time.monotonic() + _PATIENCE_S
-    while not _has_begun(scene) and time.monotonic() < deadline_s:
-        time.sleep(_POLL_S)
+    within(_PATIENCE_S, lambda: [] if _has_begun(scene) else ["no worker has begun"])
     chance = random.Random(seed)  # noqa: S311 - repeatable is what is wanted
     for number in range(kills):
         opened = _opened(scene)
@@ -133,12 +130,7 @@ def _opened(scene: Scene) -> dict[str, tuple[int, float]]:
 
 def _await_another(scene: Scene, slot: str, killed: int) -> float:
     """Wait for the first report of another process of the slot; return its moment."""
-    deadline_s = time.monotonic() + _PATIENCE_S
-    while time.monotonic() < deadline_s:
-        pid, at_unix_s = _opened(scene)[slot]
-        if pid != killed:
-            return at_unix_s
-        time.sleep(_POLL_S)
-    raise TimeoutError(
-        f"{slot} was not RUNNING within {_PATIENCE_S:.0f} s after its process was killed"
-    )
+    late = f"{slot} was not RUNNING within {_PATIENCE_S:.0f} s after its process was killed"
+    if within(_PATIENCE_S, lambda: [late] if _opened(scene)[slot][0] == killed else []):
+        raise TimeoutError(late)
+    return _opened(scene)[slot][1]

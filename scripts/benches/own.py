@@ -17,6 +17,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -28,10 +29,10 @@ from benches.common import (
     Child,
     Result,
     in_turn,
+    lone_worker,
     progress,
     run_turn,
     told_by,
-    trainer_spec,
 )
 from workers.units import MIB
 
@@ -121,8 +122,10 @@ class _Ours:
 
         Train.prepare(_keys(folder))
         _warmed_up(folder)
-        spec = trainer_spec(_SPARE_BYTES, _keys(folder), floor_bytes=MIB)
-        self._engine = Engine(spec, Begin(fresh=True))
+        usual = lone_worker(budget_bytes=_SPARE_BYTES, name="train", size=1024, floor_bytes=MIB)
+        workload = replace(usual.workload, settings=_keys(folder))
+        here: dict[str, Any] = {"workload": workload, "workers_on_host": os.cpu_count() or 1}
+        self._engine = Engine(replace(usual, policy="adaptive", **here), Begin(fresh=True))
         self.batch: int | None = None
         self.step = 0
 
@@ -168,7 +171,7 @@ def _ours_in_turns(connection: Connection, folder: str) -> None:
         connection.send(((ours.step - step) * BATCH, spent_s, cpu_spent_s))
 
 
-def _trainer(folder: str, callbacks: Sequence[Any]) -> Any:  # noqa: ANN401 - imported late
+def _trainer(folder: str, callback: Any) -> Any:  # noqa: ANN401 - imported late
     """Make a Trainer as its documentation does, on the same samples in its own order."""
     import torch
 
@@ -194,7 +197,7 @@ def _trainer(folder: str, callbacks: Sequence[Any]) -> Any:  # noqa: ANN401 - im
     }  # fmt: skip
     return library.Trainer(
         model=task.model(), args=library.TrainingArguments(**usual),
-        train_dataset=known, data_collator=collate, callbacks=list(callbacks),
+        train_dataset=known, data_collator=collate, callbacks=[callback],
     )  # fmt: skip
 
 
@@ -222,4 +225,4 @@ def _theirs_in_turns(connection: Connection, folder: str, mapped: bool = False) 
             self.steps, self.began = 0, (time.monotonic(), time.process_time())
             self.until_s = self.began[0] + seconds
 
-    _trainer(folder, [Turns()]).train()
+    _trainer(folder, Turns()).train()

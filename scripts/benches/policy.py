@@ -77,14 +77,11 @@ def run(seeds: int, seed: int, rules: Sequence[str], rate: float) -> Result:
             for signal in (EXACT, REAL, BLIND) if name == ADAPTIVE else (BLIND,):
                 progress(f"{regime}: {name}, {signal.name}")
                 of = {"regime": regime, "rule": name, "signal": signal.name}
-                for rows, made in (
-                    (regime, simulator.worlds),
-                    (f"{regime}_shapes", simulator.shapes),
-                ):
+                for rows, shaped in ((regime, False), (f"{regime}_shapes", True)):
                     outcomes = [
                         (world, play(_maker(name, signal), world, signal))
                         for each in range(seed, seed + seeds)
-                        for world in made(each, regime, rate)
+                        for world in simulator.worlds(each, regime, rate, shaped=shaped)
                     ]
                     figures[rows].append({**of, **_row(outcomes)})
                     broken += _broken(name, f"{regime}, {signal.name}", outcomes)

@@ -215,9 +215,8 @@ def run(
         )
     rows: list[dict[str, Any]] = []
     broken: list[str] = []
-    for number, name, contestant, course in pressure_caps.turns(
-        rounds, COURSES, contestants, seed, seconds
-    ):
+    turns = pressure_caps.turns(rounds, contestants, seed, seconds)
+    for number, name, contestant, course in turns:
         where = f"round {number}, {name}"
         try:
             row, last_loss = _take_turn(contestant, course, seconds, scouted)
@@ -304,5 +303,5 @@ def _total(rows: Sequence[Mapping[str, Any]], mine: Sequence[Mapping[str, Any]])
     ratios = {}
     for other in (*OTHERS, "ideal"):
         theirs = pressure_caps.rows_of(rows, course, other)
-        ratios[f"to_{other}"] = pressure_caps.ratio_within_rounds(mine, theirs, "items")
+        ratios[f"to_{other}"] = pressure_caps.ratio_within_rounds(mine, theirs)
     return {"course": course, "contestant": mine[0]["contestant"], **median, **ratios}

@@ -76,17 +76,13 @@ COURSES: Mapping[str, Callable[[Random, float], Course]] = {
 
 
 def turns(
-    rounds: int,
-    courses: Mapping[str, Callable[[Random, float], Course]],
-    contestants: Sequence[str],
-    seed: int,
-    seconds: float,
+    rounds: int, contestants: Sequence[str], seed: int, seconds: float
 ) -> Iterator[tuple[int, str, str, Course]]:
     """Yield each turn as its round, the course's name, the contestant, and the course.
 
     Another contestant begins in each round, and all of a round meet the same course.
     """
-    for number, (name, draw) in itertools.product(range(rounds), courses.items()):
+    for number, (name, draw) in itertools.product(range(rounds), COURSES.items()):
         course = draw(Random(f"{seed}/{number}/{name}"), seconds)  # noqa: S311 - repeatable
         first = number % len(contestants)
         for contestant in (*contestants[first:], *contestants[:first]):
@@ -100,11 +96,11 @@ def rows_of(
 
 
 def ratio_within_rounds(
-    mine: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]], key: str
+    mine: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]]
 ) -> float | None:
-    """Return the median over the rounds of one's figure to the other's; `None` where no round has both."""
-    known = {row["round"]: row[key] for row in theirs}
-    found = [row[key] / known[row["round"]] for row in mine if known.get(row["round"])]
+    """Return the median over the rounds of one's items to the other's; `None` where no round has both."""
+    known = {row["round"]: row["items"] for row in theirs}
+    found = [row["items"] / known[row["round"]] for row in mine if known.get(row["round"])]
     return statistics.median(found) if found else None
 
 
@@ -116,16 +112,13 @@ def least_between(course: Course, from_s: float, to_s: float) -> float:
 class KernelCap:
     """`RLIMIT_DATA` of a process of this user, given what the kernel counts when it is ready."""
 
-    def __init__(self, pid: int, base_bytes: int, *, by_wall: bool = False) -> None:
-        self._job, self._by_wall = psutil.Process(pid), by_wall
-        self._base_bytes = base_bytes
+    def __init__(self, pid: int, base_bytes: int) -> None:
+        self._job, self._base_bytes = psutil.Process(pid), base_bytes
         self._hard = self._job.rlimit(psutil.RLIMIT_DATA)[1]
         self._last_s = 0.0
 
     def clock_s(self) -> float:
-        """Return the job's processor time, to 10 ms (none passes once it has ended), or the wall's."""
-        if self._by_wall:
-            return time.monotonic()
+        """Return the job's processor time, to 10 ms; none passes once it has ended."""
         with contextlib.suppress(psutil.NoSuchProcess):
             times = self._job.cpu_times()
             self._last_s = times.user + times.system

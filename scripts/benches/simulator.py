@@ -53,7 +53,6 @@ class Job:
     item_bytes: float
     half_items: float  # the size that runs at half of the rate
     rate_per_s: float  # items per second of an endlessly large step
-    largest: int = LARGEST
 
     def need_bytes(self, size: int) -> float:
         return self.fixed_bytes + self.item_bytes * size
@@ -64,7 +63,7 @@ class Job:
     def largest_within(self, limit_bytes: float) -> int:
         """Return the largest size whose step takes no more, a hair below for rounding's sake."""
         items = (limit_bytes - self.fixed_bytes) / self.item_bytes
-        return max(0, min(self.largest, math.floor(items - 1e-6)))
+        return max(0, min(LARGEST, math.floor(items - 1e-6)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -418,23 +417,17 @@ SHAPES: Mapping[str, Callable[[Random, float], Course]] = {
 }  # fmt: skip
 
 
-def shapes(seed: int, regime: str, rate_per_s: float = RATE_PER_S) -> tuple[World, ...]:
-    """Return the worlds of `SHAPES`, each also with every n-th step of several times the memory."""
-    return _drawn(seed, regime, rate_per_s, shaped=True)
-
-
-def worlds(seed: int, regime: str, rate_per_s: float = RATE_PER_S) -> tuple[World, ...]:
+@lru_cache(maxsize=128)
+def worlds(
+    seed: int, regime: str, rate_per_s: float = RATE_PER_S, *, shaped: bool = False
+) -> tuple[World, ...]:
     """Return the eight worlds of a seed, in the order of `COURSES`; both regimes share their
-    courses and needs.
+    courses and needs. Those that are `shaped` have the courses of `SHAPES`, each also with every
+    n-th step of several times the memory.
 
     At a lower rate (items per second of an endlessly large step) a rule has fewer steps to learn
     from between changes.
     """
-    return _drawn(seed, regime, rate_per_s, shaped=False)
-
-
-@lru_cache(maxsize=128)
-def _drawn(seed: int, regime: str, rate_per_s: float, *, shaped: bool) -> tuple[World, ...]:
     made = []
     for name, course in (SHAPES if shaped else COURSES).items():
         draw = Random(f"{seed}/{name}/course")  # noqa: S311 - a simulation, no secret

@@ -5,7 +5,6 @@ end.
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from orchestrator.jobs.model import JobState
 from orchestrator.record.jobs import QUEUE_NAME
 from tests.cluster.conftest import Starter
 from tests.cluster.night import KEYS, RATES, UNDISTURBED, Night
-from tests.scene import ROOT, orchestrator, python
+from tests.scene import ROOT, python
 
 pytestmark = pytest.mark.ray
 
@@ -63,18 +62,3 @@ def test_a_queue_survives_the_death_of_worker_and_head(start: Starter, short_tmp
     assert [standings[f"lr-{number}"].sha256 for number in range(len(RATES))] == undisturbed
     files = night.head.folder() / QUEUE_NAME / "files" / "lr-0"
     assert (files / "copied").read_bytes() == (files / "checkpoint.pt").read_bytes()
-
-
-def test_a_job_that_is_waited_for_prints_here_and_ends_with_its_code(
-    start: Starter, short_tmp: Path
-) -> None:
-    night = Night(start, short_tmp, "--rehearse")
-    head = night.begin("--stay")
-    head.wait(lambda: list(night.runs.glob(f"*/{QUEUE_NAME}")), "a queue")
-    words = ("jobs", "submit", "--wait", "--run-dir", str(night.runs), "--", sys.executable, "-c")
-    for program, code, printed in (
-        ("print('good')", 0, "good\n"),
-        ("print('bad'); raise SystemExit(7)", 7, "bad\n" * 2),  # it is retried once
-    ):
-        done = orchestrator(*words, program, cwd=ROOT, **night.environment)
-        assert (done.returncode, done.stdout) == (code, printed), done.stderr

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from workers.elastic.loop import Loop
-from workers.oom import MAX_PROBABLE_IN_A_ROW, Failure
+from workers.oom import Failure
 from workers.settings import FailureKind
 from workers.testing import injected_error
 
@@ -111,29 +111,6 @@ def test_where_nothing_fits_who_surrounds_it_waits_or_ends_it() -> None:
     assert scene.log[0] == ("starved", "nothing is free")
     with pytest.raises(TimeoutError, match="nothing is free"):
         scene.loop.run(fits(4, scene))
-
-
-def test_another_error_passes_unchanged_and_nothing_is_learned() -> None:
-    scene, error = Scene(8), ValueError("labels")
-
-    def part(_size: int) -> None:
-        raise error
-
-    with pytest.raises(ValueError, match="labels") as raised:
-        scene.loop.run(part)
-    assert raised.value is error
-    assert scene.log == [("begins", 8)]
-
-
-def test_what_is_only_probable_is_believed_so_often_in_a_row() -> None:
-    scene = Scene(*[8] * 10)
-
-    def part(_size: int) -> None:
-        raise injected_error(FailureKind.PROBABLE)
-
-    with pytest.raises(RuntimeError):
-        scene.loop.run(part)
-    assert [name for name, *_ in scene.log].count("failed") == MAX_PROBABLE_IN_A_ROW
 
 
 def test_a_part_with_less_to_do_says_so_for_itself_alone() -> None:

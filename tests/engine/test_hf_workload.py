@@ -71,16 +71,6 @@ def test_a_folder_is_trained_to_the_end(undisturbed: Status) -> None:
     assert 5 < last.detail["validation_loss"] < 6.5
 
 
-def test_another_process_goes_on_to_the_same_bits(
-    hf_child: InChild, tmp_path: Path, gpt2: str, undisturbed: Status
-) -> None:
-    often = spec(model=gpt2, validation=README, save_every_s=0.001)
-    hf_child(trained, str(tmp_path), often, [{}] * 7)
-    (last,) = hf_child(trained, str(tmp_path), often, [WHOLE], None, {"incarnation": 1})
-    assert events(last, "restored")
-    assert last.progress.weights_sha256 == undisturbed.progress.weights_sha256
-
-
 def test_the_best_state_is_kept(undisturbed: Status, alone: Path) -> None:
     losses = {
         told.detail["step"]: told.detail["validation_loss"]

@@ -15,6 +15,9 @@ from tests.engine.trainings import training_spec as spec
 from tests.in_child import InChild
 from tests.scene import MIB
 from workers.messages import Cause, Status, StepCounts, Verdict, WorkerState
+from workers.settings import FailureKind
+from workers.testing import injected_error
+from workers.training.trainer import Trainer
 
 WHOLE = {"duration_s": 600.0}
 
@@ -174,12 +177,39 @@ def test_parts_that_run_out_of_memory_are_done_again_to_the_same_bits(
     assert report.verdict is Verdict.DONE
     assert events(reports, "oom")
     assert not events(reports, "parked", "emergency"), "their figures say that memory is there"
+    assert all("level" in event.detail for event in events(reports, "oom", "backoff"))
+    assert {each.memory.kept_bytes for each in reports} == {None}, "a state that is kept is no leak"
     counts = StepCounts.total(each.counts for each in reports)
     assert counts.steps_ok == 6, "each step is done once"
     parts = counts.steps_ok + counts.parts_further
     assert parts > 6
     assert counts.success_rate == parts / (parts + counts.steps_oom - counts.steps_oom_probe)
     assert report.progress.weights_sha256 == undisturbed.progress.weights_sha256
+
+
+def first_unpark_fails(_folder: str) -> None:
+    """Let there be too little memory for a parked state, the first time."""
+    usual, tries = Trainer.unpark, list[Trainer]()
+
+    def unpark(run: Trainer) -> None:
+        tries.append(run)
+        if len(tries) == 1:
+            raise injected_error(FailureKind.DEFINITE)
+        usual(run)
+
+    Trainer.unpark = unpark  # type: ignore[method-assign]  # in a process of its own
+
+
+def test_a_state_that_does_not_fit_yet_stays_parked(
+    in_child: InChild, tmp_path: Path, undisturbed: Status
+) -> None:
+    # The policy waits for ten seconds before it tries again what has failed.
+    directives = [{}] * 5 + [{"lease_bytes": MIB}] * 3 + [{"duration_s": 1.0}] * 30
+    reports = in_child(trained, str(tmp_path), spec(), directives, first_unpark_fails)
+    assert sum(report.counts.steps_oom for report in reports) == 1
+    assert names(reports).count("parked") == 1
+    assert reports[-1].verdict is Verdict.DONE
+    assert reports[-1].progress.weights_sha256 == undisturbed.progress.weights_sha256
 
 
 def test_a_loss_that_is_not_finite_stops_the_slot(in_child: InChild, tmp_path: Path) -> None:

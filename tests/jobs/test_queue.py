@@ -187,6 +187,18 @@ def test_after_a_retry_what_was_skipped_waits_again() -> None:
     assert starts(scene.end("b")) == {"c": "pc1"}
 
 
+def test_retry_begins_again_with_all_its_retries() -> None:
+    scene = Scene(training("a", retries=1))
+    scene.turn()
+    for text in ("ValueError", "KeyError"):
+        scene.end("a", Cause.EXCEPTION, text)
+    assert scene.state("a") == "FAILED"
+
+    assert starts(scene.say(JobOrder.RETRY, "a")) == {"a": "pc1"}
+    assert scene.standing("a").failures == 0
+    assert starts(scene.end("a", Cause.EXCEPTION, "KeyError")) == {"a": "pc1"}
+
+
 def test_the_longest_is_first_once_a_job_alike_was_measured() -> None:
     jobs = [training(name, steps=steps) for name, steps in (("a", 10), ("short", 20), ("long", 90))]
     scene = Scene(*jobs, cards=(BIG,))

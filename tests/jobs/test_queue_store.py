@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import ArchiveError
-from orchestrator.jobs.model import AttemptStatus, JobOrder, Submitted, World
-from orchestrator.jobs.queue import Event, Queue, QueueFacts, decide
+from orchestrator.jobs.model import AttemptStatus, JobOrder, QueueHeld, Submitted, World
+from orchestrator.jobs.queue import Event, Queue, decide
 from orchestrator.record.codec import as_json
 from orchestrator.record.jobs import queue_of, queue_snapshot
 from orchestrator.record.store import STORE_NAME, RunStore
@@ -71,6 +71,7 @@ def course(folder: Path) -> Scene:
     scene.see("lr-1", step=100, value=math.inf)
     scene.end("lr-1", Cause.KILLED, "SIGKILL")
     scene.say(JobOrder.CANCEL, "lr-0", "m1")
+    scene.send(QueueHeld(at_s=0.0, reason="ann holds it", id="m2"))
     scene.turn(5.0)
     store.close()
     return scene
@@ -84,6 +85,7 @@ def test_a_stored_queue_is_the_same(tmp_path: Path) -> None:
     rows = [list(map(as_json, each.standings.values())) for each in (scene.queue, again)]
     assert rows[0] == rows[1]
     assert again.facts == scene.queue.facts
+    assert again.facts.held == "ann holds it"
     ended = AttemptStatus(attempt=2, is_at_rest=True)
     later = replace(scene.world(), seen={"lr-0": ended})
     assert decide(again, later) == decide(scene.queue, later)
@@ -110,14 +112,6 @@ def test_a_writer_killed_at_any_moment_leaves_a_whole_queue(tmp_path: Path) -> N
         assert (one.best_step or 0) >= turns, "what was stored is not lost"
         turns = one.best_step or 0
     assert turns > 0
-
-
-def test_a_hold_lasts_until_another_head_lifts_it(tmp_path: Path) -> None:
-    for reason in ("mine", None):
-        store, queue = RunStore(tmp_path / STORE_NAME), queue_of(tmp_path)
-        store.queue(replace(queue, facts=QueueFacts(held=reason)))
-        store.close()
-        assert queue_of(tmp_path).facts.held == reason
 
 
 @pytest.mark.parametrize(

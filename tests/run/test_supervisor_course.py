@@ -67,6 +67,7 @@ def test_the_store_knows_of_every_process_before_it_is_begun(new_run: RunMaker) 
         record = next(record for record in run.stored().slots if record.slot == slot)
         assert record.incarnation == orders.incarnation
         assert orders.begin is None or orders.begin.resume == record.resume
+        assert orders.begin is None or orders.begin.fresh is (orders.incarnation == 0)
 
     run.fleet.on_order = check
     run.fleet.at(3, lambda: run.fleet.kill("pc1/0"))

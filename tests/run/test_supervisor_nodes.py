@@ -40,28 +40,6 @@ def test_a_node_that_joins_late_works_from_then_on(new_run: RunMaker) -> None:
         )
 
 
-def test_slots_of_a_lost_node_are_lost_and_come_back(new_run: RunMaker) -> None:
-    run = new_run(pc2=2, duration="60s")
-    run.fleet.at(10, lambda: run.fleet.lose("pc2"))
-    run.fleet.at(30, lambda: run.fleet.join("pc2"))
-    rows = run.finish()
-    for slot in ("pc2/0", "pc2/1"):
-        (lost,) = run.events("state", slot=slot, to_state="LOST")
-        # A worker that has just reported speaks for its node for three seconds.
-        assert 10 < lost["at_s"] <= 14.5
-        assert lost["cause"] == "its node does not answer"
-        assert run.states(slot)[-3:] == ["LOST", "STARTING", "RUNNING"]
-        _, second = run.fleet.begun[slot]
-        assert second.begin is not None
-        assert second.begin.resume is not None, "it goes on where the last status left it"
-        assert rows[slot].counts.steps_ok > 30 * STEPS_PER_S
-    assert [event["node"] for event in run.events("node_left")] == ["pc2"]
-    assert len(run.events("node_joined", node="pc2")) == 2
-    assert run.states("pc1/0") == ["RUNNING"]
-    away = [snapshot for snapshot in run.recorder.shown if snapshot.notices]
-    assert {notice for snapshot in away for notice in snapshot.notices} == {"pc2 has left"}
-
-
 def test_a_silent_node_is_there_while_its_workers_report(new_run: RunMaker) -> None:
     run = new_run()
     run.fleet.at(5, lambda: run.fleet.silence("pc2"))

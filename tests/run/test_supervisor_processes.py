@@ -12,36 +12,8 @@ from orchestrator.errors import OrchestratorError
 from orchestrator.record.archive import read_run
 from orchestrator.run.resume import past_of
 from tests.run.conftest import RunMaker
-from tests.run.scripted_fleet import START_S, STEPS_PER_S
+from tests.run.scripted_fleet import START_S
 from workers.messages import WorkerState
-
-
-@pytest.mark.parametrize(
-    ("how", "cause"),
-    [
-        ("kill", "its process ended: killed, or crashed"),
-        ("end_program", "killed by signal 9"),
-        ("corrupt", "illegal memory access"),
-    ],
-)
-def test_a_broken_process_is_replaced_and_goes_on(new_run: RunMaker, how: str, cause: str) -> None:
-    run = new_run()
-    run.fleet.at(10, lambda: getattr(run.fleet, how)("pc2/0"))
-    rows = run.finish()
-    assert run.states("pc2/0") == ["RUNNING", "RESTARTING", "RUNNING"]
-    (died,) = run.events("state", slot="pc2/0", to_state="RESTARTING")
-    assert cause in died["cause"]
-    assert (rows["pc2/0"].restarts, run.recorder.shown[-1].restart_count) == (1, 1)
-    assert rows["pc2/0"].counts.steps_ok == pytest.approx(
-        (20 - START_S) * STEPS_PER_S, abs=2.5 * STEPS_PER_S
-    )
-    first, second = (orders.begin for orders in run.fleet.begun["pc2/0"])
-    assert first is not None
-    assert second is not None
-    assert (first.resume, first.fresh, second.fresh) == (None, True, False)
-    assert second.resume is not None
-    assert second.resume["done"] == pytest.approx((10 - START_S) * STEPS_PER_S, abs=STEPS_PER_S)
-    assert run.states("pc1/0") == ["RUNNING"]
 
 
 def test_a_card_whose_workers_all_die_is_given_up(new_run: RunMaker) -> None:

@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 
-from tests.training.differential import told_of
+from tests.training.differential import drawn, told_of
 
 #: Some 70 seconds on one core, in blocks so that a failure ends few of them.
 _DRAWS, _BLOCK = 120, 30
@@ -26,3 +26,12 @@ def test_a_drawn_training_is_equal_or_refused(first: int) -> None:
             failures.append(description)
     assert not failures, "\n".join(failures)
     assert outcomes["equal"] >= _BLOCK // 2, outcomes
+
+
+@pytest.mark.parametrize(
+    "name", ["outside", "changing", "added-group", "joint", "heads-by-step", "clamping-hook"]
+)
+def test_cases_of_users_are_drawn(name: str) -> None:
+    """Those that have no test of their own in `test_field_cases.py`."""
+    seeds = [seed for seed in range(_DRAWS) if name in {each.name for each in drawn(seed)}]
+    assert len(seeds) >= 3

@@ -55,86 +55,6 @@ def refused(loss: Loss, model: nn.Module, batch: Any = (X, Y), **options: Any) -
     return str(said.value)
 
 
-class Margins(nn.Module):
-    """A loss with weights of its own, as in metric learning."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.centres = nn.Parameter(torch.eye(3))
-        self.scale = nn.Parameter(torch.zeros(()))
-
-    def forward(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        return functional.cross_entropy(self.scale.exp() * outputs @ self.centres.T, labels)
-
-
-def test_what_the_optimiser_holds_beside_the_model_is_trained() -> None:
-    (model, margins), (other, others) = (net(), Margins()), (net(), Margins())
-    optimizer = adamw(other, others)
-    elastic = ElasticStep(model, adamw(model, margins))
-    elastic.most_rows = 5
-    for _ in range(5):
-        elastic.step((X, Y), lambda part: margins(model(part[0]), part[1]))
-        plain(optimizer, others(other(X), Y))
-    assert equal(model, other)
-    assert equal(margins, others)
-    assert not margins.centres.equal(torch.eye(3))
-
-
-def test_layers_are_frozen_and_unfrozen_between_steps() -> None:
-    model, other = net(), net()
-    optimizer = adamw(other)
-    model[0].requires_grad_(requires_grad=False)
-    elastic = ElasticStep(model, adamw(model))
-    elastic.most_rows = 5
-    for trained in ((2,), (0, 2), (0,), (2,)):
-        for one in (model, other):
-            for place in (0, 2):
-                one[place].requires_grad_(place in trained)
-        for _ in range(3):
-            elastic.step((X, Y), cross_entropy(model))
-            plain(optimizer, cross_entropy(other)((X, Y)))
-    assert equal(model, other)
-
-
-def test_a_group_that_is_added_later_is_trained() -> None:
-    model = net()
-    optimizer = adamw(model[2])
-    elastic = ElasticStep(model, optimizer)
-    elastic.step((X, Y), cross_entropy(model))
-    optimizer.add_param_group({"params": list(model[0].parameters())})
-    before = model[0].weight.clone()
-    elastic.step((X, Y), cross_entropy(model))
-    assert not model[0].weight.equal(before)
-
-
-def test_several_optimisers_step_together() -> None:
-    model, other = net(), net()
-    elastic = ElasticStep(model, [adamw(model[0]), torch.optim.SGD(model[2].parameters(), 0.1)])
-    optimizers = adamw(other[0]), torch.optim.SGD(other[2].parameters(), 0.1)
-    elastic.most_rows = 5
-    for _ in range(5):
-        elastic.step((X, Y), cross_entropy(model))
-        for each in optimizers:
-            each.zero_grad()
-        cross_entropy(other)((X, Y)).backward()
-        for each in optimizers:
-            each.step()
-    assert equal(model, other)
-
-
-def test_a_head_that_a_batch_does_not_use_is_left_alone() -> None:
-    heads = nn.ModuleList([nn.Linear(8, 3), nn.Linear(8, 3)])
-    others = nn.ModuleList([nn.Linear(8, 3), nn.Linear(8, 3)])
-    others.load_state_dict(heads.state_dict())
-    optimizer = adamw(others, weight_decay=0.1)
-    elastic = ElasticStep(heads, adamw(heads, weight_decay=0.1))
-    elastic.most_rows = 5
-    for task in (0, 1, 0, 0, 1):
-        elastic.step((X, Y), cross_entropy(heads[task]))
-        plain(optimizer, cross_entropy(others[task])((X, Y)))
-    assert equal(heads, others)
-
-
 def two_passes(model: nn.Module) -> Loss:
     """R-Drop: each sample twice, and the distance of the two predictions."""
 
@@ -197,50 +117,6 @@ def test_random_numbers_of_a_pass_are_those_of_the_plain_loop() -> None:
         plain(optimizer, value)
         theirs.append(value.item())
     assert ours == pytest.approx(theirs, rel=1e-5)
-
-
-class Counting(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16))
-        self.register_buffer("passes", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("samples", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.passes += 1
-        self.samples += len(x)
-        return self.inner(x)  # type: ignore[no-any-return]
-
-
-def test_buffers_change_as_in_one_pass_also_after_a_failed_part() -> None:
-    model, other = net(Counting()), net(Counting())
-    optimizer, elastic = adamw(other), ElasticStep(model, adamw(model), sleep=lambda _: None)
-    other.load_state_dict(model.state_dict())
-    room = 12
-
-    def loss(part: Any) -> Tensor:
-        value = cross_entropy(model)(part)
-        if len(part[0]) > room:
-            raise torch.OutOfMemoryError("CUDA out of memory. (acted)")
-        return value
-
-    for room in (12, 5, 1, 7):  # noqa: B007 - the loss reads it
-        elastic.step((X, Y), loss)
-        plain(optimizer, cross_entropy(other)((X, Y)))
-    assert (int(model[2].passes), int(model[2].samples)) == (4, 48)
-    assert equal(model, other)
-
-
-def test_a_hook_of_a_parameter_sees_the_gradient_of_the_batch() -> None:
-    model, other = net(), net()
-    optimizer, elastic = adamw(other), ElasticStep(model, adamw(model))
-    elastic.most_rows = 5
-    for one in (model, other):
-        one[0].weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
-    for _ in range(4):
-        elastic.step((X, Y), cross_entropy(model))
-        plain(optimizer, cross_entropy(other)((X, Y)))
-    assert equal(model, other)
 
 
 def contrast(model: nn.Module, dropout: float) -> Loss:

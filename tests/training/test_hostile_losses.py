@@ -46,6 +46,17 @@ def short(loss: Loss, rows: int) -> Loss:
     return limited
 
 
+def classified(model: nn.Module) -> Loss:
+    return lambda part: functional.cross_entropy(model(part[0]), part[1])
+
+
+def refused(model: nn.Module, loss: Loss, batch: Any = (X, Y), said: str | None = COMPARES) -> None:
+    """Assert that a first step is refused so."""
+    elastic = ElasticStep(model, optimizer_of(model), sleep=lambda _: None)
+    with pytest.raises(PartsError, match=said):
+        elastic.step(batch, loss)
+
+
 def trained(
     model: nn.Module, loss: Loss, batch: Callable[[], Any], most: int | None, steps: int = 4
 ) -> list[Tensor]:
@@ -116,9 +127,7 @@ def test_a_loss_over_pairs_of_one_label_is_refused(
 ) -> None:
     """Also where no more than four samples fit, of which those with rare labels have no pairs."""
     model = net()
-    elastic = ElasticStep(model, optimizer_of(model), sleep=lambda _: None)
-    with pytest.raises(PartsError, match=COMPARES):
-        elastic.step((X, labels), short(made(model), rows))
+    refused(model, short(made(model), rows), (X, labels))
 
 
 def of_each(model: nn.Module, part: Any) -> Tensor:
@@ -147,17 +156,13 @@ def test_a_loss_that_chooses_among_many_samples_is_refused(
     made: Callable[[nn.Module], Loss],
 ) -> None:
     model = net()
-    elastic = ElasticStep(model, optimizer_of(model))
-    with pytest.raises(PartsError, match=COMPARES):
-        elastic.step((X, Y), made(model))
+    refused(model, made(model))
 
 
 @pytest.mark.xfail(strict=True, reason="four samples of a check are all among the five hardest")
 def test_a_loss_that_chooses_among_more_samples_than_fit_is_refused() -> None:
     model = net()
-    elastic = ElasticStep(model, optimizer_of(model), sleep=lambda _: None)
-    with pytest.raises(PartsError, match=COMPARES):
-        elastic.step((X, Y), short(hardest(model), 4))
+    refused(model, short(hardest(model), 4))
 
 
 @pytest.mark.xfail(strict=True, reason="less than an eighth of a bf16 gradient may be rounding")
@@ -170,9 +175,7 @@ def test_a_small_term_that_compares_samples_is_refused_under_autocast() -> None:
             contrast = functional.cross_entropy(made @ made.T, torch.arange(len(made)))
             return functional.cross_entropy(made, part[1]) + 0.05 * contrast
 
-    elastic = ElasticStep(model, optimizer_of(model))
-    with pytest.raises(PartsError, match=COMPARES):
-        elastic.step((X.float(), Y), loss)
+    refused(model, loss, (X.float(), Y))
 
 
 def test_a_term_that_compares_samples_is_refused_when_it_comes() -> None:
@@ -218,9 +221,7 @@ def test_a_mean_over_samples_of_unequal_lengths_is_refused(batch: Any) -> None:
         ])  # fmt: skip
         return functional.cross_entropy(model(tokens), tokens)
 
-    elastic = ElasticStep(model, optimizer_of(model), sleep=lambda _: None)
-    with pytest.raises(PartsError, match="unequally many"):
-        elastic.step(batch, loss)
+    refused(model, loss, batch, "unequally many")
 
 
 def test_a_loss_that_fills_samples_up_to_the_longest_is_refused() -> None:
@@ -232,9 +233,7 @@ def test_a_loss_that_fills_samples_up_to_the_longest_is_refused() -> None:
         padded = nn.utils.rnn.pad_sequence(part[0], batch_first=True)
         return functional.cross_entropy(model(padded[:, None]).amax(-1), part[1])
 
-    elastic = ElasticStep(model, optimizer_of(model))
-    with pytest.raises(PartsError):
-        elastic.step((samples, Y), loss)
+    refused(model, loss, (samples, Y), None)
 
 
 class Averaging(nn.Module):
@@ -300,21 +299,24 @@ class Queue(nn.Module):
 
 def test_a_large_table_that_a_pass_changes_is_named() -> None:
     model = Queue().float()
-    with pytest.raises(PartsError, match=r"earlier \(Queue\) is changed by each pass"):
-        ElasticStep(model, optimizer_of(model)).step(X.float(), model)
+    refused(model, model, X.float(), r"earlier \(Queue\) is changed by each pass")
 
 
 class Annealed(nn.Module):
-    """Counts its passes and samples in attributes, and changes its scale by them."""
+    """Counts its passes and samples in attributes and a buffer, and changes its scale by them."""
+
+    seen: Tensor
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = net()
+        self.inner = nn.utils.parametrizations.spectral_norm(net()[0])
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
         self.passes, self.samples, self.warm = 0, 0, True
 
     def forward(self, x: Tensor) -> Tensor:
         self.passes += 1
         self.samples += len(x)
+        self.seen += len(x)
         self.warm = self.passes < 3
         made: Tensor = self.inner(x)
         return made * (1.0 if self.warm else 0.5)
@@ -323,15 +325,10 @@ class Annealed(nn.Module):
 @pytest.mark.parametrize("rows", [2, 5, 12])
 def test_numbers_that_a_module_keeps_are_those_of_one_pass(rows: int) -> None:
     model, other = Annealed(), Annealed()
+    other.load_state_dict(model.state_dict())
 
-    def of(model: nn.Module) -> Loss:
-        return lambda part: functional.cross_entropy(model(part[0]), part[1])
-
-    elastic = ElasticStep(model, optimizer_of(model), sleep=lambda _: None)
-    for _ in range(4):
-        elastic.step((X, Y), short(of(model), rows))
-    wanted = plain(other, of(other), lambda: (X, Y))
-    assert close(list(model.state_dict().values()), wanted)
+    found = trained(model, short(classified(model), rows), lambda: (X, Y), None)
+    assert close(found, plain(other, classified(other), lambda: (X, Y)))
     assert (model.passes, model.warm) == (other.passes, other.warm)
     assert model.samples == other.samples
 
@@ -357,9 +354,6 @@ def test_what_only_a_whole_batch_can_compute_is_computed_while_it_fits() -> None
     other.load_state_dict(model.state_dict())
     wide, wider = net(12), net(12)
 
-    def carried(model: nn.Module) -> Loss:
-        return lambda part: functional.cross_entropy(model(part[0]), part[1])
-
     def weighted(model: nn.Module) -> Loss:
         return lambda part: functional.cross_entropy(
             model(part[0]), part[1], part[2].double(), reduction="none"
@@ -369,7 +363,7 @@ def test_what_only_a_whole_batch_can_compute_is_computed_while_it_fits() -> None
         return lambda part: functional.cross_entropy(model(part[2] @ part[0]), part[1])
 
     for one, same, made, batch in (
-        (model, other, carried, (X, Y)),
+        (model, other, classified, (X, Y)),
         (wide, wider, weighted, (X, Y, classes)),
         (wide, wider, beside, (X, Y, matrix)),
     ):
