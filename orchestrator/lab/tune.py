@@ -166,6 +166,8 @@ class Tuning:
         self.folder = default_path().parent / "tunings" / tune_id
         self.folder.mkdir(mode=0o700, parents=True)
         self._arm: _Arm | None = None
+        self._turns: list[Turn] = []
+        """Those of this process of the baseline."""
         """Of the baseline."""
         self.result: dict[str, Any] = {}
         """As `tune --json` prints it, once it has run."""
@@ -213,7 +215,8 @@ class Tuning:
         """Return a turn of the baseline, whose process is started if there is none."""
         try:
             self._arm = self._arm or _Arm(self._spec_of(None))
-            return self._arm.turn()
+            self._turns.append(self._arm.turn())
+            return self._turns[-1]
         except ArmError as error:
             self._close()
             raise ArmError(f"the baseline: {error}") from error
@@ -222,6 +225,7 @@ class Tuning:
         if self._arm is not None:
             self._arm.close()
         self._arm = None
+        self._turns.clear()
 
     def _measure(self, trial: Trial, share: float) -> None:
         """Measure a lever for a share of the time that is left, and judge it.
@@ -243,7 +247,7 @@ class Tuning:
                     own, other = arm.turn(), self._baseline()
                 else:
                     other, own = self._baseline(), arm.turn()
-                trial.take(own, other)
+                trial.take(own, other, self._turns[trial.rounds])
         except ArmError as error:
             lost = str(error)
         finally:  # what was measured before Ctrl-C counts
