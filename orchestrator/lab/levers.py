@@ -126,7 +126,7 @@ class Trial:
         return len(self.speeds)
 
     def take(self, own: Turn, baseline: Turn, as_old: Turn) -> None:
-        """Take in a round. `as_old`: the baseline's turn at the lever's age; peaks grow with time."""
+        """Take in a round. `as_old`: the baseline's turn at the same age; peaks grow with time."""
         self.speeds.append((own.speed, baseline.speed))
         self.peak_bytes = max(self.peak_bytes, own.peak_bytes)
         self.baseline_peak_bytes = max(self.baseline_peak_bytes, as_old.peak_bytes)
