@@ -84,8 +84,6 @@ class BatchInParts:
         """
         self.model, self.sums, self._seed = model, sums, seed
         self._look, self.always_draws = look, draws
-        self.looks = look is not None
-        """Whether it is seen whether parts add up."""
         self.compute: Callable[[int, Callable[[], None]], None] = lambda _, part: part()
         """Computes a part of so many rows, which it may call again after a failure."""
         self.parts: list[int] = []
@@ -307,7 +305,7 @@ class OneBatch:
         value = one_number(self.loss(given))
         changed = before != [each._version for each in tensors_in(given)]
         owner.writes = bool(owner.writes) or changed
-        if owner.looks and not owner.checking:
+        if owner.has_looked and not owner.checking:
             owner.operators |= operators_of(value)
         return value
 

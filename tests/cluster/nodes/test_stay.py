@@ -37,7 +37,7 @@ def session_of(node: str) -> str | None:
 
 
 def members(by_hand: ByHand) -> int:
-    """How many nodes the head counts in; none while it starts, and lets nobody in."""
+    """How many nodes the head counts in; none while it starts and refuses connections."""
     with contextlib.suppress(AssertionError):
         return by_hand.type(by_hand.status_command()).count(" node_")
     return 0
