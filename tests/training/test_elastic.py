@@ -33,7 +33,7 @@ def batches(count: int, rows: int = 12) -> list[Batch]:
 
 
 class Memory:
-    """The mean loss of a part, in a memory that holds so many rows."""
+    """The mean loss of a part, in a memory that holds so many rows for a backward pass."""
 
     def __init__(self, model: nn.Module, rows: Callable[[], int]) -> None:
         self._model = model
@@ -42,7 +42,7 @@ class Memory:
 
     def __call__(self, part: Batch) -> Tensor:
         inputs, targets = part
-        if len(inputs) > self._rows():
+        if torch.is_grad_enabled() and len(inputs) > self._rows():
             self.failures += 1
             raise torch.OutOfMemoryError("CUDA out of memory. (acted)")
         return functional.cross_entropy(self._model(inputs), targets)

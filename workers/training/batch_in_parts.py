@@ -8,7 +8,9 @@ out of memory. Gives no memory back (`workers/elastic` does), and updates no wei
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import torch
@@ -21,19 +23,24 @@ from workers.resilience.attempts import Attempts, OutOfBatchError, RetryRules
 from workers.settings import FailureKind
 from workers.training.accumulator import Accumulator, operators_of
 from workers.training.batches import Batch, map_tensors, part_of, rows_of, tensors_in
+from workers.training.dispatch_modes import Widened
 from workers.training.errors import TaskError
 from workers.training.keyed_random import Dropouts
 from workers.training.optimizers import allocate_states
 from workers.training.parts import (
+    MANY_ROWS,
+    ROWS,
     Kept,
     PartsError,
     Place,
     RandomState,
     Snapshot,
+    check_losses,
     check_parts,
     one_number,
     places_of,
     put,
+    unchanged,
 )
 from workers.training.unevenness import PartsCheck
 
@@ -111,6 +118,8 @@ class BatchInParts:
         """With which the losses of parts were computed, by name."""
         self.has_looked = False
         """Whether it was looked whether parts add up."""
+        self._widens: bool | None = None
+        """Whether half precision that autocast asks for can be left out; `None`: not tried."""
         self.repeats = True
         """Whether samples that are computed again, or in other parts, have the same gradients."""
 
@@ -129,22 +138,17 @@ class BatchInParts:
         if look is None:
             return None
         rows //= look.part_share
-        if min(rows, one.rows) < 2 or not self._is_due(one):
+        has_room = min(rows, one.rows) > 1
+        if not (has_room or is_cut) or not self._is_due(one, has_room):
             return None
         found: list[PartsError] | None = []
-        self.checking = self.has_looked = True
+        self.checking, self.has_looked = True, self.has_looked or has_room
         try:
-            found = check_parts(
-                self.model,
-                one.batch,
-                lambda part, at: one.value(part, at, rows_of(part)),
-                weight=one.weight,
-                counted=look.counted,
-                rows=rows,
-                accumulator=self.sums,
-                buffers=self._changing,
-                sees_rounding=look.sees_rounding,
-            )
+            if has_room:
+                found = self._compare(one, rows, look)
+            if is_cut and all(each.cause == "rounding" for each in found or ()):
+                more = self._look_at_losses(one, rows, look.counted)
+                found = [*more, *(found or ())] if more else found
         except TaskError as error:
             if is_cut or isinstance(error, PartsError):
                 raise
@@ -175,7 +179,76 @@ class BatchInParts:
             look.tell(sentence)
         return None
 
-    def _is_due(self, one: OneBatch) -> bool:
+    def _compare(self, one: OneBatch, rows: int, look: Look) -> list[PartsError] | None:
+        """Compare the whole and its parts, in fp32 where that is possible: there rounding is small.
+        It takes twice the memory of half precision.
+        """
+        compare = partial(
+            check_parts,
+            self.model,
+            one.batch,
+            one.value_of,
+            weight=one.weight,
+            counted=look.counted,
+            accumulator=self.sums,
+            buffers=self._changing,
+            sees_rounding=look.sees_rounding,
+        )
+        if rows > 3 and self._can_widen(one):
+            try:
+                with Widened():
+                    return compare(rows=rows // 2)
+            except TaskError:
+                raise
+            except Exception as error:
+                if oom.classify(error).kind is not FailureKind.OTHER:
+                    raise
+                oom.drop_frames(error)
+            self._widens = False
+        return compare(rows=rows)
+
+    def _can_widen(self, one: OneBatch) -> bool:
+        """Whether this loss computes in half precision, and can do so in fp32, as two samples show."""
+        if self._widens is None:
+            mode, self._widens = Widened(), False
+            try:
+                with unchanged(self.model), torch.no_grad(), mode:
+                    one.value_of(part_of(one.batch, 0, min(2, one.rows)), 0)
+                self._widens = mode.did
+            except Exception as error:
+                if oom.classify(error).kind is FailureKind.CONTEXT_CORRUPTED:
+                    raise
+                oom.drop_frames(error)
+        return self._widens
+
+    def _look_at_losses(self, one: OneBatch, rows: int, counted: str) -> list[PartsError]:
+        """Compare the losses of more samples than fit with their gradients; return what was found.
+
+        A forward pass alone keeps the activations of a layer or two: of twice as many samples no
+        more than a part that recomputes its blocks. Four are tried in any case. Where they do not
+        fit, fewer are compared.
+        """
+        many = min(max(2 * rows, ROWS), one.rows, MANY_ROWS)
+        while many > max(1, rows):
+            try:
+                with Widened() if self._can_widen(one) else nullcontext():
+                    found = check_losses(
+                        self.model, one.batch, one.value_of, one.weight, rows=many, counted=counted
+                    )
+            except TaskError:
+                raise
+            except Exception as error:
+                kind = oom.classify(error).kind
+                if kind is FailureKind.CONTEXT_CORRUPTED:
+                    raise
+                oom.drop_frames(error)
+                # Another failure is of the loss, such as one that takes a gradient itself.
+                many = 0 if kind is FailureKind.OTHER else many // 2
+            else:
+                return found or []
+        return []
+
+    def _is_due(self, one: OneBatch, *others: object) -> bool:
         """Whether no batch of this form was looked at, of this model in this mode."""
         modes = [
             (
@@ -185,7 +258,7 @@ class BatchInParts:
             for each in self.modules
         ]
         code = getattr(one.loss, "__code__", type(one.loss))
-        return self.check.due(one.batch, one.rows, *modes, one.weight is None, code)
+        return self.check.due(one.batch, one.rows, *modes, one.weight is None, code, *others)
 
 
 @dataclass
@@ -308,6 +381,10 @@ class OneBatch:
         if owner.has_looked and not owner.checking:
             owner.operators |= operators_of(value)
         return value
+
+    def value_of(self, part: Batch, at: int) -> Tensor:
+        """Return the same of a part whose samples can be told."""
+        return self.value(part, at, rows_of(part))
 
     def _begin(self, most_rows: int, *, is_cut: bool) -> Snapshot:
         owner = self.owner

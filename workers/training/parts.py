@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Literal, TypeAlias, cast
+from typing import Any, ClassVar, Final, Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from workers.training.accumulator import Accumulator
-from workers.training.batches import Batch, part_of, picked, rows_of, tensors_in
+from workers.training.batches import Batch, part_of, picked, rows_of
+from workers.training.dispatch_modes import Draws, Results
 from workers.training.errors import TaskError
 from workers.training.unevenness import shuffled, telling
 from workers.units import MIB
@@ -42,7 +43,7 @@ ROWS: Final = 4
 
 #: Samples that are compared besides, where so many fit: a loss that chooses among the samples, such
 #: as the 16 hardest, or those of one query, may choose alike among few.
-_MANY_ROWS: Final = 32
+MANY_ROWS: Final = 32
 
 #: Times the precision. The rounding of a sum of n terms grows as their root, and the longest sum of
 #: a gradient has some 10^6 (tokens x samples). In half precision and TF32 sums are of fp32, and
@@ -122,24 +123,56 @@ def check_parts(  # noqa: PLR0913 - each option has a default
             mean by another `count`.
         TaskError: A value of the batch cannot be cut.
     """
-    many = min(rows, rows_of(batch), _MANY_ROWS)
+    if accumulator is None:
+        accumulator = Accumulator([each for each in model.parameters() if each.requires_grad])
+    of = partial(_Comparison, model, loss, weight, accumulator, sees_rounding)
+    return _found(model, batch, of, rows, {} if buffers is None else buffers, counted)
+
+
+def check_losses(
+    model: nn.Module,
+    batch: Batch,
+    loss: Callable[[Batch, int], Tensor],
+    weight: Callable[[Batch], float] | None,
+    *,
+    rows: int,
+    counted: str,
+) -> list[PartsError] | None:
+    """Compare the losses of up to 32 samples without their gradients: as `check_parts`, where so
+    many samples fit only so.
+
+    It takes the memory of a forward pass of `rows` samples that keeps nothing for a backward pass,
+    may run out of it, and changes nothing. What is wrong in the gradient alone is not seen.
+    """
+    of = partial(_ByLoss, model, loss, weight, Accumulator([]), False)
+    return _found(model, batch, of, rows, {}, counted)
+
+
+def _found(
+    model: nn.Module,
+    batch: Batch,
+    of: Callable[[Batch], _Comparison],
+    rows: int,
+    buffers: dict[Place, bool],
+    counted: str,
+) -> list[PartsError] | None:
+    """Compare, and say what was found: see `check_parts`."""
+    many = min(rows, rows_of(batch), MANY_ROWS)
     rows = min(many, ROWS)
     if rows < 2:
         return []
-    if accumulator is None:
-        accumulator = Accumulator([each for each in model.parameters() if each.requires_grad])
     draws = False
     norms = {
         module: _named(module, name)
         for name, module in model.named_modules()
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training
+        if isinstance(module, nn.modules.batchnorm._BatchNorm)
+        and (module.training or module.running_mean is None)
     }
     by_norms = [PartsError(f"{', '.join(norms.values())} {_NORM}", "batch statistics")]
     if norms and rows < ROWS:  # which refuse to normalise over a single sample
         return by_norms
-    of = partial(_Comparison, model, loss, weight, accumulator, sees_rounding)
     with unchanged(model):
-        comparisons = _compared(of, batch, (rows, many), {} if buffers is None else buffers)
+        comparisons = _compared(of, batch, (rows, many), buffers)
         compared = comparisons[-1]
         for module, name in compared.drifting:
             raise PartsError(f"{_named(module, name)} {_BUFFER}", "batch statistics")
@@ -153,8 +186,10 @@ def check_parts(  # noqa: PLR0913 - each option has a default
             # Without what only training does, a sum or a mean shows itself.
             with unchanged(model), _quiet(model):
                 right = compared.adds_up(is_quiet=True)
+            if not right and any(each.running_mean is None for each in norms):
+                return by_norms  # what evaluation mode does not change
             if not right:
-                return _wrong(compared.cause(), counted, _hint(model))
+                return _wrong(compared, counted, _hint(model))
             for module in (*norms, *others):
                 module.eval()
             draws = not (norms or others) or not compared.adds_up()
@@ -187,9 +222,11 @@ def _compared(
     return done
 
 
-def _wrong(cause: Cause, counted: str, hint: str) -> list[PartsError]:
+def _wrong(compared: _Comparison, counted: str, hint: str) -> list[PartsError]:
     """Return what is unknown, or raise what is known to be wrong."""
-    sentence = _SENTENCES[cause].replace("COUNT", counted)
+    cause = compared.cause()
+    sentence = compared.unknown if cause == "unknown" else _SENTENCES[cause]
+    sentence = sentence.replace("COUNT", counted)
     error = PartsError(sentence if cause in {"mean", "sum"} else sentence + hint, cause)
     if cause == "unknown":
         return [error]
@@ -199,6 +236,12 @@ def _wrong(cause: Cause, counted: str, hint: str) -> list[PartsError]:
 @dataclass
 class _Comparison:
     """Some samples in two parts and at once."""
+
+    #: What is said where neither a sum nor a mean is seen.
+    unknown: ClassVar[str] = (
+        "the parts of a batch do not add up to the whole, and the loss is neither the sum nor the "
+        "mean of its samples; a loss that compares samples with each other cannot be cut"
+    )
 
     _model: nn.Module
     _loss: Callable[[Batch, int], Tensor]
@@ -219,7 +262,7 @@ class _Comparison:
         #: Loss, and gradient along the weights, of the whole and of both parts.
         self._points: list[tuple[float, float]] = []
         self._sums.begin(2 * rows, 1)
-        with _Draws(constant=False) as of_whole:
+        with Draws(constant=False) as of_whole:
             scale = _OTHER_SCALE if self._sees_rounding else 1.0
             whole, _ = self._add(self._batch, 0, scale, is_whole=True)
         #: The gradient of the whole, negative, where single parameters are looked at.
@@ -228,7 +271,7 @@ class _Comparison:
             for parameter, own in (self._sums.pairs if self._sees_rounding else ())
         ]
         after, sizes = start.changed(restore=True), _sizes(self._model, start)
-        with _Draws(constant=False) as of_part:
+        with Draws(constant=False) as of_part:
             first, length = self._add(part_of(self._batch, 0, half), 0)
         one = start.changed(restore=True)
         second, other = self._add(part_of(self._batch, half, rows - half), half)
@@ -331,6 +374,44 @@ class _Comparison:
         off = torch.linalg.vector_norm(at - other - share * way)
         near = self._tolerance + _LEAST_TURN * torch.linalg.vector_norm(way)
         return mean if bool(off <= near) else "unknown"
+
+
+@dataclass
+class _ByLoss(_Comparison):
+    """The losses of some samples in two parts and at once."""
+
+    unknown: ClassVar[str] = (
+        "the losses of the parts of a batch do not add up to that of the whole; where it is a mean "
+        "over items of which samples have unequally many (padding, ignored labels, class weights), "
+        "return the sum over the items (reduction='sum') and hand over their number in the whole "
+        "batch (COUNT); a loss that compares samples with each other cannot be cut"
+    )
+
+    def _add(
+        self,
+        part: Batch,
+        first: int,
+        scale: float = 1.0,  # noqa: ARG002 - a loss has none
+        *,
+        is_whole: bool = False,  # noqa: ARG002 - nor a sign
+    ) -> tuple[float, float]:
+        """Compute the loss of a part; return it, and any length of a gradient that counts."""
+        weight = 1.0 if self._weight is None else float(self._weight(part))
+        value = 0.0
+        if weight:
+            with torch.no_grad(), Results(self._look):
+                value = float(self._loss(part, first))
+        self._points.append((value, value))
+        return value * weight, float(bool(weight))
+
+    def cause(self) -> Cause:
+        """Return what the losses look like: a sum in place of a mean, or the other way round."""
+        whole, first, second = (value for value, _ in self._points)
+        summed, shown = first + second, self._weight is not None
+        near = self._tolerance * abs(whole)
+        if abs((summed if shown else summed / 2) - whole) <= near:
+            return "sum" if shown else "mean"
+        return "unknown"
 
 
 class Snapshot:
@@ -444,17 +525,23 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
 
 class RandomState:
-    """The random numbers of torch, on the host and on a card, and of Python."""
+    """The random numbers of torch, on the host and on a card, of Python, and those of NumPy that
+    all its users share.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._card = device if device.type == "cuda" else None
         self._of_host, self._of_python = torch.get_rng_state(), random.getstate()
+        self._numpy: Any = sys.modules.get("numpy.random")  # `None`: nothing draws from them
+        self._of_numpy = None if self._numpy is None else self._numpy.get_state()
         self._of_card = None if self._card is None else torch.cuda.get_rng_state(self._card)
 
     def restore(self) -> None:
         """Go back to them."""
         torch.set_rng_state(self._of_host)
         random.setstate(self._of_python)
+        if self._numpy is not None:
+            self._numpy.set_state(self._of_numpy)
         if self._card is not None and self._of_card is not None:
             torch.cuda.set_rng_state(self._of_card, self._card)
 
@@ -467,37 +554,11 @@ def _quiet(model: nn.Module) -> Iterator[None]:
     for rnn, _ in rests:  # cuDNN has no gradient of one in eval
         rnn.train().dropout = 0.0
     try:
-        with _Draws(constant=True):
+        with Draws(constant=True):
             yield
     finally:
         for rnn, dropout in rests:
             rnn.dropout = dropout
-
-
-class _Draws(TorchDispatchMode):
-    """Sees what operators draw at random; `constant`: has all samples get the same."""
-
-    def __init__(self, *, constant: bool) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # missing in torch's stubs
-        self._constant = constant
-        self.shapes: list[torch.Size] = []
-
-    def __torch_dispatch__(
-        self,
-        func: Any,  # noqa: ANN401 - an operator of torch
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 - whatever the operator returns
-        result = func(*args, **(kwargs or {}))
-        # A fused kernel (`_scaled_dot_product_...`, `_cudnn_rnn`) has the tag and may draw nothing.
-        fused = func._schema.name.startswith(("aten::_", "aten::miopen"))
-        if torch.Tag.nondeterministic_seeded in func.tags and not fused:
-            for drawn in tensors_in([result]):
-                self.shapes.append(drawn.shape)
-                if self._constant:
-                    drawn.fill_(0.5 if drawn.is_floating_point() else drawn.dtype == torch.bool)
-        return result
 
 
 def _alike(one: Kept, other: Kept, before: Kept) -> bool:
@@ -572,8 +633,6 @@ _TIME_FIRST: Final = (
     "first dimension is the samples, and turn them in the model after its dropout"
 )
 _SENTENCES: Final[dict[Cause, str]] = {
-    "unknown": "the parts of a batch do not add up to the whole, and the loss is neither the sum "
-    "nor the mean of its samples; a loss that compares samples with each other cannot be cut",
     "mean": "the loss of a part is a mean, and is added up as a sum: it ignores COUNT; return the "
     "sum over the items (reduction='sum'), or that divided by the items of the whole batch if the "
     "loss gets their number",

@@ -1,0 +1,100 @@
+"""What operators do while a loss is computed to see whether parts add up: what they return, what they
+draw at random, and in which precision they compute.
+
+Compares nothing (`parts.py` does).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from workers.training.batches import tensors_in
+
+_HALF: Final = frozenset({torch.bfloat16, torch.float16})
+
+
+class Widened(TorchDispatchMode):
+    """Has `torch.autocast`, and what else turns fp32 into half precision, leave it as it is, so that
+    a comparison sees less rounding.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # missing in torch's stubs
+        self.did = False
+        """Whether anything was left in fp32."""
+
+    def __enter__(self) -> Widened:
+        torch.clear_autocast_cache()  # weights in half precision
+        super().__enter__()  # type: ignore[no-untyped-call]  # as above
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]  # as above
+        torch.clear_autocast_cache()  # weights in fp32
+
+    def __torch_dispatch__(
+        self,
+        func: Any,  # noqa: ANN401 - an operator of torch
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - whatever the operator returns
+        given = dict(kwargs or {})
+        if (
+            func is torch.ops.aten._to_copy.default
+            and given.get("dtype") in _HALF
+            and args[0].dtype == torch.float32
+        ):
+            given["dtype"], self.did = torch.float32, True
+        return func(*args, **given)
+
+
+class Results(TorchDispatchMode):
+    """Has `look` see what operators return."""
+
+    def __init__(self, look: Callable[[Tensor], object]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # missing in torch's stubs
+        self._look = look
+
+    def __torch_dispatch__(
+        self,
+        func: Any,  # noqa: ANN401 - an operator of torch
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - whatever the operator returns
+        result = func(*args, **(kwargs or {}))
+        for each in tensors_in([result]):
+            self._look(each)
+        return result
+
+
+class Draws(TorchDispatchMode):
+    """Sees what operators draw at random; `constant`: has all samples get the same."""
+
+    def __init__(self, *, constant: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # missing in torch's stubs
+        self._constant = constant
+        self.shapes: list[torch.Size] = []
+
+    def __torch_dispatch__(
+        self,
+        func: Any,  # noqa: ANN401 - an operator of torch
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - whatever the operator returns
+        result = func(*args, **(kwargs or {}))
+        # A fused kernel (`_scaled_dot_product_...`, `_cudnn_rnn`) has the tag and may draw nothing.
+        fused = func._schema.name.startswith(("aten::_", "aten::miopen"))
+        if torch.Tag.nondeterministic_seeded in func.tags and not fused:
+            for drawn in tensors_in([result]):
+                self.shapes.append(drawn.shape)
+                if self._constant:
+                    drawn.fill_(0.5 if drawn.is_floating_point() else drawn.dtype == torch.bool)
+        return result
