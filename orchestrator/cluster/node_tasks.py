@@ -111,6 +111,9 @@ def _opens(door: str) -> bool:
 _OUTCOME_S = 60.0
 _END_S = 15.0
 
+#: Ctrl-C may be late by so much.
+_LOOK_S = 0.2
+
 #: Called with the name of an event, a node, and what was done to its cards.
 Done = Callable[[str, str, tuple[str, ...]], None]
 
@@ -138,9 +141,14 @@ class CardSettingsActor:
 
 
 @contextlib.contextmanager
-def with_cards_set(wanted: Mapping[str, WantedSettings], done: Done) -> Iterator[list[str]]:
+def with_cards_set(
+    wanted: Mapping[str, WantedSettings],
+    done: Done,
+    interrupted: Callable[[], bool] = lambda: False,
+) -> Iterator[list[str]]:
     """Have the cards of some nodes, which must be there, set until the end of the block; yield what
-    could not be done. `done` is told what was, also when the cards are put back.
+    could not be done. `done` is told what was, also when the cards are put back. Nodes that have
+    not answered when the user has `interrupted` are not waited for.
     """
     actor_class = ray.remote(CardSettingsActor)
     actors: dict[str, Any] = {
@@ -153,6 +161,11 @@ def with_cards_set(wanted: Mapping[str, WantedSettings], done: Done) -> Iterator
     try:
         problems, until_s = [], time.monotonic() + _OUTCOME_S
         for node, ref in requests.items():
+            is_there = False
+            while not (is_there or interrupted() or time.monotonic() > until_s):
+                is_there = bool(ray.wait([ref], timeout=_LOOK_S)[0])
+            if interrupted():
+                break
             told, why_not = _answered(ref, until_s)
             lines, problem = told or ((), why_not)
             done("node_kept", node, lines)

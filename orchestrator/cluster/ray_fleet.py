@@ -29,14 +29,18 @@ from orchestrator.cluster.command_folder import sent_folder
 from orchestrator.cluster.liveness import Pulse
 from orchestrator.cluster.node_tasks import NODE_LABEL, in_a_line, status_command
 from orchestrator.cluster.raylets import Raylets
-from orchestrator.core.fleet import Heard, NodeFact, Reservation, Told, Unreached
+from orchestrator.core.fleet import Heard, NodeFact, Told, Unreached
 from orchestrator.errors import NoClusterError, PreflightError, UsageError
 from workers.host.machine import visible_cards
-from workers.messages import Orders
+from workers.messages import Orders, Verdict
 from workers.settings import WorkerSpec
 
 #: So long an actor may wait for news before it answers: this often it is asked.
 _POLL_S = 1.0
+
+#: Answers that come so soon after the first make one turn of the head together, unless one of them
+#: calls for orders: a turn costs nearly as much for one as for ten.
+_GATHER_S = 0.1
 
 #: An actor that cannot be reached is asked again after so long: Ray starts its process in a second
 #: or two, and asking costs next to nothing.
@@ -157,14 +161,29 @@ class RayFleet:
             raise PreflightError([f"{node} cannot count its cards: {in_a_line(error)}"]) from error
 
     def place(self, spec: WorkerSpec, num_cpus: float, num_gpus: float) -> None:
-        place = Reservation(node=spec.node, num_cpus=num_cpus, num_gpus=num_gpus)
-        self._asked[spec.slot] = _Asked(_new_actor(place, spec, self._folder(spec)))
+        # Ray hands the arguments to each new process of the actor, restarts it without a limit and
+        # never repeats a call: counting and waiting are the head's.
+        kind: Any = WorkerActor if spec.command is None else CommandActor
+        given = (spec,) if spec.command is None else (spec, self._folder(spec))
+        actor = (
+            ray.remote(kind)
+            .options(
+                num_cpus=num_cpus,
+                num_gpus=num_gpus,
+                label_selector={NODE_LABEL: spec.node},
+                max_restarts=-1,
+                max_task_retries=0,
+            )
+            .remote(*given)
+        )
+        self._asked[spec.slot] = _Asked(actor)
 
     def _folder(self, spec: WorkerSpec) -> Any:  # noqa: ANN401 - Ray's reference type has no name
         """Return where a command finds its folder on its node, once that is there; `None` on this
         PC, and where there is none to send.
         """
-        if spec.command is None or spec.command.cwd is None:
+        assert spec.command is not None  # noqa: S101 - asked for nothing else
+        if spec.command.cwd is None:
             return None
         addresses = {fact.name: fact.address for fact in self._last_nodes}
         if addresses.get(spec.node) == self._own_address():
@@ -203,10 +222,19 @@ class RayFleet:
         if not slots:
             time.sleep(wait_s)
             return ()
-        if not ray.wait(list(slots), num_returns=1, timeout=wait_s, fetch_local=True)[0]:
-            return ()
-        ready, _ = ray.wait(list(slots), num_returns=len(slots), timeout=0, fetch_local=True)
-        return tuple(self._answer(slots[ref], ref) for ref in ready)
+        heard, until_s = list[Heard](), time.monotonic() + wait_s
+        while slots:
+            left_s = max(0.0, until_s - time.monotonic())
+            ready, _ = ray.wait(list(slots), num_returns=1, timeout=left_s)
+            if not ready:
+                break
+            answer = self._answer(slots.pop(ready[0]), ready[0])
+            if not _is_routine(answer):
+                until_s = 0.0  # with what else is there
+            elif not heard:
+                until_s = time.monotonic() + _GATHER_S
+            heard.append(answer)
+        return tuple(heard)
 
     def kill(self, slot: str) -> None:
         ray.kill(self._asked[slot].actor, no_restart=False)
@@ -255,20 +283,13 @@ def _door(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def _new_actor(place: Reservation, spec: WorkerSpec, folder: Any) -> Any:  # noqa: ANN401 - of Ray
-    """Create the actor of a slot; `folder` is a reference to its `CommandFolder`, or `None`."""
-    # Ray hands the arguments to each new process of the actor, restarts it without a limit and
-    # never repeats a call: counting and waiting are the head's.
-    kind: Any = WorkerActor if spec.command is None else CommandActor
-    actor_class: Any = ray.remote(kind)
-    given = (spec,) if spec.command is None else (spec, folder)
-    return actor_class.options(
-        num_cpus=place.num_cpus,
-        num_gpus=place.num_gpus,
-        label_selector={NODE_LABEL: place.node},
-        max_restarts=-1,
-        max_task_retries=0,
-    ).remote(*given)
+def _is_routine(heard: Heard) -> bool:
+    """Say whether an answer only tells how far a process is that works on."""
+    if isinstance(heard, Unreached):
+        return False
+    status = heard.status
+    has_more = status.died or status.checkpoint or status.events
+    return status.is_up and status.verdict is Verdict.OK and not has_more
 
 
 def _is_unbuildable(error: RayError) -> bool:

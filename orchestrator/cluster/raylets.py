@@ -21,7 +21,6 @@ from typing import Any
 
 from orchestrator.errors import NoClusterError
 from workers.keeper import keeper, processes
-from workers.keeper.server import SERVER_NAME
 
 #: Ray's least (ray_constants.OBJECT_STORE_MINIMUM_MEMORY_BYTES is 75 MiB); reports are inlined and
 #: need none of it.
@@ -40,7 +39,7 @@ _NO_PORT = -1
 
 
 #: What `ps` calls processes that may lose their parent: all but workers of Ray, and those.
-_ADOPTED = frozenset({keeper.NAME, SERVER_NAME, _IDLE})
+_ADOPTED = frozenset({keeper.NAME, keeper.SERVER_NAME, _IDLE})
 _WORKER = "ray::"
 
 
@@ -216,6 +215,12 @@ def reap_adopted() -> None:
     """Take note of the end of keepers, their servers and workers of Ray: they lost their parent,
     and so became children of this process. What else has ended is for those who started it.
     """
+    try:
+        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return
+    if ended is None:  # to look at the children of every thread of Ray's takes milliseconds
+        return
     for thread in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):  # the thread, or a child of it, is gone meanwhile
             for pid in map(int, (thread / "children").read_text(encoding="ascii").split()):

@@ -18,10 +18,9 @@ from typing import Final, TypeAlias
 from pydantic import TypeAdapter, ValidationError
 
 from orchestrator.errors import ArchiveError, one_line
-from orchestrator.jobs.model import JobOrder, QueueHeld, Submitted, UserOrder
+from orchestrator.jobs.model import JobOrder, Sent, UserOrder
 from orchestrator.record import command_file
 
-Sent: TypeAlias = Submitted | UserOrder | QueueHeld
 Message: TypeAlias = Sequence[Sent]
 
 _MESSAGE: Final = TypeAdapter(tuple[Sent, ...])

@@ -1,7 +1,9 @@
-"""Commands to the slots of a running run: how one is sent, read and answered.
+"""Commands to the slots of a running run: how one is sent, read, judged and answered.
 
 The sender puts it as a file beside the run's store (`record/command_file.py`), and waits until the
-store has its answer. Does not know which slots there are (`core/user_commands.py`).
+store has its answer. A command names each slot that it is for. It changes all of them or none, with
+one sentence about what to type instead. Does not say what the events that it means do to a slot
+(`core/lifecycle.py`).
 """
 
 from __future__ import annotations
@@ -10,23 +12,77 @@ import json
 import secrets
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Final
 
 from pydantic import ByteSize, Field, TypeAdapter, ValidationError
 
-from orchestrator.core.user_commands import Command, Do
+from orchestrator.core.placement import SlotPlan
+from orchestrator.core.slot import (
+    Capped,
+    Event,
+    HeadState,
+    Held,
+    Hold,
+    Phase,
+    Reinstated,
+    SaveAsked,
+    Slot,
+    Unheld,
+)
 from orchestrator.errors import ArchiveError, UsageError, in_words, one_line
 from orchestrator.record.archive import read_answers, read_run
 from orchestrator.record.command_file import put
 from orchestrator.record.folders import go_on_command
+from workers.units import MIB
 
 COMMAND_MOST_BYTES: Final = 64 * 1024
 #: Of an id, of a slot's name, and of the name of the program.
 _TEXT_MOST: Final = 200
 _LOOK_EVERY_S: Final = 0.02
+
+
+class Do(StrEnum):
+    """What a command asks for."""
+
+    PAUSE = "pause"
+    UNPAUSE = "unpause"
+    DRAIN = "drain"
+    REINSTATE = "reinstate"
+    CAP = "cap"
+    SAVE = "save"
+
+
+#: What becomes of each slot, once the command was taken.
+EFFECTS: Final[Mapping[Do, str]] = {
+    Do.PAUSE: "held when its step ends; its process and its memory stay",
+    Do.UNPAUSE: "gets work again",
+    Do.DRAIN: "held when its step ends; then its process ends, and its memory is free",
+    Do.REINSTATE: "starts again; its failures are forgotten",
+    Do.CAP: "capped from its next step on",
+    Do.SAVE: "saves its state as soon as it can",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """What a user asks of some slots of a running run."""
+
+    id: str
+    """Made by the sender: a command that comes twice is obeyed once."""
+    do: Do
+    slots: tuple[str, ...]
+    by: str
+    """With what it was typed, such as `top`."""
+    amount_bytes: int | None = None
+    """Of CAP."""
+
+
+class CommandRefusedError(ValueError):
+    """A command that cannot be obeyed; its text says what to type instead."""
 
 
 class NoCommandError(ValueError):
@@ -65,6 +121,105 @@ def command_of(content: bytes) -> Command:
     if (command.amount_bytes is not None) != (command.do is Do.CAP):
         raise NoCommandError("`cap` needs `amount_bytes`, and no other command has it")
     return command
+
+
+def events_of(
+    command: Command,
+    slots: Mapping[str, Slot],
+    plans: Mapping[str, SlotPlan],
+    nodes: Collection[str],
+    *,
+    is_ending: bool = False,
+    queued: Collection[str] = (),
+) -> tuple[tuple[str, Event], ...]:
+    """Return what happens to which slot; `nodes` are those that are there now, `is_ending` says so
+    of the run. Of jobs that are `queued` the queue alone says when they work.
+
+    Raises:
+        CommandRefusedError: One of the slots cannot be treated so; then nothing happens to any.
+    """
+    if is_ending:
+        raise CommandRefusedError("the run is ending: nothing can be changed any more")
+    unknown = [name for name in command.slots if name not in slots]
+    if unknown:
+        raise CommandRefusedError(
+            one_line(
+                f"this run has no slot {unknown[0][:80]!r}; `python -m orchestrator top --once` "
+                "lists its slots"
+            )
+        )
+    for name in command.slots:
+        if name in queued:
+            raise CommandRefusedError(
+                f"{name} is a job without a place on a card: `python -m orchestrator jobs show "
+                f"{name}` says why, and `jobs release` or `jobs retry` sends it on"
+            )
+        why_not = _why_not(command, slots[name], plans[name])
+        if why_not:
+            raise CommandRefusedError(f"{name} {why_not}; nothing was changed")
+    return tuple(
+        (name, _event(command, plans[name], nodes)) for name in dict.fromkeys(command.slots)
+    )
+
+
+def _event(command: Command, plan: SlotPlan, nodes: Collection[str]) -> Event:
+    match command.do:
+        case Do.PAUSE:
+            return Held(hold=Hold.PAUSE)
+        case Do.DRAIN:
+            return Held(hold=Hold.DRAIN)
+        case Do.UNPAUSE:
+            return Unheld()
+        case Do.REINSTATE:
+            return Reinstated(node_is_there=plan.spec.node in nodes)
+        case Do.CAP:
+            # At the budget, which is seldom a whole number of MiB, there is nothing left to bound.
+            is_budget = (command.amount_bytes or 0) // MIB == plan.spec.budget_bytes // MIB
+            return Capped(cap_bytes=None if is_budget else command.amount_bytes)
+        case Do.SAVE:
+            return SaveAsked()
+
+
+def _why_not(command: Command, slot: Slot, plan: SlotPlan) -> str:
+    """Return why a command cannot be obeyed; empty if it can."""
+    name, is_held = slot.slot, slot.orders.hold is not None
+    if slot.phase is Phase.DONE:
+        return "has finished its work, and gets no more"
+    if command.do is Do.CAP:
+        return _why_no_cap(command.amount_bytes or 0, plan)
+    if (command.do is Do.REINSTATE) != (slot.phase is Phase.QUARANTINED):
+        what_then = f"`unpause {name}` sends it work" if is_held else "it needs no reinstating"
+        is_given_up = f"is QUARANTINED: `reinstate {name}` starts it again"
+        return (
+            is_given_up
+            if slot.phase is Phase.QUARANTINED
+            else f"is {slot.state}, not QUARANTINED: {what_then}"
+        )
+    if command.do is Do.UNPAUSE and not is_held:
+        return f"is {slot.state}, and not held: it gets work as it is"
+    if command.do is Do.SAVE and plan.spec.command is not None:
+        return f"runs a program that saves when it ends: `drain {name}` has it do that"
+    return _why_no_save(slot) if command.do is Do.SAVE else ""
+
+
+def _why_no_cap(amount_bytes: int, plan: SlotPlan) -> str:
+    budget_mib = plan.spec.budget_bytes // MIB
+    if not plan.spec.follows_memory:
+        policy = plan.spec.policy
+        return f"cannot be capped under the policy {policy}: run with --set memory.policy=adaptive"
+    if not 1 <= amount_bytes // MIB <= budget_mib:
+        return f"has a budget of {budget_mib} MiB: type an amount from 1MiB to {budget_mib}MiB"
+    return ""
+
+
+def _why_no_save(slot: Slot) -> str:
+    if slot.orders.hold is not None:
+        return f"is held and does no work that it could save: `unpause {slot.slot}` first"
+    if slot.phase is not Phase.WORKING or isinstance(slot.state, HeadState):
+        return f"has no process at work ({slot.state}): wait until it runs"
+    if slot.status is None or slot.status.progress is None:
+        return "keeps no state that could be saved: only a training does"
+    return ""
 
 
 def send(

@@ -83,15 +83,6 @@ class Unreached:
 Heard: TypeAlias = Told | Unreached
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reservation:
-    """What an actor is admitted with."""
-
-    node: str
-    num_cpus: float
-    num_gpus: float
-
-
 class Fleet(Protocol):
     """The actors of a run, and the nodes they live on."""
 

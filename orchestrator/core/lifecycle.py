@@ -23,8 +23,7 @@ Rules:
 6. A slot whose workload is finished is done, once the head has all of its state: it gets no process
    any more, also not by `run --resume`.
 7. A held slot does no work, whatever happens to its process or its node, until the user undoes
-   that. `Held`, `Unheld`, `Reinstated`, `Capped` and `SaveAsked` are the user's
-   (`user_commands.py`).
+   that. `Held`, `Unheld`, `Reinstated`, `Capped` and `SaveAsked` are the user's.
 8. A training that is to rest or to end works on until it has saved: that is possible between two
    optimiser steps.
 
@@ -33,8 +32,8 @@ one means that the supervisor or the membership is wrong about what it does, and
 `IllegalEventError`.
 
 Pure: no clock (every event comes with the time), no I/O, no randomness but a hash of a seed. What a
-status or the end of a process leads to is in `processes.py`, what the user orders in
-`user_commands.py`. Does not place slots (`placement.py`) and does not perform commands
+status or the end of a process leads to is in `processes.py`, when a process hangs in `silence.py`.
+Does not judge commands (`control/slots.py`), place slots (`placement.py`) or perform what follows
 (`run/supervisor.py`).
 """
 
@@ -44,9 +43,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-from orchestrator.core import processes, silence, user_commands
+from orchestrator.core import processes, silence
 from orchestrator.core.fleet import Told, Unreached
 from orchestrator.core.slot import (
+    NOTHING_ASKED,
+    Abandon,
     Assigned,
     Capped,
     CardQuarantined,
@@ -155,7 +156,7 @@ def _node_left(slot: Slot, event: NodeLeft, moment: Moment) -> Transition:
         unreached_since_s=None,
         deaths_at_s=tuple(at for at in slot.deaths_at_s if at < moment.now_s - _NODE_BLAME_S),
     )
-    return user_commands.shown_without_node(lost, moment), ()
+    return _shown_without_node(lost, moment), ()
 
 
 def _node_refused(slot: Slot, event: NodeRefused, _: Moment) -> Transition:
@@ -180,66 +181,138 @@ def _time_passed_while_working(slot: Slot, _: Tick, moment: Moment) -> Transitio
         return processes.still_unreached(slot, moment.now_s - slot.unreached_since_s, rules)
     if slot.has_told and slot.status is not None and slot.status.verdict is Verdict.DONE:
         return slot, ()  # it waits for the head to have all of its state
-    why = _why_hung(slot, moment)
+    why = silence.why_hung(slot, moment)
     if why is not None:
         failure = Cause.DIED if slot.ready else Cause.NOT_STARTED
         return processes.died(slot, failure, why, moment)
-    silent = _silent(slot, moment)
+    silent = silence.told_nothing(slot, moment)
     return (slot if silent is None else replace(slot, reason=silent[0])), ()
 
 
-def _why_hung(slot: Slot, moment: Moment) -> str | None:
-    """Return why the slot's process is to be ended, or `None`."""
-    rules = moment.rules
-    patience_s = max(
-        rules.slow_step_s, rules.hang_timeout_s if slot.ready else rules.start_timeout_s
-    )
-    unanswered_s = _unanswered_s(slot, moment.now_s)
-    if unanswered_s > patience_s:
-        silent = "no answer" if slot.ready else "its process did not come up"
-        return f"{silent} for {unanswered_s:.0f} s; its process was ended"
-    return (
-        None
-        if slot.quiet is None
-        else silence.why_hung(
-            slot.quiet,
-            is_up=slot.ready,
-            patience_s=patience_s,
-            longest_step_s=slot.longest_step_s,
-        )
-    )
+def _held_without_node(slot: Slot, event: Held, moment: Moment) -> Transition:
+    """Hold a slot whose node is away; nothing is begun when that returns."""
+    return _shown_without_node(_ordered(slot, event), moment), ()
 
 
-def _unanswered_s(slot: Slot, now_s: float) -> float:
-    """Return for how long no status of the slot's process has come."""
-    since_s = slot.working_since_s if slot.heard_at_s is None else slot.heard_at_s
-    return 0.0 if since_s is None else now_s - since_s
+def _held_at_work(slot: Slot, event: Held, _: Moment) -> Transition:
+    """Have the process come to rest; the slot is held once it tells that it does."""
+    return _saved_before_rest(_ordered(slot, event)), ()
 
 
-def _silent(slot: Slot, moment: Moment) -> tuple[str, bool] | None:
-    """Return in words that the slot's process has told nothing for too long, and whether it is
-    stale: not seen to compute meanwhile. `None`: it has told something.
+def _held_at_once(slot: Slot, event: Held, moment: Moment) -> Transition:
+    """Hold a slot that waits for a time, or is held already, perhaps in the other way."""
+    return processes.at_rest(_ordered(slot, event), moment)
+
+
+def _shown_without_node(slot: Slot, moment: Moment) -> Slot:
+    """Show a slot whose node is away as held, if it is."""
+    if slot.orders.hold is None or slot.phase is not Phase.ABSENT:
+        return slot
+    since_s = moment.now_s if slot.held_since_s is None else slot.held_since_s
+    reason = slot.orders.why or f"it gets no work until `unpause`; {slot.reason}"
+    return replace(slot, state=HeadState.HELD, reason=reason, held_since_s=since_s)
+
+
+def _unheld_without_node(slot: Slot, _: Unheld, moment: Moment) -> Transition:
+    """Let a slot wait for its node again."""
+    slot = _let_go(slot, moment)
+    if slot.placed:
+        return replace(slot, state=HeadState.LOST, reason=NodeLeft().reason), ()
+    return replace(slot, state=HeadState.STARTING, reason=Slot(slot=slot.slot).reason), ()
+
+
+def _unheld_at_work(slot: Slot, _: Unheld, moment: Moment) -> Transition:
+    """Let the process work on, if the slot was to be held."""
+    return _let_go(slot, moment), ()
+
+
+def _unheld(slot: Slot, _: Unheld, moment: Moment) -> Transition:
+    """Let the process work that the slot has kept, or start one."""
+    slot = _let_go(slot, moment)
+    if not slot.ready or slot.status is None:
+        return processes.start(slot, moment)
+    again = replace(slot, phase=Phase.WORKING, state=slot.status.state, reason=slot.status.reason)
+    return replace(again, heard_at_s=moment.now_s, news_at_s=moment.now_s, quiet=None), ()
+
+
+def _reinstated(slot: Slot, event: Reinstated, moment: Moment) -> Transition:
+    """Forget what the slot was given up for, and start it like one that was never placed: its actor
+    has ended.
     """
-    stale_after_s, quiet = moment.rules.stale_after_s, slot.quiet
-    unanswered_s = _unanswered_s(slot, moment.now_s)
-    silent_s = unanswered_s + (0.0 if quiet is None else quiet.seconds)
-    if not slot.ready or silent_s <= stale_after_s:
-        return None
-    if quiet is not None and unanswered_s + quiet.idle_s <= stale_after_s:
-        did = f"computing ({quiet.computed_s:.0f} s of CPU)"
-        return f"a long step: {silent_s:.0f} s so far, and {did}", False
-    return f"STALE: told nothing for {silent_s:.0f} s", True
+    return _anew(slot, moment, node_is_there=event.node_is_there)
+
+
+def _assigned(slot: Slot, event: Assigned, moment: Moment) -> Transition:
+    """Begin another attempt at the work of a slot without a process. It is held no more."""
+    # Of a node that was lost, the actor would come back with it.
+    commands: tuple[Abandon, ...] = (Abandon(),) if slot.placed else ()
+    slot = processes.without_actor(slot) if slot.placed else slot
+    slot = replace(slot, orders=NOTHING_ASKED, held_since_s=None, status=None)
+    slot, more = _anew(slot, moment, node_is_there=event.node_is_there)
+    return slot, (*commands, *more)
+
+
+def _anew(slot: Slot, moment: Moment, *, node_is_there: bool) -> Transition:
+    slot = replace(
+        slot,
+        phase=Phase.ABSENT,
+        state=HeadState.STARTING,
+        reason=Slot(slot=slot.slot).reason,
+        wake_at_s=None,
+        failure=None,
+        deaths_at_s=(),
+    )
+    return processes.start(slot, moment) if node_is_there else (slot, ())
+
+
+def _capped(slot: Slot, event: Capped, _: Moment) -> Transition:
+    """Bound what the worker may hold."""
+    return replace(slot, orders=replace(slot.orders, cap_bytes=event.cap_bytes)), ()
+
+
+def _save_asked(slot: Slot, _: SaveAsked, __: Moment) -> Transition:
+    """Have the process save what the slot trains."""
+    return _to_save(slot), ()
+
+
+def _saved_before_rest(slot: Slot) -> Slot:
+    """Have a slot that trains anything save it before it rests or ends.
+
+    One that runs a program always tells a progress, if only an empty one: to save means to end.
+    """
+    trains = slot.ready and slot.status is not None and slot.status.progress is not None
+    return _to_save(slot) if trains else slot
+
+
+def _to_save(slot: Slot) -> Slot:
+    """Ask once more, unless the process has not yet taken in that it was asked."""
+    taken = 0 if slot.status is None or not slot.has_told else slot.status.saves
+    return replace(slot, saves=taken + 1)
+
+
+def _ordered(slot: Slot, event: Held) -> Slot:
+    return replace(slot, orders=replace(slot.orders, hold=event.hold, why=event.why))
+
+
+def _let_go(slot: Slot, moment: Moment) -> Slot:
+    """Undo the hold. Its time counts as worked, as rests that the duty asks for do."""
+    since_s, worked_s = slot.held_since_s, slot.worked_s
+    if since_s is not None and slot.first_work_s is not None and moment.ends_at_s is not None:
+        worked_s += moment.now_s - since_s
+    return replace(
+        slot, orders=replace(slot.orders, hold=None, why=None), held_since_s=None, worked_s=worked_s
+    )
 
 
 def _drain(slot: Slot, _: Drain, __: Moment) -> Transition:
     slot = replace(slot, draining=True)
     if slot.phase is Phase.WORKING and slot.ready:
-        return user_commands.saved_before_rest(slot), ()
+        return _saved_before_rest(slot), ()
     return _stopped(slot)  # nothing works, or it is not known whether anything does
 
 
 def _close(slot: Slot, _: Close, moment: Moment) -> Transition:
-    if slot.phase is Phase.WORKING and (silent := _silent(slot, moment)) is not None:
+    if slot.phase is Phase.WORKING and (silent := silence.told_nothing(slot, moment)) is not None:
         slot = replace(slot, reason=silent[0], ended_stale=silent[1])
     return _stopped(slot)
 
@@ -293,21 +366,19 @@ _TABLE: Mapping[type[Event], Mapping[Phase, Handler | str]] = {
     },
     Unreached: {**dict.fromkeys(Phase, _NOT_AWAITED), Phase.WORKING: processes.unreached},
     Held: {
-        Phase.ABSENT: user_commands.held_without_node,
-        Phase.WORKING: user_commands.held_at_work,
-        **dict.fromkeys((Phase.PAUSING, Phase.HELD), user_commands.held_at_once),
+        Phase.ABSENT: _held_without_node,
+        Phase.WORKING: _held_at_work,
+        **dict.fromkeys((Phase.PAUSING, Phase.HELD), _held_at_once),
     },
     Unheld: {
-        Phase.ABSENT: user_commands.unheld_without_node,
-        Phase.WORKING: user_commands.unheld_at_work,
-        Phase.HELD: user_commands.unheld,
+        Phase.ABSENT: _unheld_without_node,
+        Phase.WORKING: _unheld_at_work,
+        Phase.HELD: _unheld,
     },
-    Reinstated: {Phase.QUARANTINED: user_commands.reinstated},
-    Assigned: dict.fromkeys(
-        (Phase.ABSENT, Phase.HELD, Phase.QUARANTINED, Phase.DONE), user_commands.assigned
-    ),
-    Capped: dict.fromkeys(set(Phase) - {Phase.STOPPED, Phase.DONE}, user_commands.capped),
-    SaveAsked: {Phase.WORKING: user_commands.save_asked},
+    Reinstated: {Phase.QUARANTINED: _reinstated},
+    Assigned: dict.fromkeys((Phase.ABSENT, Phase.HELD, Phase.QUARANTINED, Phase.DONE), _assigned),
+    Capped: dict.fromkeys(set(Phase) - {Phase.STOPPED, Phase.DONE}, _capped),
+    SaveAsked: {Phase.WORKING: _save_asked},
     Tick: {
         Phase.ABSENT: _NOT_A_TIME,
         Phase.WORKING: _time_passed_while_working,

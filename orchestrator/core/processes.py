@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 from orchestrator.core.fleet import Told, Unreached
 from orchestrator.core.leak_detector import NO_WATCH, observe
@@ -30,7 +30,16 @@ from orchestrator.core.slot import (
     Transition,
 )
 from orchestrator.core.training import follow
-from workers.messages import STARVED, Cause, EndCause, ProcessEnd, Status, Verdict, WorkerState
+from workers.messages import (
+    STARVED,
+    Cause,
+    EndCause,
+    ProcessEnd,
+    Quiet,
+    Status,
+    Verdict,
+    WorkerState,
+)
 from workers.units import MIB
 
 #: A poll may come to nothing for so long before the table says it.
@@ -78,8 +87,8 @@ def told(slot: Slot, event: Told, moment: Moment) -> Transition:
     if status.incarnation != slot.incarnation:
         return slot, ()
     worked_before = slot.first_work_s is not None
-    slot = _with_status(replace(slot, quiet=status.quiet), status, moment)
-    if status.is_up:
+    slot = _with_status(slot, status, moment, quiet=status.quiet)
+    if status.is_up and (slot.state, slot.reason) != (status.state, status.reason):
         slot = replace(slot, state=status.state, reason=status.reason)
     if status.verdict is not Verdict.OK and not (
         status.verdict is Verdict.DONE and status.save_due
@@ -167,27 +176,31 @@ def _heard(slot: Slot, status: Status) -> tuple[Slot, bool]:
     return replace(slot, actor=status.actor, heard=heard, unreached_since_s=None), is_same
 
 
-def _with_status(slot: Slot, status: Status, moment: Moment) -> Slot:
-    """Return the slot with what the present process told; one that is not up has told nothing."""
-    slot = replace(slot, heard_at_s=moment.now_s)
+def _with_status(slot: Slot, status: Status, moment: Moment, **more: Quiet | None) -> Slot:
+    """Return the slot with what the present process told, and with `more`; one that is not up has
+    told nothing.
+    """
+    changes: dict[str, Any] = {"heard_at_s": moment.now_s, **more}
     if not status.is_up:
-        return slot
+        return replace(slot, **changes)
     before = slot.status if slot.has_told else None
     is_news = before is None or (status.wall_s, status.counts) != (before.wall_s, before.counts)
     if is_news:
         worked_s = 0.0 if moment.ends_at_s is None else _worked_s(slot, status, before, moment)
-        slot = replace(
-            slot,
-            news_at_s=moment.now_s,
-            worked_s=slot.worked_s + worked_s,
-            leak=observe(slot.leak, status),
-            progressed_at_s=moment.now_s if _progressed(slot, status) else slot.progressed_at_s,
-        )
-    is_at_work = slot.first_work_s is None and status.state is not WorkerState.WARMING
+        changes |= {
+            "news_at_s": moment.now_s,
+            "worked_s": slot.worked_s + worked_s,
+            "leak": observe(slot.leak, status),
+        }
+        if _progressed(slot, status):
+            changes["progressed_at_s"] = moment.now_s
+    if slot.first_work_s is None and status.state is not WorkerState.WARMING:
+        changes["first_work_s"] = moment.now_s
+    # Once: to copy a slot takes longer than all of this.
     return replace(
         slot,
+        **changes,
         status=status,
-        first_work_s=moment.now_s if is_at_work else slot.first_work_s,
         longest_step_s=max(slot.longest_step_s or 0.0, status.longest_step_s) or None,
         deaths_at_s=recent(slot.deaths_at_s, moment),
         training=follow(slot.training, status),

@@ -7,28 +7,32 @@ that computes is never ended for being slow. Does not look at processes (its act
 
 from __future__ import annotations
 
-from workers.messages import Quiet
+from orchestrator.core.slot import Moment, Slot
 
 #: A step may compute so many times longer than any before it: doubling the edge of a product takes
 #: 8 times as long.
 _TIMES_LONGEST = 10
 
 
-def why_hung(
-    quiet: Quiet, *, is_up: bool, patience_s: float, longest_step_s: float | None
-) -> str | None:
-    """Return why a process that is quiet is to be ended, or `None`.
+def why_hung(slot: Slot, moment: Moment) -> str | None:
+    """Return why the slot's process is to be ended, or `None`.
 
-    `is_up` says whether it has told anything before, and `patience_s` how long it may do nothing.
-    `longest_step_s` is what the slot's longest step took; before its first step has ended, only
-    `patience_s` says what to expect.
+    Before its first step has ended, only the time for which it may do nothing says what to expect.
     """
-    if quiet.seconds <= patience_s:
+    rules, quiet = moment.rules, slot.quiet
+    patience_s = max(
+        rules.slow_step_s, rules.hang_timeout_s if slot.ready else rules.start_timeout_s
+    )
+    unanswered_s = _unanswered_s(slot, moment.now_s)
+    if unanswered_s > patience_s:
+        silent = "no answer" if slot.ready else "its process did not come up"
+        return f"{silent} for {unanswered_s:.0f} s; its process was ended"
+    if quiet is None or quiet.seconds <= patience_s:
         return None
     may_compute_s = _TIMES_LONGEST * patience_s
-    if longest_step_s is not None:
-        may_compute_s = max(patience_s, _TIMES_LONGEST * longest_step_s)
-    silent = "told nothing" if is_up else "its process did not come up"
+    if slot.longest_step_s is not None:
+        may_compute_s = max(patience_s, _TIMES_LONGEST * slot.longest_step_s)
+    silent = "told nothing" if slot.ready else "its process did not come up"
     silent = f"{silent} for {quiet.seconds:.0f} s"
     stands = "" if quiet.stands_at is None else f", at {quiet.stands_at}"
     if quiet.computed_s > may_compute_s:
@@ -39,3 +43,24 @@ def why_hung(
     if quiet.idle_s <= patience_s:
         return None
     return f"{silent}, and its process used no CPU and no card{stands}; its process was ended"
+
+
+def told_nothing(slot: Slot, moment: Moment) -> tuple[str, bool] | None:
+    """Return in words that the slot's process has told nothing for too long, and whether it is
+    stale: not seen to compute meanwhile. `None`: it has told something.
+    """
+    stale_after_s, quiet = moment.rules.stale_after_s, slot.quiet
+    unanswered_s = _unanswered_s(slot, moment.now_s)
+    silent_s = unanswered_s + (0.0 if quiet is None else quiet.seconds)
+    if not slot.ready or silent_s <= stale_after_s:
+        return None
+    if quiet is not None and unanswered_s + quiet.idle_s <= stale_after_s:
+        did = f"computing ({quiet.computed_s:.0f} s of CPU)"
+        return f"a long step: {silent_s:.0f} s so far, and {did}", False
+    return f"STALE: told nothing for {silent_s:.0f} s", True
+
+
+def _unanswered_s(slot: Slot, now_s: float) -> float:
+    """Return for how long no status of the slot's process has come."""
+    since_s = slot.working_since_s if slot.heard_at_s is None else slot.heard_at_s
+    return 0.0 if since_s is None else now_s - since_s

@@ -248,10 +248,13 @@ class RunStore:
         """Take a command of the user; what it changes of a slot is in the slot's record."""
         self._put("commands", record.id, record)
 
+    def is_due(self, now_unix_s: float) -> bool:
+        """Say whether it is time for a sample; also when the clock of the machine was set back."""
+        return not 0.0 <= now_unix_s - self._sampled_at_unix_s < SAMPLE_EVERY_S
+
     def update(self, snapshot: Snapshot, *, at_once: bool = False) -> None:
         """Take the run as it is now with a sample of every slot, `at_once` or once a second."""
-        # Also when the clock of the machine was set back.
-        if not at_once and 0.0 <= snapshot.now_unix_s - self._sampled_at_unix_s < SAMPLE_EVERY_S:
+        if not at_once and not self.is_due(snapshot.now_unix_s):
             return
         self._sampled_at_unix_s = snapshot.now_unix_s
         self._status = replace(

@@ -1,5 +1,5 @@
-"""Connects the queue of jobs to a run: what is seen of its slots goes in, which slots begin and
-which come to rest comes out.
+"""Connects the queue of jobs to a run: what is seen of its slots goes in, which slots begin, with
+which plans, and which come to rest comes out.
 
 A job has one slot, with its name. A turn decides in memory, stores what has changed at once, and
 only then tells what is to be done: what of that follows from how the jobs stood before and stand
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -20,15 +20,17 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+from orchestrator.config.gpu_specs import PROFILES
 from orchestrator.config.schema import Config
 from orchestrator.control.queue import NoMessageError, message_of
-from orchestrator.core.placement import SlotPlan, Target
+from orchestrator.core.placement import NodeBudget, SlotPlan, Target, node_budget, plan_slots
 from orchestrator.core.slot import Slot
 from orchestrator.errors import ConfigError, UsageError
 from orchestrator.jobs.model import (
     ENDED,
     ON_CARD,
     AttemptStatus,
+    Card,
     Job,
     JobState,
     Sent,
@@ -36,8 +38,16 @@ from orchestrator.jobs.model import (
     Standing,
     World,
 )
-from orchestrator.jobs.queue import Event, Queue, decide, only_ends, outlook
+from orchestrator.jobs.queue import (
+    COMMAND_LEASE_S,
+    Event,
+    Queue,
+    decide,
+    only_ends,
+    outlook,
+)
 from orchestrator.jobs.sampler import settings_for
+from orchestrator.jobs.sweep import FOLDER
 from orchestrator.record.command_file import Incoming
 from orchestrator.record.command_file import Row as CommandRow
 from orchestrator.record.events import EventLog
@@ -47,10 +57,12 @@ from orchestrator.record.store import RunStore
 from orchestrator.run.attempts_seen import AttemptsSeen
 from orchestrator.run.background import Background
 from orchestrator.run.job_files import JobFiles
-from orchestrator.run.job_plans import JobPlans
-from orchestrator.run.prediction import least_room_of
+from orchestrator.run.prediction import job_config, least_room_of
 from orchestrator.view.jobs import summary_line
+from workers.command.code import CODE
+from workers.command.launch import ATTEMPT, JOB_DIR, RESUME
 from workers.messages import Cause
+from workers.settings import CommandSpec, WorkerSpec
 from workers.units import MIB
 
 #: What the head keeps of the state of a job in one of these is needed no more.
@@ -321,3 +333,102 @@ class Dispatcher:
                 standing.state in ENDED or self.queue.is_over
             ):
                 yield f"job {name}: {standing.state}: {standing.reason}"
+
+
+class JobPlans:
+    """The cards of a run, and the plans of its jobs: budgets and reservations, and the folders of
+    other jobs in commands and settings.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        target: Target,
+        run_id: str,
+        folder_of: Callable[[str], Path],
+    ) -> None:
+        """Make none yet; `folder_of` is by the name of a job."""
+        self._config = config
+        self._target = target
+        self._run_id = run_id
+        self._folder_of = folder_of
+        self.budgets = {
+            name: node_budget(name, node, config) for name, node in config.nodes.items()
+        }
+        """By node."""
+
+    def cards(self, nodes: Collection[str]) -> tuple[Card, ...]:
+        """Return the cards of the configuration, closed where the node is not one of `nodes`."""
+        return tuple(
+            Card(
+                name=name if node.gpus <= 1 else f"{name}:{index}",
+                node=name,
+                title=PROFILES[node.gpu].product if node.gpu in PROFILES else node.gpu,
+                room_bytes=self.budgets[name].card_budget_bytes,
+                speed=_speed(node.gpu, self.budgets[name]),
+                closed=None if name in nodes else f"{name} is not there",
+            )
+            for name, node in self._config.nodes.items()
+            for index in range(max(1, node.gpus))
+        )
+
+    def plan_of(self, standing: Standing) -> SlotPlan:
+        """Return the slot of a job that has a place, or had one.
+
+        Raises:
+            ConfigError: Its configuration is not possible any more.
+        """
+        job = standing.job.with_texts(
+            lambda text: FOLDER.sub(lambda named: str(self._folder_of(named[1])), text)
+        )
+        node, budget_bytes = str(standing.last_card).partition(":")[0], standing.budget_bytes or 0
+        config = job_config(self._config, job)
+        plan = next(each for each in plan_slots(config, self._target) if each.spec.node == node)
+        share, whole = self.budgets[node], self.budgets[node].card_budget_bytes
+        part = 1.0 if standing.alone else min(1.0, budget_bytes / whole)
+        duty = None if share.duty is None else share.duty * share.workers_per_card
+        if duty is not None and duty < 1 and not standing.alone:
+            duty /= 2  # of two jobs that share the card
+        spec = replace(
+            plan.spec,
+            slot=job.name,
+            budget_bytes=budget_bytes,
+            card_budget_bytes=budget_bytes if standing.alone else whole,
+            duty=None if duty is None or duty >= 1 else duty,
+            # The same on every card of a machine: how a sum is split decides on its last bit.
+            workers_on_host=sum(max(1, each.gpus) for each in self.budgets.values())
+            if self._target.one_machine
+            else max(1, share.gpus),
+            workload=replace(plan.spec.workload, seed=config.workload.seed),
+            run_id=self._run_id,
+            command=job.command and self._command(job, job.command, standing.attempt, node),
+        )
+        return replace(
+            plan,
+            spec=spec,
+            num_cpus=share.cpus_per_worker * max(1, int(share.workers_per_card * part)),
+            num_gpus=math.floor(1e4 * part) / 1e4 if share.gpus else 0.0,
+        )
+
+    def spec_of(self, standing: Standing) -> WorkerSpec:
+        """Return what the process of the slot is told; see `plan_of`."""
+        return self.plan_of(standing).spec
+
+    def _command(self, job: Job, command: CommandSpec, attempt: int, node: str) -> CommandSpec:
+        """Return a command with what its attempt is told."""
+        env = {**command.env, ATTEMPT: str(attempt)}
+        if attempt > 1:
+            env[RESUME] = "1"
+        if job.code is not None:
+            env[CODE] = job.code
+        if self._target.one_machine:
+            env[JOB_DIR] = str(self._folder_of(job.name))
+        # The head's own PC cannot be cut off from it.
+        is_remote = not self._target.one_machine and node != self._config.head_node
+        return replace(command, lease_s=COMMAND_LEASE_S if is_remote else None, env=env)
+
+
+def _speed(gpu: str, budget: NodeBudget) -> float:
+    """Return the rated speed of a card, in TFLOP/s of its node's number type; 1 where unknown."""
+    profile = PROFILES.get(gpu)
+    return 1.0 if profile is None else profile.peak_tflops(budget.dtype)

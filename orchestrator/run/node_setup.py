@@ -74,8 +74,10 @@ def cards_set(
     *,
     tell: Callable[[str], None],
     events: EventLog,
+    interrupted: Callable[[], bool] = lambda: False,
 ) -> Iterator[None]:
-    """Have cards set until the end of the block, on the nodes that are there.
+    """Have cards set until the end of the block, on the nodes that are there, unless the user has
+    `interrupted` that.
 
     Raises:
         PreflightError: A card cannot be set so; then none of its node is.
@@ -94,7 +96,7 @@ def cards_set(
             tell(one_line(line))
         events.write(event, node=node, text="; ".join(lines))
 
-    with with_cards_set(present, done) as problems:
+    with with_cards_set(present, done, interrupted) as problems:
         if problems:
             raise PreflightError(problems)
         yield

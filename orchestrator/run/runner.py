@@ -233,7 +233,11 @@ def _in_environment(environment: Environment, record: _Record, interrupts: Inter
             tell=record.tell,
         )
         settings = node_setup.cards_set(
-            fleet, wanted, tell=record.tell, events=record.outlets.events
+            fleet,
+            wanted,
+            tell=record.tell,
+            events=record.outlets.events,
+            interrupted=lambda: interrupts.asked,
         )
         clock = Clock()
         with settings:

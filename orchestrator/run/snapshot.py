@@ -6,7 +6,7 @@ Pure; draws nothing.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from orchestrator.config.gpu_specs import match_profile
@@ -202,15 +202,12 @@ class Recorder:
         self._plans = plans
         self._meters = meters
         self._store = store
-        self._taken: dict[str, Slot] = {}
         self._written: dict[str, tuple[SlotState, str, int, Training, UserOrders]] = {}
 
-    def take(self, slots: Mapping[str, Slot], now_s: float) -> None:
-        """Give the store the slots that have changed, at `now_s` (monotonic seconds)."""
-        for name, slot in slots.items():
-            if self._taken.get(name) is slot:
-                continue
-            self._taken[name] = slot
+    def take(self, slots: Iterable[Slot], now_s: float) -> None:
+        """Give the store slots that have changed, at `now_s` (monotonic seconds)."""
+        for slot in slots:
+            name = slot.slot
             # Every step that a training tells of: one that is done again later must be known to
             # have been done.
             told = (slot.state, slot.reason, slot.incarnation, slot.training, slot.orders)

@@ -18,14 +18,20 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.config.schema import Config
-from orchestrator.control.slots import Answer, NoCommandError, command_of
+from orchestrator.control.slots import (
+    EFFECTS,
+    Answer,
+    CommandRefusedError,
+    NoCommandError,
+    command_of,
+    events_of,
+)
 from orchestrator.core import circuit_breaker, lifecycle, run_outcome
 from orchestrator.core import slot as slots
 from orchestrator.core.fleet import Fleet, Heard, Told, Unreached
 from orchestrator.core.memory_shares import MemoryShares
 from orchestrator.core.placement import SlotPlan
 from orchestrator.core.slot import Event, Phase, Slot
-from orchestrator.core.user_commands import EFFECTS, CommandRefusedError, events_of
 from orchestrator.errors import NothingStoredError, PreflightError, UsageError
 from orchestrator.record.archive import read_answers
 from orchestrator.record.command_file import Incoming, Row
@@ -62,6 +68,8 @@ _HEARD_WITHIN_S = 3.0
 #: A slot in one of these phases gets no process any more, whatever happens.
 _OVER = frozenset({Phase.QUARANTINED, Phase.DONE})
 
+_TICK = slots.Tick()
+
 _GAPS = "the records of this run have gaps: they could not be written for a while"
 
 
@@ -91,6 +99,10 @@ class Outlets:
     watchers: Sequence[Watcher]
     events: EventLog
     store: RunStore
+
+    def are_due(self, now_unix_s: float) -> bool:
+        """Say whether anyone is to be shown the run now."""
+        return bool(self.watchers) or self.store.is_due(now_unix_s)
 
     def show(self, snapshot: Snapshot) -> None:
         """Show the run as it is now, and take a sample of it if one is due."""
@@ -162,6 +174,10 @@ class Supervisor:
         self._nodes = NodeWatch(self.config, self.outlets.events)
         self._shares = MemoryShares(self._plans)
         self._outbox: list[tuple[str, slots.Command]] = []
+        self._changed = dict.fromkeys(self._slots)
+        """Slots that have changed, or whose actor has answered, since the last turn was stored."""
+        self._cards_changed = False
+        """Whether a slot has come into another phase since cards were judged."""
         self._ordered: dict[str, Orders] = {}
         """What was ordered last of each slot that has an actor."""
         rests = () if self.dispatcher is None else self.dispatcher.rests()
@@ -308,7 +324,7 @@ class Supervisor:
         self._looked_at_s = now_s
         if now_s >= self._ticks_from_s:
             for name in self._slots:
-                self._feed(name, slots.Tick())
+                self._feed(name, _TICK)
 
     def _obey(self) -> None:
         is_ending, nodes = self._ended_s is not None, self._nodes.seen()
@@ -349,17 +365,19 @@ class Supervisor:
     def _send_out(self) -> None:
         """Write down what has changed, then perform what follows from it."""
         now_s = self.clock.monotonic_s()
-        self._recorder.take(self._slots, now_s)
+        changed, self._changed = self._changed, {}
+        self._recorder.take([self._slots[name] for name in changed], now_s)
         for name, lease_bytes in self._shares.look(self._slots, now_s).items():
             self.outlets.events.write("leased", slot=name, lease_bytes=lease_bytes)
+            changed[name] = None
         if self.outlets.store.commit():
             self.commands.note_stored()
         outbox, self._outbox = self._outbox, []
         for name, command in outbox:
             self._perform(name, command)
 
-        for name, slot in self._slots.items():
-            if slot.placed:
+        for name in changed:
+            if (slot := self._slots[name]).placed:
                 self._order(name, slot)
 
     def _order(self, name: str, slot: Slot) -> None:
@@ -379,7 +397,8 @@ class Supervisor:
             self.fleet.order(name, wanted)
 
     def _show(self) -> None:
-        if self._is_time_to("show", self.clock.monotonic_s()):
+        is_time = self._is_time_to("show", self.clock.monotonic_s())
+        if is_time and self.outlets.are_due(self.clock.unix_s()):
             self.outlets.show(self.snapshot())
 
     def _begin_counting(self) -> None:
@@ -417,8 +436,9 @@ class Supervisor:
 
     def _quarantine_cards(self, now_s: float) -> None:
         # Jobs come and go on a card: those that have failed say nothing about the next one.
-        if self.dispatcher is not None:
+        if self.dispatcher is not None or not self._cards_changed:
             return
+        self._cards_changed = False
         cards = circuit_breaker.by_card(self._plans, self._slots)
         for card, reason in circuit_breaker.cards_to_quarantine(cards, now_s, self._rules).items():
             self.outlets.events.write("card_quarantined", card=card, reason=reason)
@@ -436,6 +456,7 @@ class Supervisor:
             case Unreached(text=text) if slot.unreached_since_s is None and slot.runs:
                 self.outlets.events.write("unreached", slot=heard.slot, text=text)
         self._feed(heard.slot, heard)
+        self._changed[heard.slot] = None  # what it has of a file may have changed
 
     def _take_news(self, slot: Slot, status: Status) -> None:
         """Write down what happened in a process, once however often it is told."""
@@ -470,15 +491,16 @@ class Supervisor:
                 "illegal_event", slot=name, phase=error.phase.value, refused=error.event
             )
             return
-        if after == before and not commands:
+        if (after is before or after == before) and not commands:
             return
-        self._slots[name] = after
+        self._slots[name], self._changed[name] = after, None
         if after.status is not None and after.news_at_s not in {None, before.news_at_s}:
             self._meters[name].add(after.status)
             self.learned_limits.take(after.status)
-        if after.phase is not before.phase and after.phase in _OVER:
-            # The queue is to know of an end before the store does.
-            self._done_at_s["dispatch"] = float("-inf")
+        if after.phase is not before.phase:
+            self._cards_changed = True
+            if after.phase in _OVER:  # the queue is to know of an end before the store does
+                self._done_at_s["dispatch"] = float("-inf")
         for command in commands:
             match command:
                 case slots.Note():

@@ -34,8 +34,8 @@ from benches.common import ROOT, Result, amiss, progress
 from benches.outside import WITNESS, Ledger, Scene, called, is_dead, shared_files, within
 from workers.host.processes import ENGINE_NAME
 from workers.keeper.keeper import NAME as KEEPER
+from workers.keeper.keeper import SERVER_NAME
 from workers.keeper.processes import below, children
-from workers.keeper.server import SERVER_NAME
 
 #: Each with what its process is called, but for the head.
 NAMES: Mapping[str, tuple[str, ...]] = {

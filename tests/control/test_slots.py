@@ -7,8 +7,14 @@ from typing import Any
 
 import pytest
 
-from orchestrator.control.slots import COMMAND_MOST_BYTES, NoCommandError, command_of, parse_bytes
-from orchestrator.core.user_commands import Command, Do
+from orchestrator.control.slots import (
+    COMMAND_MOST_BYTES,
+    Command,
+    Do,
+    NoCommandError,
+    command_of,
+    parse_bytes,
+)
 
 PAUSE = {"id": "a1", "do": "pause", "slots": ["pc1/3", "pc2/0"], "by": "top"}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,17 +10,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.core.silence import why_hung
+from orchestrator.core.slot import Moment, Slot
+from tests.factories import RULES, status_of
 from workers.messages import Quiet
 
 seconds = st.floats(0, 1e6)
 
 
-def hung(seconds: float, **more: Any) -> str | None:
+def hung(
+    seconds: float, *, is_up: bool = True, longest_step_s: float | None = 2.0, **seen: Any
+) -> str | None:
     """Judge a process after its steps of 2 s and a patience of 60 s."""
-    usual: dict[str, Any] = {"is_up": True, "patience_s": 60.0, "longest_step_s": 2.0}
-    seen = {name: more.pop(name) for name in list(more) if name in Quiet.__slots__}
+    rules = replace(RULES, hang_timeout_s=60.0, start_timeout_s=60.0)
     quiet = Quiet(**{"seconds": seconds, "idle_s": seconds, **seen})
-    return why_hung(quiet, **{**usual, **more})
+    status = status_of("pc1/0") if is_up else None
+    slot = Slot(slot="pc1/0", runs=True, status=status, quiet=quiet, longest_step_s=longest_step_s)
+    return why_hung(slot, Moment(now_s=0.0, rules=rules, ends_at_s=None))
 
 
 @given(quiet_s=seconds, computed_s=seconds)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from orchestrator.control.slots import Command, CommandRefusedError, Do, events_of
 from orchestrator.core.placement import Target, plan_slots
 from orchestrator.core.slot import (
     Abandon,
@@ -20,7 +21,6 @@ from orchestrator.core.slot import (
     Tick,
     Unheld,
 )
-from orchestrator.core.user_commands import Command, CommandRefusedError, Do, events_of
 from tests.core.scene import Scene
 from tests.factories import REFERENCE
 from tests.scene import MIB

@@ -15,8 +15,8 @@ from typing import Any
 
 from orchestrator.config.load import config_from_data
 from orchestrator.control.queue import put
+from orchestrator.control.slots import Command, Do, events_of
 from orchestrator.core.placement import Target
-from orchestrator.core.user_commands import Command, Do, events_of
 from orchestrator.jobs.model import (
     ON_CARD,
     Job,

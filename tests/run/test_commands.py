@@ -14,9 +14,8 @@ from typing import Any, TypeAlias
 
 import pytest
 
-from orchestrator.control.slots import send
+from orchestrator.control.slots import Do, send
 from orchestrator.core.run_outcome import outcome_of
-from orchestrator.core.user_commands import Do
 from orchestrator.record.archive import read_answers, read_run
 from orchestrator.record.command_file import any_waits, put
 from orchestrator.run.resume import past_of

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from orchestrator.control.queue import put
-from orchestrator.core.user_commands import CommandRefusedError, Do
+from orchestrator.control.slots import CommandRefusedError, Do
 from orchestrator.jobs import places
 from orchestrator.jobs.lifecycle import IllegalMoveError
 from orchestrator.jobs.model import (

@@ -33,7 +33,7 @@ _SERVER: Final = """
 import json, sys
 path, name, modules, watched = json.loads(sys.argv[1])
 sys.path[:] = path
-from workers.keeper.server import serve
+from workers.keeper.keeper import serve
 serve(name, modules, tuple(watched))
 """
 

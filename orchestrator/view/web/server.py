@@ -26,7 +26,7 @@ from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from orchestrator.control import queue, slots
-from orchestrator.core.user_commands import Do
+from orchestrator.control.slots import Do
 from orchestrator.errors import ArchiveError, UsageError, one_line
 from orchestrator.jobs.model import JobOrder
 from orchestrator.record.archive import Frame
