@@ -6,11 +6,8 @@ README and CHANGELOG.
 
 from __future__ import annotations
 
-import ast
-import io
 import re
 import sys
-import tokenize
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -36,7 +33,6 @@ from workers.settings import WorkerSpec
 
 EXAMPLE = ROOT / "docs" / "examples" / "mlp_workload.py"
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
-PACKAGES = ("orchestrator", "workers")
 each_document = pytest.mark.parametrize(
     "document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT))
 )
@@ -44,8 +40,6 @@ each_document = pytest.mark.parametrize(
 PAGES = [
     path for path in DOCUMENTS if path.name != "CHANGELOG.md" and path.parent.name != "results"
 ]
-SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
-
 _NAMES_SLOTS = {"slots", "--run", "--config", "-c", "--set", "--run-dir", "--help"}
 
 _OF_QUEUE = {"--run", "--config", "-c", "--set", "--run-dir", "--help"}
@@ -269,30 +263,6 @@ def test_the_first_two_documents_stay_short(document: str, most: int) -> None:
     assert len(text_of(ROOT / document).splitlines()) <= most
 
 
-def test_every_module_and_configuration_key_named_in_prose_exists() -> None:
-    """In backticks, in documents and in the docstrings and comments of the product."""
-    missing = {
-        str(file.relative_to(ROOT)): names
-        for file in [*DOCUMENTS, *SOURCES]
-        if file.parent.name
-        != "results"  # measurements keep the names that the code had on their day
-        and (
-            names := [name for name in names_in(file) if not (is_key(name) or names_a_module(name))]
-        )
-    }
-    assert missing == {}
-
-
-def test_prose_names_the_subject() -> None:
-    """Plain technical English says which program, user or worker is meant, and how long."""
-    pattern = re.compile(
-        r"\b(?:nobody|somebody|anybody|everybody|whoever|for\s+ever)\b", re.IGNORECASE
-    )
-    files = [file for file in [*DOCUMENTS, *SOURCES] if file.parent.name != "results"]
-    found = {str(file.relative_to(ROOT)): pattern.findall(prose_of(file)) for file in files}
-    assert {file: words for file, words in found.items() if words} == {}
-
-
 @cache
 def text_of(path: Path) -> str:
     """Read a document."""
@@ -351,93 +321,7 @@ def verbs() -> dict[str, Any]:
     return found
 
 
-def names_in(file: Path) -> list[str]:
-    """Return the file names, and the dotted names of modules and keys, that prose has in backticks."""
-    text = prose_of(file)
-    spans = re.findall(r"`([^`\n]+)`", without_blocks(text))
-    files = [name for span in spans for name in re.findall(r"(?<![\w./*-])[\w/]+\.py\b", span)]
-    dotted = [span for span in spans if re.fullmatch(r"[a-z_]+(?:\.\w+)+", span)]
-    folders = {path.parent.name for path in SOURCES}
-    known = {*PACKAGES, *folders, *configuration()}
-    return [
-        *files,
-        *(
-            name
-            for name in dotted
-            if name.partition(".")[0] in known
-            and not re.search(r"\.(py|yaml|sqlite|json|log|sock|token)$", name)
-        ),
-    ]
-
-
-def is_key(name: str) -> bool:
-    """Whether this is a key of cluster.yaml.
-
-    A key of a node may stand with or without the node's name.
-    """
-    section, *rest = name.split(".")
-    value = configuration().get(section)
-    if section == "nodes":
-        value = next(iter(configuration()["nodes"].values()))
-        rest = rest[-1:]
-    return len(rest) == 1 and isinstance(value, dict) and rest[0] in value
-
-
 @cache
 def configuration() -> dict[str, Any]:
     """Return the data of the cluster.yaml that is shipped."""
     return dict(yaml.safe_load(text_of(ROOT / "cluster.yaml")))
-
-
-def names_a_module(name: str) -> bool:
-    """Whether a file of the project ends in this path, or a dotted name leads to a module or to a
-    name in one.
-    """
-    dotted = name.removesuffix(".py").replace("/", ".")
-    home, _, last = dotted.rpartition(".")
-    return any(
-        f".{module}".endswith(f".{dotted}")
-        or (f".{module}".endswith(f".{home}") and last in words_of(path))
-        for module, path in modules().items()
-    )
-
-
-@cache
-def words_of(path: Path) -> frozenset[str]:
-    """Return the words of a file."""
-    return frozenset(re.findall(r"\w+", text_of(path)))
-
-
-@cache
-def modules() -> dict[str, Path]:
-    """Return all Python files that belong to the project, by their dotted names."""
-    files = [
-        path
-        for name in (*PACKAGES, "tests", "scripts", "docs")
-        for path in (ROOT / name).rglob("*.py")
-    ]
-    return {
-        str(path.relative_to(ROOT).with_suffix(""))
-        .removesuffix("/__init__")
-        .replace("/", "."): path
-        for path in files
-    }
-
-
-@cache
-def prose_of(file: Path) -> str:
-    """Return a document, or the docstrings and comments of a module."""
-    source = text_of(file)
-    if file.suffix == ".md":
-        return source
-    tree = ast.parse(source)
-    strings = [node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)]
-    docstrings = [
-        node.value
-        for node in strings
-        if isinstance(node, ast.Constant) and isinstance(node.value, str)
-    ]
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    return "\n".join(
-        [*docstrings, *(token.string for token in tokens if token.type == tokenize.COMMENT)]
-    )

@@ -42,14 +42,3 @@ def test_a_damaged_checkpoint_is_refused(nowhere: Path, state_dir: Path, command
     done = command("run", *RUNS, f"train.from={RUN}/pc1/0")
     assert done.returncode == 2
     assert "generation-0.pt is not used: it has only 2 bytes" in " ".join(done.stderr.split())
-
-
-def test_jobs_that_begin_with_nothing_are_not_submitted(nowhere: Path, command: Command) -> None:
-    folder = make_run()
-    (folder / "jobs").mkdir()
-    entry = f"{{name: a, train: {{preset: gpt-nano, from: {RUN}/pc1/0}}}}"
-    Path("more.yaml").write_text(f"jobs: [{entry}]")
-    done = command("jobs", "submit", "more.yaml")
-    assert "pc1/0 has no generation-?.pt in" in " ".join(done.stderr.split())
-    assert done.returncode == 2
-    assert not any((folder / "jobs").iterdir())

@@ -53,15 +53,6 @@ def test_a_file_that_hides_a_package_is_named(tmp_path: Path) -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_a_run_names_what_would_hide_it_from_workers(tmp_path: Path) -> None:
-    (tmp_path / "orchestrator.py").write_text("")
-    code = "from orchestrator.cli.main import main; main()"
-    typed = ("-P", "-c", code, "run", "--local")
-    done = python(*typed, cwd=tmp_path, PYTHONPATH=str(ROOT), RAY_CLIENT_MODE="0")
-    assert done.returncode == 2
-    assert "orchestrator.py hides the package `orchestrator`" in " ".join(done.stderr.split())
-
-
 def test_client_mode_of_ray_is_refused_with_a_remedy(tmp_path: Path) -> None:
     typed = ("-m", "orchestrator", "run", "--local")
     done = python(*typed, cwd=tmp_path, PYTHONPATH=str(ROOT), RAY_CLIENT_MODE="1")
@@ -208,24 +199,6 @@ def test_an_interrupted_command_is_one_object_too(tmp_path: Path) -> None:
     assert "Traceback" not in stderr
 
 
-def test_plan_does_not_mind_a_reader_that_goes_away() -> None:
-    reader, writer = os.pipe()
-    os.close(reader)
-    try:
-        command = [*COMMAND, "plan", "-c", SHIPPED]
-        done = subprocess.run(
-            command,
-            stdout=writer,
-            stderr=subprocess.PIPE,
-            text=True,
-            timeout=PATIENCE_S,
-            check=False,
-        )
-    finally:
-        os.close(writer)
-    assert (done.returncode, done.stderr) == (1, "")
-
-
 def test_a_run_without_a_cluster_is_an_object_and_a_summary(nowhere: Path) -> None:
     done = orchestrator("run", "-c", SHIPPED, "--json", "--run-dir", "records")
     found = only_object(done.stdout)
@@ -240,9 +213,3 @@ def test_a_run_without_a_cluster_is_an_object_and_a_summary(nowhere: Path) -> No
     (folder,) = (nowhere / "records").iterdir()
     assert {"events.jsonl", "head.json", "summary.json"} <= {path.name for path in folder.iterdir()}
     assert only_object((folder / "summary.json").read_text())["exit_code"] == 3
-
-
-def test_what_was_typed_wrongly_steers_no_terminal(command: Command) -> None:
-    done = command("plan", "\x1b[2J\u202e")
-    assert done.returncode == 2
-    assert "unexpected extra argument(s) (\\x1b[2J\\u202e)" in done.stderr

@@ -105,10 +105,3 @@ def test_what_cannot_be_used_is_a_sentence(
     assert (done.returncode, done.stdout) == (2, "")
     assert said in " ".join(done.stderr.split())
     assert not Path("out").exists()
-
-
-def test_a_folder_with_something_in_it_is_refused(nowhere: Path, command: Command) -> None:
-    make_run()
-    done = command("export", RUN, "pc1/0", "--to", "runs")
-    assert done.returncode == 2
-    assert "runs is there already; name a new folder" in " ".join(done.stderr.split())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import shutil
@@ -33,8 +32,6 @@ from orchestrator.record.store import STORE_NAME, RunStore
 from tests.cli.conftest import Command
 from tests.factories import (
     FACTS,
-    add_event,
-    event,
     make_job,
     make_standing,
     store_queue,
@@ -71,18 +68,6 @@ def test_the_list_shows_every_job_and_that_the_head_is_dead(command: Command) ->
     lines = done.stdout.splitlines()
     assert [line.split()[:2] for line in lines[1:3]] == [["lr-0", "PARKED"], ["lr-1", "QUEUED"]]
     assert "its head is not running" in lines[-1]
-
-
-def test_what_happened_to_a_job_is_shown(command: Command, folder: Path) -> None:
-    store = RunStore(folder.parent / STORE_NAME)
-    store.begin(replace(FACTS, run_id=RUN_ID))
-    for name in ("lr-0", "lr-1"):
-        told = {"attempt": 1, "card": "pc1", "budget_bytes": 2**30, "alone": True, "job": name}
-        add_event(store, {**event(name="job_attempt_begun", **told), "slot": name})
-    store.end("interrupted", 130, None, ())
-    lines = command("jobs", "show", "lr-0").stdout.splitlines()
-    (happened,) = lines[lines.index("what happened") + 1 :]
-    assert happened.endswith("attempt begun: attempt 1, card pc1, budget 1024 MiB, alone yes")
 
 
 def test_a_queue_goes_on_only_where_it_was_begun(command: Command, folder: Path) -> None:
@@ -197,14 +182,6 @@ def test_what_cannot_be_is_one_sentence(
     assert "\x1b" not in done.stderr
 
 
-def test_a_store_that_is_a_pipe_is_refused_at_once(command: Command, folder: Path) -> None:
-    (folder.parent / STORE_NAME).unlink()
-    os.mkfifo(folder.parent / STORE_NAME)
-    done = command("jobs", "list")
-    assert done.returncode == 2
-    assert "run.sqlite cannot be read" in done.stderr
-
-
 @pytest.mark.parametrize("words", [("list",), ("run",), ("submit", "--", "true")])
 def test_a_queue_of_an_earlier_version_is_refused_with_what_to_do(
     command: Command, folder: Path, words: tuple[str, ...]
@@ -216,14 +193,6 @@ def test_a_queue_of_an_earlier_version_is_refused_with_what_to_do(
     assert "was written by another version of this program" in done.stderr
     assert "`jobs run FILE --new`" in done.stderr
     assert len(done.stderr.splitlines()) == 1
-
-
-def test_logs_are_those_of_the_slot_of_that_name(command: Command, folder: Path) -> None:
-    (folder.parent / "output").mkdir()
-    (folder.parent / "output" / "lr-0.log").write_text("step 1\nstep 2\n")
-    assert command("logs", "lr-0").stdout == "step 1\nstep 2\n"
-    for words in (("logs", "lr-1"), ("logs", "lr-1", "-f")):  # there is no head to wait for
-        assert command(*words).stdout.startswith("lr-1 has printed nothing")
 
 
 def test_what_the_head_expects_is_shown_of_jobs_that_wait(folder: Path) -> None:
@@ -244,17 +213,6 @@ jobs:
     sweep: {{method: optuna, count: 3, over: {{lr: {{log: [1e-5, 1e-3]}}}}}}
   - {{name: after, command: [echo], after: [{}]}}
 """
-
-
-def test_all_members_of_a_sweep_of_optuna_are_submitted(command: Command, folder: Path) -> None:
-    pytest.importorskip("optuna", reason="optuna is not installed (extra sweep)")
-    Path("hp.yaml").write_text(OPTUNA.format("hp", "hp"))
-    done = command("jobs", "submit", "hp.yaml")
-    assert done.returncode == 0, done.stderr
-    assert "submitted to run 20261126-010203-0b76: hp-0, hp-1, hp-2, after\n" in done.stdout
-    jobs = [record.job for record in taken(folder) if isinstance(record, Submitted)]
-    assert [job.awaits_settings for job in jobs] == [True, True, True, False]
-    assert jobs[-1].after == ("hp-0", "hp-1", "hp-2")
 
 
 @pytest.mark.usefixtures("folder")

@@ -183,14 +183,6 @@ def test_the_page_shows_what_a_plan_says(command: Command, nowhere: Path) -> Non
     assert shown in command(*typed.split()).stdout
 
 
-def step(level: int, micro: int, fits: bool, **sizes_mib: int) -> dict[str, Any]:
-    """Return a step of a batch of 16 with so many of 6 blocks recomputed; sizes are in MiB."""
-    usual = {"total": 100, "activations": 60}
-    sizes = {f"{part}_bytes": size * MIB for part, size in {**usual, **sizes_mib}.items()}
-    split = {"memory_level": level, "micro_batch": micro, "accumulation": 16 // micro}
-    return {**split, "fits": fits, **sizes}
-
-
 @pytest.fixture
 def own(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
     """Plan a task of a module in the current folder, as one types it."""

@@ -21,7 +21,7 @@ from orchestrator.record.summary import summary_dict
 from orchestrator.view.terminal import plain_text
 from tests.cli.conftest import Command
 from tests.factories import FACTS, add_event, event, make_row, make_snapshot, record
-from tests.scene import ROOT, only_object, orchestrator
+from tests.scene import ROOT, only_object
 from workers.keeper.processes import start_time
 
 RUN_ID = "20261120-051500-0b76"
@@ -264,13 +264,3 @@ def test_a_run_that_began_where_no_calendar_goes_is_told(tmp_path: Path) -> None
     written(tmp_path, started_at_unix_s=1e300)
     assert "started at second 1" in report_text(tmp_path / RUN_ID, 100)
     assert json.loads(report_json(tmp_path / RUN_ID))["started_at"] is None
-
-
-def test_what_an_ascii_terminal_cannot_show_breaks_neither_words_nor_object(tmp_path: Path) -> None:
-    written(tmp_path).end("failed", 1, "no \N{SNOWMAN}", [])
-    place = ("report", "--run-dir", str(tmp_path))
-    told = orchestrator(*place, PYTHONIOENCODING="ascii")
-    assert (told.returncode, told.stderr) == (0, "")
-    assert "exit code 1 (no ?)" in told.stdout
-    as_object = orchestrator("runs", "--json", *place[1:], PYTHONIOENCODING="ascii")
-    assert json.loads(as_object.stdout)["runs"][0]["error"] == "no \N{SNOWMAN}"

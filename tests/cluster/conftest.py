@@ -36,6 +36,9 @@ SMALL = ("--set", "nodes.pc1.workers=2", "--set", "nodes.pc2.workers=1")
 
 ONE_EACH = ("--set", "nodes.pc1.workers=1", "--set", "nodes.pc2.workers=1")
 
+#: Workers that go on until a test has seen enough work a tenth of the time: the cores are shared.
+RESTING = ("--set", "nodes.pc1.gpu_share=0.1", "--set", "nodes.pc2.gpu_share=0.1")
+
 #: A loaded machine may take minutes for a start or a step. Timeouts are tested in virtual time
 #: (tests/run).
 PATIENT = tuple(f"--set=run.{name}_timeout_s={PATIENCE_S:.0f}" for name in ("start", "hang"))

@@ -21,8 +21,13 @@ KEYS: dict[str, Any] = {
     "save_every_s": 0.5,
 }  # fmt: skip
 
-#: Steps of a training that is to be held while it trains.
-LONG = 600
+#: Steps of a training that is to leave its card while it trains. It rests between them for most of
+#: the time, so that it takes long and computes little.
+LONG = 60
+
+#: A job that is alone on the card of pc1 has the shares of its two workers, and works a tenth of the
+#: time.
+RESTING_JOB = "--set=nodes.pc1.gpu_share=0.05"
 
 #: Trains without the engine, and without an interruption; prints the hash of the weights for each
 #: rate.

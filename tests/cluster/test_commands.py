@@ -7,7 +7,7 @@ import json
 import pytest
 
 from orchestrator.record.archive import read_run
-from tests.cluster.conftest import SMALL, Head, Starter
+from tests.cluster.conftest import RESTING, SMALL, Head, Starter
 from tests.scene import ROOT, orchestrator, wait_for
 from tests.web.scene import serving
 from workers.units import MIB
@@ -41,7 +41,7 @@ def sent_by_page(head: Head, do: str, *slots: str) -> int:
 
 
 def test_slots_are_held_capped_and_saved_also_by_the_next_head(start: Starter) -> None:
-    head = start("--rehearse", "--duration", "10m", *SMALL, *TRAINING)
+    head = start("--rehearse", "--duration", "10m", *SMALL, *RESTING, *TRAINING)
     head.wait_until_running(3)
     budget_bytes = head.rows()["pc1/0"]["budget_bytes"]
     assert typed(head, "pause", "pc2/0") == (

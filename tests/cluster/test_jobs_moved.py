@@ -11,7 +11,7 @@ import pytest
 
 from orchestrator.jobs.model import JobOrder, JobState
 from tests.cluster.conftest import Starter
-from tests.cluster.night import KEYS, LONG, RATES, UNDISTURBED, Night
+from tests.cluster.night import KEYS, LONG, RATES, RESTING_JOB, UNDISTURBED, Night
 from tests.scene import ROOT, ended, python
 
 pytestmark = pytest.mark.ray
@@ -38,7 +38,7 @@ def two_pcs(start: Starter, short_tmp: Path) -> Iterator[Night]:
         "RAY_AUTH_TOKEN_PATH": str(short_tmp / "auth_token"),
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # loopback is meant as it is
     }
-    night = Night(start, short_tmp, where, **environment)
+    night = Night(start, short_tmp, where, RESTING_JOB, **environment)
     yield night
     night.head.close()
     ended(pcs)

@@ -8,7 +8,7 @@ import pytest
 
 from orchestrator.jobs.model import JobState
 from tests.cluster.conftest import Head, Starter
-from tests.cluster.night import KEYS, LONG, RATES, UNDISTURBED, Night
+from tests.cluster.night import KEYS, LONG, RATES, RESTING_JOB, UNDISTURBED, Night
 from tests.scene import ROOT, python
 
 pytestmark = pytest.mark.ray
@@ -52,7 +52,7 @@ URGENT = {
 
 
 def test_a_preempted_training_ends_with_the_same_weights(start: Starter, short_tmp: Path) -> None:
-    night = Night(start, short_tmp, "--rehearse")
+    night = Night(start, short_tmp, "--rehearse", RESTING_JOB)
     head = night.begin(night.file_of({**URGENT, "defaults": {"cwd": str(short_tmp)}}))
     head.wait(night.trains, "a checkpoint")
     for time_ in range(TIMES):

@@ -66,15 +66,6 @@ def test_what_a_worker_gets_follows_from_node_and_workload(
     assert {name: getattr(budget, name) for name in expected} == expected
 
 
-def test_a_node_without_cards_has_no_fraction_and_no_known_total() -> None:
-    one = node(gpu="cpu", gpus=0)
-    found = node_budget("pc1", one, config_of({"pc1": one.model_dump()}))
-    assert (found.gpu_fraction, found.workers_per_card) == (0.0, 7)
-    assert found.card_total_bytes is None
-    assert found.card_allowed_bytes is None
-    assert one.overbooked is None
-
-
 @pytest.mark.parametrize(
     ("changes", "text", "valid"),
     [

@@ -8,59 +8,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.core.slot import (
     Abandon,
     Command,
-    EndRun,
-    Event,
-    HeadState,
-    NodeJoined,
-    Note,
     Phase,
-    Place,
     Tick,
 )
 from tests.core.scene import Scene
-from tests.factories import counters, counters_of
-from workers.messages import Begin, EndCause, Orders, Verdict, WorkerState
-
-
-def test_a_process_is_begun_once_its_actor_is_known() -> None:
-    scene = Scene()
-    assert scene.deeds(NodeJoined()) == [Place()]
-    assert scene.orders() == Orders(), "which tells the name of the actor's process"
-    scene.feed(scene.status(incarnation=None, is_up=False))
-    assert scene.orders() == Orders(actor="pc1:1", begin=Begin())
-    scene.feed(scene.status(is_up=False))
-    assert scene.orders() == Orders(actor="pc1:1"), "it was begun"
-    assert (scene.slot.ready, scene.slot.state) == (False, HeadState.STARTING)
-    scene.feed(scene.status(news=3))
-    assert scene.orders() == Orders(actor="pc1:1", heard=3)
-    assert (scene.slot.ready, scene.slot.state) == (True, WorkerState.RUNNING)
-
-
-def test_a_status_replaces_what_its_process_told_before() -> None:
-    scene = Scene()
-    scene.work(steps_ok=5)
-    known = {"steps_ok": 7, "steps_oom": 2, "steps_error": 1, "oom_count": 3, "emergency_count": 4}
-    counted = {**known, "verify_checks": 5, "verify_errors": 6, "work_flop": 1e12, "busy_s": 0.5}
-    told = {"reason": "size 4096", "state": WorkerState.BACKOFF, "resume": {"failures": 2}}
-    event = scene.status(**counted, **told)
-    states = (("from_state", "RUNNING"), ("to_state", "BACKOFF"))
-    fields = (*states, ("cause", "size 4096"), ("incarnation", 0))
-    assert scene.feed(event, later_s=2) == [Note(name="state", fields=fields)]
-    assert counters_of(scene.slot) == counters(**counted)
-    assert scene.slot.status == event.status
-    assert (scene.slot.state, scene.slot.reason) == (WorkerState.BACKOFF, "size 4096")
-    assert scene.slot.heard_at_s == scene.now_s
-    scene.die()
-    assert scene.slot.counts.steps_ok == 7
-    scene.feed(scene.status(steps_ok=2))
-    assert counters_of(scene.slot) == counters(**{**counted, "steps_ok": 9}, restarts=1)
+from workers.messages import Verdict, WorkerState
 
 
 def pauses_s(deaths: int, **scene: Any) -> list[float]:
@@ -78,7 +36,7 @@ def test_workers_that_die_together_do_not_come_back_together() -> None:
     assert len({round(pause, 3) for pause in second_pauses_s}) == 50
 
 
-@settings(max_examples=30)
+@settings(max_examples=10)
 @given(
     seed=st.integers(0, 2**32 - 1),
     slot=st.text(min_size=1, max_size=12),
@@ -113,17 +71,3 @@ def test_a_slot_is_done_once_the_head_has_all_of_its_state() -> None:
     assert done(scene, steps_ok=7) == [Abandon()]
     assert (scene.slot.phase, scene.slot.restarts) == (Phase.DONE, 0)
     assert (scene.slot.counts.steps_ok, scene.slot.reason) == (7, "all is done")
-
-
-@pytest.mark.parametrize("how", ["incompatible", "unbuildable", "process"])
-def test_what_can_never_work_ends_the_run_or_its_slot_alone(how: str) -> None:
-    for counts in (False, True):
-        scene = Scene.joined(ends_at_s=5000.0 if counts else None)
-        event: Event = scene.unreached(is_unbuildable=True)
-        if how == "incompatible":
-            event = scene.status(verdict=Verdict.INCOMPATIBLE, reason="pc1/0: worker died")
-        if how == "process":
-            event = scene.end("no module", EndCause.UNBUILDABLE)
-        deeds = scene.deeds(event)
-        assert [type(each) for each in deeds] == [Abandon if counts else EndRun]
-        assert (scene.slot.phase is Phase.QUARANTINED) == counts

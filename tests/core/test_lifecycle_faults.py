@@ -9,10 +9,7 @@ import pytest
 
 from orchestrator.core.slot import (
     Abandon,
-    Close,
     HeadState,
-    NodeJoined,
-    NodeLeft,
     Phase,
     Tick,
 )
@@ -38,40 +35,12 @@ def test_a_process_that_ended_has_died_in_the_words_of_its_actor() -> None:
     assert (wanted.incarnation, wanted.runs, wanted.begin is None) == (1, True, False)
 
 
-@pytest.mark.parametrize("begun", [False, True])
-def test_another_process_of_the_actor_means_that_the_slots_has_died(begun: bool) -> None:
-    scene = Scene.joined()
-    scene.feed(scene.status(incarnation=None, is_up=False))
-    if begun:
-        scene.feed(scene.status(steps_ok=4))
-    scene.feed(scene.status(actor="pc1:2", incarnation=None, is_up=False, news=0))
-    assert (scene.slot.state, scene.slot.restarts) == (HeadState.RESTARTING, 1)
-    assert scene.slot.reason == "its process ended: killed, or crashed"
-    scene.feed(Tick())
-    wanted = scene.orders()
-    assert (wanted.actor, wanted.incarnation, wanted.heard) == ("pc1:2", 1, 0)
-    assert wanted.begin is not None
-    assert scene.slot.counts.steps_ok == (4 if begun else 0)
-
-
 def test_deaths_further_apart_than_the_window_are_not_added_up() -> None:
     scene = Scene.working(max_deaths=2)
     for _ in range(5):
         assert scene.die() == 0
         scene.feed(scene.status(), later_s=RULES.death_window_s)
     assert scene.slot.restarts == 5
-
-
-def test_an_actor_that_cannot_be_reached_has_not_died() -> None:
-    scene = Scene.working()
-    for seconds in (0.0, 2.0):
-        assert scene.feed(scene.unreached(), later_s=seconds) == []
-        assert scene.slot.state is WorkerState.RUNNING
-    scene.feed(scene.unreached(), later_s=2.0)
-    assert (scene.slot.state, scene.slot.phase) == (HeadState.RESTARTING, Phase.WORKING)
-    assert scene.slot.reason == "its process cannot be reached"
-    scene.feed(scene.status())
-    assert (scene.slot.state, scene.slot.restarts) == (WorkerState.RUNNING, 0)
 
 
 @pytest.mark.parametrize("ready", [False, True])
@@ -84,31 +53,6 @@ def test_an_unreachable_actor_is_quarantined_after_its_time(ready: bool) -> None
     assert scene.deeds(Tick(), later_s=0.1) == [Abandon()]
     assert scene.slot.reason == "no process came up in 120 s"
     assert scene.slot.failure is Cause.NOT_STARTED
-
-
-def test_the_back_off_is_no_part_of_the_start_timeout() -> None:
-    scene = Scene.working(
-        restart_backoff_s=600.0, restart_backoff_max_s=600.0, death_window_s=3600.0
-    )
-    scene.die()
-    scene.feed(scene.unreached())
-    scene.feed(scene.end())
-    scene.feed(Tick(), later_s=600)
-    scene.feed(scene.unreached())
-    assert scene.slot.phase is Phase.WORKING
-
-
-def test_a_slot_that_never_comes_up_is_given_up() -> None:
-    scene = Scene.joined(max_deaths=4)
-    for _ in range(4):
-        assert scene.slot.phase is Phase.WORKING
-        scene.feed(Tick(), later_s=121)
-        scene.feed(Tick(), later_s=5)
-    assert (scene.slot.phase, scene.slot.failure) == (Phase.QUARANTINED, Cause.NOT_STARTED)
-    # The deaths are at 121, 121 + 126, 121 + 2 x 126 and 121 + 3 x 126 seconds.
-    assert scene.slot.reason.startswith(
-        "4 deaths in 378 s without progress; the last: its process did not come up for 121 s"
-    )
 
 
 def test_a_process_that_tells_nothing_is_stale_until_it_does() -> None:
@@ -125,14 +69,6 @@ def test_a_process_that_tells_nothing_is_stale_until_it_does() -> None:
     scene.feed(scene.status(), later_s=1)
     scene.feed(Tick())
     assert scene.slot.reason == "steady"
-
-
-@pytest.mark.parametrize("active", [False, True])
-def test_a_slot_ends_stale_if_its_process_does_nothing(active: bool) -> None:
-    scene = Scene.working()
-    scene.feed(scene.quiet(20, idle_s=0.0 if active else 20.0))
-    scene.feed(Close())
-    assert scene.slot.ended_stale != active
 
 
 @pytest.mark.parametrize("ready", [False, True], ids=["start", "step"])
@@ -188,27 +124,6 @@ def test_a_card_too_full_for_a_context_is_no_death() -> None:
     assert scene.slot.restarts == 1
 
 
-def test_errors_in_a_row_end_in_quarantine() -> None:
-    scene = Scene.working()
-    for errors in (2, 0, 2):
-        scene.feed(scene.status(error="Traceback …", reason="boom", errors_in_a_row=errors))
-        assert scene.slot.phase is Phase.WORKING
-    assert scene.deeds(scene.status(reason="boom", errors_in_a_row=3)) == [Abandon()]
-    assert scene.slot.reason == "3 times in a row: boom"
-    assert scene.slot.failure is Cause.EXCEPTION
-
-
-@pytest.mark.parametrize(("died_before_s", "blamed"), [(59, True), (61, False)])
-def test_deaths_just_before_a_node_leaves_are_the_nodes(died_before_s: float, blamed: bool) -> None:
-    scene = Scene.working(max_deaths=2)
-    scene.feed(scene.end())
-    scene.feed(NodeLeft(), later_s=died_before_s)
-    scene.feed(NodeJoined(), later_s=1)
-    scene.feed(scene.status())
-    scene.feed(scene.end())
-    assert (scene.slot.phase is Phase.PAUSING) == blamed
-
-
 class Leaking(Scene):
     """A slot whose worker says what memory it holds."""
 
@@ -227,22 +142,6 @@ class Leaking(Scene):
     def grow(self, mib: int) -> list[dict[str, Any]]:
         """Tell five times so much more."""
         return [note for _ in range(5) for note in self.hold(100 + mib)]
-
-
-def test_a_leak_is_told_once_for_each_process() -> None:
-    scene = Leaking.joined(leak_flag_bytes=30 * MIB)
-    for incarnation in range(2):
-        assert scene.slot.incarnation == incarnation
-        scene.settle()
-        assert scene.grow(29) == []
-        assert scene.slot.reason == "steady"
-        assert scene.grow(30) == [{"growth_bytes": 30 * MIB}]
-        assert scene.slot.reason == "LEAK: its process keeps 30 MiB that its work does not need"
-        assert scene.grow(40) == []
-        assert scene.slot.reason == "LEAK: its process keeps 40 MiB that its work does not need"
-        scene.feed(scene.end())
-        scene.feed(Tick(), later_s=10)
-    assert scene.slot.restarts == 2
 
 
 def test_a_leak_up_to_the_limit_is_a_fresh_process_and_no_death() -> None:

@@ -101,11 +101,6 @@ def test_the_device_is_the_grounds_or_follows_from_the_cards(
     assert plan.spec.device == device
 
 
-def test_a_cluster_that_is_all_there_is_not_refused() -> None:
-    bystander = fact(name="pc9", node_id="c", cpus=0.0, gpus=0.0)
-    assert refusals(REFERENCE, iter([PC2, bystander, PC1, fact(name=None)])) == ()
-
-
 @pytest.mark.parametrize(
     ("live", "expected"),
     [

@@ -211,11 +211,6 @@ def plan_of(plan: NodeConfig, facts: MachineFacts) -> list[Finding]:
     return [finding for finding in found if finding.check == "plan"]
 
 
-def test_a_plan_that_does_not_fit_says_what_would() -> None:
-    (found,) = plan_of(PC1, workstation(cards=(SMALL_CARD,)))
-    assert found.hint == "in cluster.yaml: at most 2 workers, or vram_per_worker_gib <= 1.08"
-
-
 def answer(name: str | None = "pc1", **changes: Any) -> NodeAnswer:
     plain = NodeAnswer(
         name=name,

@@ -157,13 +157,6 @@ def test_what_is_chosen_for_a_machine_and_why(
     assert (why in text) if why else ("is left to it" not in text)
 
 
-def test_the_port_of_a_head_that_runs_already_is_written_down() -> None:
-    nodes = {"pc1": choose(workstation())}
-    assert [
-        config_from_text(render(template(), nodes, port), "x").cluster.port for port in (None, 7000)
-    ] == [6379, 7000]
-
-
 def test_what_stands_outside_of_the_nodes_stays() -> None:
     """In a checkout the template is the cluster.yaml that the user may have changed, or written
     with `init`.

@@ -15,8 +15,6 @@ from tests.cards import script_cards, scripted_card
 from tests.engine.scene import begun, events, own, turn, turns
 from tests.in_child import InChild
 from tests.scene import spec_of
-from workers.engine.account import Account
-from workers.engine.between_steps import ThermalControl
 from workers.messages import Cause, Status, Verdict, WorkerState
 from workers.readings import Throttle
 from workers.settings import FailureKind, ThermalSettings, WorkerSpec
@@ -125,19 +123,6 @@ def mps_limits(spec: WorkerSpec) -> tuple[str | None, str | None]:
     turn(begun(spec), duration_s=0.1)
     names = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
     return os.environ.get(names[0]), os.environ.get(names[1])
-
-
-@pytest.fixture
-def account() -> Account:
-    return Account(slot="pc1/0")
-
-
-def test_a_hot_processor_is_no_cause_for_alarm(account: Account) -> None:
-    heat = ThermalControl(replace(spec_of(), thermal=ThermalSettings()), None)
-    heat.sample(account)
-    assert heat.reading is not None
-    assert heat.reading.of_processor
-    assert heat.decision.reason == "thermal limits are off"
 
 
 class TestResults:

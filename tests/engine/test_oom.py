@@ -323,9 +323,6 @@ class TestChain:
             is kind
         )
 
-    def test_of_equals_the_nearest_is_quoted(self) -> None:
-        assert classify(caused_by(OOM, MemoryError("the nearest"))).text == "the nearest"
-
     def test_a_cycle_and_an_endless_chain_end(self) -> None:
         one, two = ValueError("one"), ValueError("two")
         one.__cause__, two.__cause__, one.__context__ = two, one, one

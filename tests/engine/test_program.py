@@ -16,13 +16,11 @@ import pytest
 
 from tests.scene import MIB, ROOT, Patience, computed, spec_of, wait_for
 from workers.engine.channel import receive_all, send
-from workers.engine.pieces import SavedPieces
 from workers.engine.spec_file import read_spec, write_spec
 from workers.keeper.task import CHANNEL
 from workers.messages import (
     Begin,
     Cause,
-    KeptBytes,
     Orders,
     Status,
     Verdict,
@@ -188,23 +186,3 @@ def test_a_spec_file_holds_all_that_a_worker_must_know(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
     write_spec(tmp_path, spec, 8, Begin())
     assert read_spec(path).begin() == Begin(), "a process without a copy gets none"
-
-
-def test_a_file_that_is_replaced_meanwhile_is_sent_to_its_end(tmp_path: Path) -> None:
-    saved, pieces = tmp_path / "saved.pt", SavedPieces()
-    saved.write_bytes(b"a" * 9 * MIB)
-    first = pieces.piece(str(saved), None)
-    assert first is not None
-    newer = tmp_path / "newer"
-    newer.write_bytes(b"b" * MIB)
-    os.utime(newer, ns=(1, first.number + 1))
-    newer.replace(saved)
-    kept = KeptBytes(number=first.number, size_bytes=len(first.data))
-    rest = pieces.piece(str(saved), kept)
-    assert rest is not None
-    assert (rest.is_last, set(rest.data)) == (True, {ord("a")})
-    kept = KeptBytes(number=first.number, size_bytes=9 * MIB)
-    assert pieces.pending(str(saved), kept)
-    new = pieces.piece(str(saved), kept)
-    assert new is not None
-    assert (new.number, new.is_last, new.data) == (first.number + 1, True, b"b" * MIB)

@@ -260,20 +260,6 @@ def test_what_cannot_be_trained_is_said_in_a_sentence(
     assert said in report.reason
 
 
-def test_a_hazard_is_told_once_in_a_training_and_named_in_its_reason(
-    in_child: InChild, tmp_path: Path
-) -> None:
-    wanted = spec(preset=task("drops"), steps=40, save_every_s=0.001)
-    first = in_child(trained, str(tmp_path), wanted, [{}] * 7)
-    (told,) = events(first, "hazard")
-    assert "attention_dropout" in told.detail["reason"]
-    assert first[-1].reason.startswith("hazard: the model draws from torch's own random numbers")
-    later = in_child(trained, str(tmp_path), wanted, [{}] * 3, None, {"incarnation": 1})
-    assert "restored" in names(later[0])
-    assert events(later, "hazard") == []
-    assert later[-1].reason == first[-1].reason
-
-
 MIBS_IMPORTED = 120
 
 
@@ -294,17 +280,6 @@ def test_what_a_task_imports_is_not_taken_from_its_cap(in_child: InChild, tmp_pa
     (opened,) = events(report, "device_opened")
     assert opened.detail["imported_bytes"] > 0.9 * MIBS_IMPORTED * MIB
     assert opened.detail["cap_bytes"] < MIBS_IMPORTED * MIB
-
-
-def test_a_folder_that_cannot_be_written_costs_no_step(in_child: InChild, tmp_path: Path) -> None:
-    (tmp_path / "state").touch()
-    (report,) = in_child(trained, str(tmp_path), spec(save_every_s=0.001), [WHOLE])
-    assert report.verdict is Verdict.DONE
-    assert report.progress.saved_step is None
-    assert any(
-        "Not a directory" in event.detail["reason"] for event in events(report, "checkpoint_failed")
-    )
-    assert "restored" not in names(report)
 
 
 def test_a_save_that_was_asked_for_waits_for_the_step_to_end(

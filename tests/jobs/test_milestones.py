@@ -8,7 +8,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.jobs.milestones import goes_on, milestones_of, promotable, ranking
+from orchestrator.jobs.milestones import goes_on, promotable, ranking
 from orchestrator.jobs.model import Milestones
 
 ASHA = Milestones(metric="loss", is_min=True, first=500, factor=3, last=13500)
@@ -17,12 +17,6 @@ ASHA = Milestones(metric="loss", is_min=True, first=500, factor=3, last=13500)
 def at_first(*values: float) -> list[tuple[str, int, float]]:
     """Return members `a`, `b`, ... with these values at the first milestone."""
     return [(chr(ord("a") + place), 500, value) for place, value in enumerate(values)]
-
-
-def test_milestones_grow_by_the_factor_up_to_the_last_step() -> None:
-    assert milestones_of(ASHA, None) == (500, 1500, 4500)
-    assert milestones_of(replace(ASHA, last=None), 4500) == (500, 1500)
-    assert milestones_of(replace(ASHA, first=None), 4500) == ()
 
 
 def test_the_best_third_goes_on() -> None:

@@ -66,24 +66,10 @@ def test_a_job_waits_for_the_better_card_if_it_ends_earlier() -> None:
     }
 
 
-def test_a_job_takes_the_slower_card_if_it_ends_earlier() -> None:
-    found = plan([job_of("a")], CARDS, running(2000.0), 0.0)
-
-    assert places(found) == {"a": "pc2"}
-
-
 def test_a_length_known_on_one_card_is_scaled_to_others() -> None:
     (found,) = plan([replace(unknown("a"), seconds={"pc2": 175.0})], CARDS, (), 0.0).starts
 
     assert (found.card, found.ends_at_s) == ("pc1", 100.0)
-
-
-def test_higher_priority_starts_first() -> None:
-    jobs = [job_of("low", 9 * HOUR), job_of("high", priority=1)]
-
-    found = plan(jobs, (FAST,), (), 0.0)
-
-    assert places(found) == {"high": "pc1"}
 
 
 def test_a_job_behind_uses_the_card_that_the_front_one_leaves() -> None:
@@ -130,15 +116,6 @@ def test_nodes_and_a_part_of_the_title_are_respected() -> None:
     jobs = [job_of("a", nodes=("pc2",)), job_of("b", card="3090")]
 
     assert places(plan(jobs, CARDS, (), 0.0)) == {"a": "pc2", "b": "pc1"}
-
-
-def test_a_closed_card_takes_nothing() -> None:
-    closed = replace(FAST, closed="a game has it")
-
-    found = plan([job_of("a", memory_bytes=9 * GIB), job_of("b")], (closed, SLOW), (), 0.0)
-
-    assert places(found) == {"b": "pc2"}
-    assert found.reasons == {"a": "pc1 is closed: a game has it"}
 
 
 def test_a_job_that_never_fits_is_told_the_sum() -> None:

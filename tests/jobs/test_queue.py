@@ -12,15 +12,6 @@ from workers.messages import Cause
 from workers.units import GIB, MIB
 
 
-def test_what_cannot_fit_is_infeasible_at_submit() -> None:
-    scene = Scene(training("a"), least=25 * GIB)
-
-    scene.turn()
-
-    assert scene.state("a") == "INFEASIBLE"
-    assert "25.0 GiB" in scene.standing("a").reason
-
-
 def test_a_training_that_never_has_room_ends_with_the_sum() -> None:
     scene = Scene(training("a"))
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import ArchiveError
-from orchestrator.jobs.model import AttemptStatus, JobOrder, QueueHeld, Submitted, World
+from orchestrator.jobs.model import AttemptStatus, JobOrder, QueueHeld, World
 from orchestrator.jobs.queue import Event, Queue, decide
 from orchestrator.record.codec import as_json
 from orchestrator.record.jobs import queue_of, queue_snapshot
@@ -134,13 +134,3 @@ def test_what_cannot_be_read_is_one_sentence_and_not_touched(tmp_path: Path, har
             read(tmp_path)
         assert len(str(found.value).splitlines()) == 1
     assert (tmp_path / STORE_NAME).read_bytes() == content
-
-
-def test_a_file_name_that_is_no_utf_8_comes_back(tmp_path: Path) -> None:
-    job = command("a")
-    assert job.command is not None
-    odd = replace(job, command=replace(job.command, argv=("cat", "\udcff")))
-    store = RunStore(tmp_path / STORE_NAME)
-    store.queue(Queue().with_submitted([Submitted(at_s=0.0, job=odd)]))
-    store.close()
-    assert queue_of(tmp_path).jobs == (odd,)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,10 +22,8 @@ from orchestrator.lab.burn import (
     result_dict,
     row_line,
     verdict_of,
-    workers_of,
 )
-from orchestrator.record.store import STORE_NAME, RunStore
-from tests.factories import FACTS, add_event, event, make_row, make_snapshot, record
+from tests.factories import make_row
 
 CAPS, HEAT, FULL = PHASES
 SECONDS = 600
@@ -194,41 +191,6 @@ def test_caps_and_heat_are_matmul_and_full_load_is_the_configuration_as_it_is() 
     changed = full.config.model_dump()
     changed["run"]["duration"] = loaded.run.duration
     assert changed == loaded.model_dump()
-
-
-def test_a_run_folder_is_judged_by_what_it_has(tmp_path: Path) -> None:
-    store = RunStore(tmp_path / STORE_NAME)
-    store.begin(FACTS)
-    card = {
-        "temperature_of": "card",
-        "temperature_c": 81.0,
-        "cap_bytes": 1000,
-        "reserved_bytes": 950,
-    }
-    row = make_row(slot="pc1/0", node="pc1", device="cuda", **card)
-    add_event(store, {**event(name="counting", duration_s=40.0), "at": _at(0)})
-    for second in range(40):
-        store.slots([record(row=row)])
-        store.update(make_snapshot(row, elapsed_s=float(second)))
-    add_event(
-        store, {**event(name="alarm_raised", alarm="power brake"), "slot": "pc1/0", "at": _at(9)}
-    )
-    add_event(store, {**event(name="checks_ended", text="no\nroom"), "slot": "pc1/0", "at": _at(9)})
-    store.end("good", 0, None, ())
-    (worker,) = workers_of(tmp_path, 40.0)
-    found = judge(worker)
-    assert found["memory"] == (True, "held 95.0 % of its cap, more than 90 is due")
-    assert found["temperature"][0] is False
-    assert found["temperature"][1].startswith("81 C at most")
-    assert found["errors"] == (False, "alarm of its card: power brake")
-    assert found["results"][1].endswith("no\nroom")
-
-
-def _at(second: int) -> str:
-    from datetime import UTC, datetime
-
-    moment = datetime.fromtimestamp(FACTS.started_at_unix_s + second, tz=UTC)
-    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def rows_of(phase: int, *workers: WorkerCourse, is_whole: bool = True) -> list[dict[str, Any]]:

@@ -125,9 +125,3 @@ def test_without_addresses_or_apprise_the_verb_says_what_to_do(nowhere: Path) ->
     assert "pip install '.[notify]'" in done.stderr
     assert "hush" not in done.stderr
     assert os.environ.get(URLS_VARIABLE) is None
-
-
-@pytest.mark.parametrize("typed", ["59s", "often", True])
-def test_an_interval_that_cannot_be_is_refused(typed: object) -> None:
-    with pytest.raises(ConfigError, match=r"notify\.every"):
-        config_from_data({**SMALL, "notify": {"every": typed}})

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import psutil
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from workers.nvml.sensors import Sampler, open_sampler, processor_reading
+from workers.nvml.sensors import Sampler, processor_reading
 from workers.readings import THROTTLE_ALARMS, SensorReading
 
 
@@ -64,13 +63,3 @@ def test_a_processor_is_as_warm_as_its_hottest_part() -> None:
     chips = {"nvme": [part(91.0)], "coretemp": [part(61.0), part(72.0)], "k10temp": []}
     assert processor_reading(chips) == SensorReading(temperature_c=72.0, of_processor=True)
     assert processor_reading({"acpitz": [part(27.8)]}) == SensorReading(of_processor=True)
-
-
-def test_a_computer_without_a_card_tells_what_its_system_tells() -> None:
-    sampler = open_sampler("cpu")
-    reading = sampler.sample_if_due(0.0)
-    sampler.close()
-    assert reading is not None
-    now = processor_reading(psutil.sensors_temperatures())
-    assert (reading.temperature_c is None) == (now.temperature_c is None)
-    assert (reading.power_w, reading.throttle_pct, reading.lost) == (None, None, False)

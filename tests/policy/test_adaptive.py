@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.scene import GUIDES, MIB
-from workers.policy.adaptive import CONTRADICTIONS, AdaptivePolicy
+from workers.policy.adaptive import CONTRADICTIONS, AdaptivePolicy, ladders_of
 from workers.policy.base import Run, Stages
 from workers.settings import Learned, MemorySettings, Scalar, WorkloadSpec
 
@@ -267,33 +267,6 @@ class TestStepping:
             ended = card.slice(steps)
             assert ended is not None or card.allowed_bytes < 1.25 * floor_bytes
 
-    def test_a_floor_that_never_fitted_is_tried_ever_more_rarely(self) -> None:
-        card = mlp(allowed_bytes=50 * MIB)
-        for _ in range(300):
-            card.slice()
-        assert card.good == []
-        times_s = [at_s for at_s, _ in card.failed]
-        assert 4 <= len(times_s) <= 8
-        assert all(run.batch == GUIDES.batch_floor for _, run in card.failed[1:])
-
-
-class TestWhatTheWorkloadSays:
-    @given(
-        rooms=st.lists(st.integers(0, 1200), min_size=1, max_size=30),
-        learned=st.none() | st.builds(Learned, size=st.integers(1, 1 << 40)),
-    )
-    def test_nothing_is_run_that_is_said_not_to_fit(
-        self, rooms: list[int], learned: Learned | None
-    ) -> None:
-        card = Card(replace(BATCH_ONLY, says=by_batch), by_batch, 0, learned=learned)
-        for room_mib in rooms:
-            card.allowed_bytes = room_mib * MIB
-            ended = card.slice(2)
-            assert (ended is None) == (room_mib < 132) or 132 <= room_mib < 140, (
-                "the margin of a step"
-            )
-        assert card.failed == []
-
 
 class TestLearned:
     @pytest.mark.parametrize(
@@ -343,6 +316,15 @@ def test_a_partial_step_teaches_nothing() -> None:
     assert card.policy.dump() == before
     assert card.slice() == settled
     assert card.failed == []
+
+
+def test_on_the_way_down_the_batch_gives_way_before_the_size() -> None:
+    (ladder,) = ladders_of(GUIDES, replace(ASKED, batch=128), BOTH)
+    runs = [ladder.run(units) for units in reversed(ladder.units)]
+    smallest = next(at for at, run in enumerate(runs) if run.batch == GUIDES.batch_floor)
+    assert all(run.size == ASKED.size for run in runs[: smallest + 1])
+    assert all(run.batch == GUIDES.batch_floor for run in runs[smallest:])
+    assert (runs[-1], runs[0]) == (Run(size=256, batch=32), Run(size=4096, batch=128))
 
 
 def test_an_emergency_names_the_smallest_step_in_words() -> None:

@@ -183,28 +183,12 @@ class TestEmergency:
             "out of memory at the smallest step (size 256 batch 32, it needs 1.0 MiB), 0.0 MiB free"
         )
 
-    def test_with_an_unknown_need_it_is_tried_every_tenth_time(self) -> None:
-        policy, tried_at = in_emergency(classic(said=Said())), []
-        for look in range(1, 31):
-            run = play(policy, ENOUGH)
-            if run is not None:
-                tried_at.append(look)
-                run = play(policy, BACK)
-            assert run is None
-        assert tried_at == [10, 20, 30]
-
     def test_a_wrong_known_need_is_tried_every_tenth_time(self) -> None:
         policy = in_emergency(classic())
         assert play(policy, ENOUGH, BACK) is None
         for _ in range(LOOKS_PER_BLIND_TRY - 1):
             assert play(policy, ENOUGH) is None
         assert play(policy, ENOUGH) == policy.floor
-
-    def test_one_good_step_leaves_it_and_the_failures_stay(self) -> None:
-        policy = in_emergency(classic())
-        assert play(policy, ENOUGH, OK) == policy.floor
-        assert not policy.state.emergency
-        assert policy.state.failures == 8
 
 
 @pytest.mark.parametrize(

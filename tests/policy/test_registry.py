@@ -7,7 +7,7 @@ import pytest
 from tests.policy.test_adaptive import Said
 from tests.scene import GUIDES
 from workers.policy import make_policy
-from workers.policy.base import Policy, Run
+from workers.policy.base import Policy
 from workers.settings import WorkloadSpec
 
 SAID = Said(size_power=2.0, batch_power=0.0, says=lambda size, _: 6 * size**2)
@@ -22,16 +22,6 @@ def policy(request: pytest.FixtureRequest) -> Policy:
 def made(name: str) -> Policy:
     asked = WorkloadSpec(name="mine:Mlp", dtype="fp16", size=4096, batch=128, seed=0)
     return make_policy(name, GUIDES, asked, SAID, clock=lambda: 0.0, held_bytes=lambda: 0)
-
-
-def test_a_policy_is_built_by_its_name_and_runs(policy: Policy) -> None:
-    assert made(policy.name).name == policy.name
-    assert isinstance(policy.next(1 << 30), Run)
-
-
-def test_another_name_is_refused_with_those_there_are() -> None:
-    with pytest.raises(ValueError, match=r"'clasic'.*adaptive, classic"):
-        made("clasic")
 
 
 def test_the_state_of_another_policy_is_refused(policy: Policy) -> None:

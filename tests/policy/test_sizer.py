@@ -97,19 +97,3 @@ def test_a_wrong_signal_is_heard_when_it_tells_of_far_more() -> None:
             else:
                 size_of.failed(size)
     assert max(good[:10], default=0) > 800, "of 880 that fit"
-
-
-def test_a_signal_that_always_says_nothing_is_ignored() -> None:
-    now_s, good, failures = 0.0, [], 0
-    size_of = AdaptiveSize(10_000, clock=lambda: now_s)
-    for _ in range(750):
-        size = size_of.next(0)
-        now_s += 1.0
-        if size is not None and size <= 3000:
-            good.append(size)
-            size_of.succeeded(size, size * _MIB)
-        elif size is not None:
-            failures += 1
-            size_of.failed(size)
-    assert sum(good[-500:]) >= 0.75 * 500 * 3000
-    assert failures < 0.04 * 750

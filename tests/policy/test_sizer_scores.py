@@ -7,7 +7,6 @@ cover what holds in drawn worlds; that is `test_sizer_machine.py`.
 from __future__ import annotations
 
 import statistics
-from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -17,17 +16,12 @@ from benches.simulator import (
     EXACT,
     LARGEST,
     REAL,
-    WOBBLE,
-    Outcome,
     Signal,
-    World,
     play,
-    world_of,
     worlds,
 )
 
-from workers.resilience.adaptive_size import AdaptiveSize, Learned
-from workers.units import GIB
+from workers.resilience.adaptive_size import AdaptiveSize
 
 pytestmark = pytest.mark.slow
 
@@ -50,13 +44,6 @@ TARGETS = (
     Target("saturating", REAL, 0.98),
     Target("saturating", BLIND, 0.95),
 )
-
-COLD_LEVELS_GIB = (1.2, 1.7, 2.4, 3.4, 4.7, 6.3, 8.0)
-
-#: At a constant level: this share of the largest size that fits in every step, whatever its wobble,
-#: counts as there.
-THERE = 0.98
-
 
 #: Numbers that were not tuned on; `scripts/bench.py policy` plays many more.
 SEEDS = {10_000.0: (9001,), 1_500.0: (9001, 9002)}
@@ -92,39 +79,3 @@ def test_the_targets_are_met_in_fresh_worlds(target: Target, rate_per_s: float) 
     assert sum(outcome.failures for outcome in outcomes) / minutes <= target.failures_per_minute
     assert max(outcome.worst_minute for outcome in outcomes) <= FAILURES_PER_MINUTE + 2
     assert max(outcome.rest_share for outcome in outcomes) <= 0.02
-
-
-def constant_world(seed: int, level_gib: float, duration_s: float) -> tuple[World, float]:
-    """Return a world of one level, and the largest size that fits however its steps wobble."""
-    level_bytes = level_gib * GIB
-    world = world_of(f"constant at {level_gib}", [(0.0, level_bytes)], duration_s, seed=seed)
-    return world, (level_bytes / (1 + WOBBLE) - world.job.fixed_bytes) / world.job.item_bytes
-
-
-def run(world: World, learned: Learned | None = None) -> tuple[AdaptiveSize, Outcome]:
-    outcome = play(
-        lambda clock: AdaptiveSize(LARGEST, exact_samples=True, learned=learned, clock=clock),
-        world,
-        EXACT,
-    )
-    assert isinstance(outcome.rule, AdaptiveSize)
-    return outcome.rule, outcome
-
-
-@pytest.mark.parametrize("level_gib", COLD_LEVELS_GIB)
-def test_a_cold_start_takes_12_steps_and_one_failure(level_gib: float) -> None:
-    for seed in (9000, 9001):
-        world, largest = constant_world(seed, level_gib, 60.0)
-        first = run(world)[1].tried[:12]
-        assert sum(not good for _, good in first) <= 1
-        assert max(size for size, good in first if good) >= THERE * largest, f"seed {seed}"
-
-
-@pytest.mark.parametrize("level_gib", COLD_LEVELS_GIB[::2])
-def test_what_was_learned_is_there_in_the_first_step(level_gib: float) -> None:
-    for seed in (9000, 9001):
-        world, largest = constant_world(seed, level_gib, 600.0)
-        learned = run(world)[0].learned
-        second = run(replace(world, wobble=world.wobble[::-1]), learned)[1].tried[:12]
-        assert all(good for _, good in second), f"seed {seed}"
-        assert second[0][0] >= THERE * largest, f"seed {seed}"

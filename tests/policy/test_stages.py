@@ -80,14 +80,6 @@ def test_a_moment_without_memory_is_soon_forgotten() -> None:
     assert one.last.level == 0
 
 
-def test_a_level_is_not_tried_in_less_than_what_is_held() -> None:
-    one = staged(500)
-    one.slice(20)
-    one.allowed_bytes, tried = 99 * MIB, len(one.asked_for)
-    one.slice(4)
-    assert {run.level for run in one.asked_for[tried:]} <= {0, 2}
-
-
 def test_where_no_level_fits_it_says_which_step_is_the_smallest() -> None:
     one = staged(300)
     one.slice(20)

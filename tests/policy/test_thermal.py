@@ -108,24 +108,6 @@ def test_the_guides_bands_and_their_hysteresis() -> None:
     ]
 
 
-def test_the_words_have_the_numbers() -> None:
-    played = Played()
-    assert played.see(62).reason == "62 C, BOOST"
-    assert played.see(72).reason.startswith("72 C, MAINTAIN")
-    assert Played().see(72).reason == "72 C, MAINTAIN"
-    assert played.see(85).reason == "paused at 85 C, goes on below 75 C"
-    assert played.see(None).reason == "paused at 85 C, goes on below 75 C"
-    played = Played()
-    for _ in range(60):
-        decision = played.see(82.0)
-    assert decision.reason == f"82 C, REDUCE, duty {decision.duty:.0%} to hold 81.5 C"
-    for _ in range(12_000):
-        decision = played.see(82.9)
-    assert decision.duty == pytest.approx(SHIPPED.smallest_duty)
-    assert "smallest duty of 5%" in decision.reason
-    assert Played().see(None).reason == "temperature unknown"
-
-
 def curve(points: list[list[float]], at_s: float) -> float:
     """Return the value of a script's curve, linear between its points."""
     for (from_s, low), (to_s, high) in itertools.pairwise(points):

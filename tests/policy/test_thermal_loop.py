@@ -66,21 +66,3 @@ def test_it_loses_less_than_3_percent_to_the_best_duty() -> None:
     assert len(shares) >= 2
     assert min(shares) > 0.97
     assert statistics.fmean(shares) > 0.98
-
-
-@pytest.mark.parametrize("seed", SEEDS[:2])
-def test_a_game_that_comes_and_goes_is_given_way_and_forgotten(seed: int) -> None:
-    card = draw(seed)
-    course, figures = governed(seed, "game")
-    assert figures["critical_settled_s"] == 0.0
-    assert figures["critical_unsettled_s"] <= 30.0, (
-        "a pause is all that a worker can do about somebody else's heat"
-    )
-    looks = [look for look in course.looks if look.settled]
-    before = [look.duty for look in looks if look.at_s < 900.0]
-    after = [look.duty for look in looks if look.at_s > 1800.0]
-    assert card.used(
-        [card.slot_duty * statistics.fmean(after)] * len(card.offsets_s)
-    ) > 0.9 * card.used([card.slot_duty * statistics.fmean(before)] * len(card.offsets_s)), (
-        "what the game took comes back"
-    )

@@ -352,14 +352,6 @@ class TestRemembering:
         resilient(work, 64, remember="another job")()
         assert tried.count(64) == 3
 
-    def test_a_store_that_cannot_be_written_is_told_once(
-        self, store: LimitStore, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        store.path.mkdir()
-        work = resilient(lambda batch_size: batch_size, 64, remember="my job")
-        assert [work(), work()] == [64, 64]
-        assert caplog.text.count("learned limits cannot be") == 1
-
 
 def remembered(spec: WorkerSpec, remember: bool) -> list[int]:
     device = CpuDevice(spec)

@@ -17,7 +17,6 @@ import threading
 import traceback
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -433,49 +432,6 @@ assert not hasattr(workers, "unheard_of")
 def test_importing_the_package_loads_nothing() -> None:
     done = python("-c", LAZY, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-
-
-#: Every line that says so is wrong, and only those are.
-TYPED = """
-from workers import AdaptiveSize, resilient
-
-@resilient
-def bare(batch_size: int, model: str) -> float:
-    return batch_size * 0.1
-
-@resilient(starting_batch_size=512)
-def with_options(batch_size: int, model: str, *, rate: float = 0.1) -> float:
-    return batch_size * rate
-
-class Trainer:
-    @resilient(starting_batch_size=64)
-    def step(self, batch_size: int, rows: list[int]) -> list[int]:
-        return rows[:batch_size]
-
-loss: float = bare("m") + with_options("m", rate=0.2)
-rows: list[int] = Trainer().step([1]) + Trainer.step(Trainer(), [1])
-size: int | None = bare.batch_size or Trainer().step.batch_size or AdaptiveSize(4).next()
-bare.reset()
-resilient(max, 8, lambda: 4)
-resilient(None, 8, lambda: "4")  # wrong
-bare(64, "m")  # wrong
-bare(3)  # wrong
-with_options("m", rate="fast")  # wrong
-Trainer().step(64, [1])  # wrong
-name: str = bare("m")  # wrong
-resilient(starting_batch_size="many")  # wrong
-resilient.unheard_of  # wrong
-"""
-
-
-@pytest.mark.torch
-def test_a_type_checker_sees_the_function_without_its_batch_size(tmp_path: Path) -> None:
-    source = tmp_path / "typed.py"
-    source.write_text(TYPED, encoding="utf-8")
-    done = python("-m", "mypy", "--strict", "--no-error-summary", str(source), cwd=ROOT)
-    told = {int(line.split(":")[1]) for line in done.stdout.splitlines() if ": error: " in line}
-    wrong = {number for number, line in enumerate(TYPED.splitlines(), start=1) if "# wrong" in line}
-    assert told == wrong, done.stdout
 
 
 def smaller_by(step: int, start: int) -> Callable[[], int]:

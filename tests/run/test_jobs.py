@@ -470,25 +470,6 @@ def test_while_the_queue_cannot_be_stored_all_stands(
     assert standings["three"].state is JobState.DONE
 
 
-def test_an_end_that_cannot_be_stored_ends_no_run(
-    new_jobs: JobsMaker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = new_jobs(short("one", 100))
-    run.until_state("one", JobState.RUNNING)
-
-    commit = run.store.commit
-    monkeypatch.setattr(
-        run.store, "commit", lambda: run.standing("one").state is not JobState.DONE and commit()
-    )
-    run.until(120.0)
-    assert run.standing("one").state is JobState.DONE
-    assert run.standings()["one"].state is JobState.SAVING
-    assert (run.folder / "states" / "one.pt").exists(), "its state is removed after that"
-    monkeypatch.undo()
-    run.finish()
-    check_ends(run)
-
-
 def test_a_decision_that_cannot_be_stops_no_later_head(
     new_jobs: JobsMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:

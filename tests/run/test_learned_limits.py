@@ -19,7 +19,7 @@ from orchestrator.run.learned_limits import LearnedLimits
 from tests.factories import REFERENCE, status_of
 from tests.run.conftest import RunMaker
 from tests.run.scene import events_in
-from workers.learned_limits import EXPIRY_S, LimitStore
+from workers.learned_limits import LimitStore
 from workers.settings import Learned, LimitKey, StoredLimit
 from workers.units import GIB
 
@@ -84,26 +84,6 @@ def known(store: LimitStore) -> list[StoredLimit]:
     found = list(store.all(time.time()))
     assert store.problem is None
     return found
-
-
-def plans_of(workload: str) -> tuple[SlotPlan, ...]:
-    return tuple(
-        replace(plan, spec=replace(plan.spec, workload=replace(plan.spec.workload, name=workload)))
-        for plan in PLANS
-    )
-
-
-def test_every_worker_gets_what_is_known_of_its_workload(run: Run, store: LimitStore) -> None:
-    matmul = [limit(), limit(dtype="bf16"), limit(card="another card")]
-    mine = limit(workload="mine.steps:Mlp@3f9a0c51d2e8 batch=128 size=512")
-    store.remember(*matmul, mine, limit(age_s=EXPIRY_S + 60.0, card="expired"))
-    sent = run.sent()
-    # Which of them is its own, the worker alone can tell.
-    assert all(set(plan.spec.learned) == set(matmul) for plan in sent)
-    assert tuple(replace(plan, spec=replace(plan.spec, learned=())) for plan in sent) == PLANS
-    assert all(plan.spec.learned == (mine,) for plan in run.sent(plans_of("mine.steps:Mlp")))
-    # Part of a name is another name.
-    assert all(plan.spec.learned == () for plan in run.sent(plans_of("mine.steps")))
 
 
 def test_what_was_learned_is_kept_for_the_next_run(

@@ -14,7 +14,6 @@ from orchestrator.core.slot import Phase
 from orchestrator.errors import ConfigError, UsageError
 from orchestrator.record.archive import StoredRun
 from orchestrator.record.store import RunFacts, SlotRecord
-from orchestrator.run.environment import Mode
 from orchestrator.run.resume import Past, environment_of, past_of, rules_of
 from orchestrator.run.runner import Options, go_on
 from tests import factories
@@ -72,13 +71,6 @@ def test_a_quarantined_slot_gets_another_chance() -> None:
     assert past.slots["pc1/0"].phase is Phase.ABSENT
     assert past.slots["pc1/0"].deaths_at_s == ()
     assert past.incomplete
-
-
-def test_the_environment_is_that_of_the_run() -> None:
-    environment = environment_of(stored())
-    assert environment.mode is Mode.REHEARSE
-    assert environment.config == CONFIG
-    assert (environment.target.device, environment.target.one_machine) == ("cpu", True)
 
 
 def test_a_run_whose_time_is_up_may_go_on_for_longer() -> None:

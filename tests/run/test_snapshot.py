@@ -92,15 +92,6 @@ def metered(seconds: int = 2) -> Meter:
     return one.meter
 
 
-def test_throughput_and_duty_are_over_wall_time() -> None:
-    one = Metered()
-    one.add(flop=9e13)
-    one.add()
-    meter = one.add(wall_s=2.0, busy_s=1.5, flop=2e13)
-    assert meter.tflops == pytest.approx(10.0)
-    assert meter.duty == pytest.approx(2.0 / 3.0)
-
-
 def test_what_is_older_than_the_window_is_forgotten() -> None:
     one = Metered()
     for _ in range(11):
@@ -209,22 +200,3 @@ def test_unsaved_steps_of_dead_processes_count_as_redone(new_run: RunMaker) -> N
     away = [row for row in scene.shown("pc1/0") if row.state == "LOST"]
     assert away
     assert {row.progress.train_step is not None for row in away} == {True}
-
-
-def test_without_a_process_there_is_no_speed(new_run: RunMaker) -> None:
-    scene = new_run(pc2=0)
-    progress = Progress(
-        train_step=5,
-        samples_per_s=3.0,
-        tokens_per_s=3.0,
-        eta_s=9.0,
-        mfu_pct=1.0,
-        data_wait_pct=1.0,
-        copies_pct=1.0,
-        optimizer_pct=1.0,
-        loss=2.0,
-    )
-    scene.fleet.says["pc1/0"] = {"progress": progress}
-    scene.fleet.at(9.0, lambda: scene.fleet.leave("pc1"))
-    row = scene.finish()["pc1/0"]
-    assert row.progress == Progress(train_step=5, loss=2.0, redone_steps=0)

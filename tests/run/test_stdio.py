@@ -106,15 +106,6 @@ print(sorted(os.listdir("/proc/self/fd")) == before)
     assert set((tmp_path / "log.children").read_text().split()) <= {"0", "1", "2", "3", "10"}
 
 
-def test_text_the_terminal_cannot_show_is_no_crash(tmp_path: Path) -> None:
-    done = run(
-        "with own_screen(LOG) as screen: print('3 \\u00d7 \\udcff', file=screen.out)",
-        tmp_path / "log",
-        env={**os.environ, "PYTHONIOENCODING": "ascii"},
-    )
-    assert (done.returncode, done.stdout) == (0, "3 ? ?\n")
-
-
 def test_a_reader_that_went_away_is_no_crash(tmp_path: Path) -> None:
     """Text waits to be written at the end: what comes after the run still runs."""
     script = """

@@ -224,20 +224,6 @@ def states(rows: dict[str, Row]) -> dict[str, WorkerState]:
     return {slot: row.state for slot, row in rows.items()}
 
 
-def test_the_run_ends_well_as_soon_as_all_is_done(new_run: RunMaker) -> None:
-    scene = new_run()
-    scene.fleet.finished_after = {"pc1/0": 40, "pc2/0": 100}
-    rows = scene.finish()
-    assert states(rows) == dict.fromkeys(rows, WorkerState.DONE)
-    assert {slot: row.counts.steps_ok for slot, row in rows.items()} == scene.fleet.finished_after
-    assert scene.supervisor.shortfalls() == ()
-    assert scene.recorder.shown[-1].elapsed_s < 10.0
-    assert sorted(scene.fleet.abandoned) == ["pc1/0", "pc2/0"], "their memory is free for others"
-    assert [row.heartbeat_age_s for row in rows.values()] == [None, None]
-    assert scene.stored().is_done
-    assert not scene.stored().is_resumable
-
-
 def test_a_head_that_goes_on_leaves_alone_what_is_done(new_run: RunMaker, tmp_path: Path) -> None:
     first = new_run(folder=tmp_path / "run")
     first.fleet.finished_after = {"pc1/0": 10}

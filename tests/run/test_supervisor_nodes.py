@@ -99,15 +99,6 @@ def test_a_head_that_stood_still_blames_no_worker_and_no_node(
     assert not any("STALE" in row.reason for row in run.shown("pc1/0"))
 
 
-def test_a_hang_while_the_head_stands_still_is_found_later(new_run: RunMaker) -> None:
-    run = new_run(hang_timeout_s=5, stale_after_s=3, duration="60s")
-    run.fleet.at(10, lambda: run.fleet.hang("pc2/0"))
-    run.fleet.at(10.5, lambda: run.fleet.head_stands_still(20))
-    rows = run.finish()
-    assert [rows["pc1/0"].restarts, rows["pc2/0"].restarts] == [0, 1]
-    assert rows["pc2/0"].state is WorkerState.RUNNING
-
-
 CONFIG = config_of({name: {"workers": 2, "cpus_per_worker": 4} for name in ("pc1", "pc2")})
 
 

@@ -382,20 +382,3 @@ def test_the_hash_of_weights_sees_all_but_strides() -> None:
         {**weights, "a": weights["a"].nextafter(torch.tensor(9.0))},
     ]
     assert len({weights_sha256(each) for each in (weights, *others)}) == 5
-
-
-def test_the_best_state_is_written_beside_in_the_background(tmp_path: Path, opened: Open) -> None:
-    """It replaces no generation, and puts off the next one by what it cost."""
-    now_s = 0.0
-    checkpoints = saved(opened(clock=lambda: now_s), 1)
-    generation = checkpoints.good
-    due_before = checkpoints._due_at
-    now_s = 500.0
-    assert checkpoints.save(state_at(2), 2, best={"validation_loss": 0.5})
-    assert checkpoints.wait(60)
-    assert (checkpoints.saved_step, checkpoints.good, checkpoints.failure) == (1, generation, None)
-    assert checkpoints._due_at > 500 > due_before
-    content = files.read_file(tmp_path / files.BEST)
-    assert plain(content["state"]) == plain(state_at(2))
-    assert (content["step"], content["figures"]) == (2, {"validation_loss": 0.5})
-    assert opened().load().step == 1

@@ -84,17 +84,6 @@ def test_two_passes_of_one_layer_have_masks_of_their_own(reentrant: bool | None)
     assert courses[0] == pytest.approx(courses[1], rel=1e-4)
 
 
-def test_a_dropout_under_two_names_is_keyed_under_both() -> None:
-    losses = []
-    for most in (None, 5):
-        drop = nn.Dropout(0.5)
-        model = net(drop, nn.Tanh(), drop)
-        elastic = ElasticStep(model, adamw(model))
-        elastic.most_rows = most
-        losses.append([elastic.step((X, Y), cross_entropy(model)) for _ in range(3)])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
-
-
 def test_random_numbers_of_a_pass_are_those_of_the_plain_loop() -> None:
     """A layer that is dropped for a whole batch at a time."""
 
@@ -136,41 +125,6 @@ def test_the_gravest_cause_is_refused_also_where_hazards_are_accepted(
     said = refused(contrast(model, dropout), model, (X, X.flip(1)), on_hazard=told.append)
     assert "compares samples with each other" in said
     assert told == []
-
-
-@pytest.mark.parametrize("resumed_by", ["optimiser", "state_dict"])
-def test_a_loop_that_is_resumed_draws_the_masks_that_were_due(resumed_by: str) -> None:
-    def made() -> tuple[nn.Module, torch.optim.Optimizer, ElasticStep]:
-        model = net(nn.Dropout(0.5))
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        return model, optimizer, ElasticStep(model, optimizer, fp16=resumed_by == "state_dict")
-
-    model, optimizer, elastic = made()
-    for _ in range(5):
-        elastic.step((X, Y), cross_entropy(model))
-    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    saved = cast("Any", torch.load)(_stored({**saved, "elastic": elastic.state_dict()}))
-    for _ in range(5):
-        last = elastic.step((X, Y), cross_entropy(model))
-    other, optimizer, elastic = made()
-    other.load_state_dict(saved["model"])
-    if resumed_by == "optimiser":
-        optimizer.load_state_dict(saved["optimizer"])
-    else:
-        elastic.load_state_dict(saved["elastic"])
-        assert elastic.steps == 5
-    for _ in range(5):
-        again = elastic.step((X, Y), cross_entropy(other))
-    assert again == last
-
-
-def _stored(state: dict[str, Any]) -> Any:
-    import io
-
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return file
 
 
 def test_class_weights_are_counted_by_their_sum() -> None:
@@ -322,14 +276,6 @@ def test_a_batch_that_cannot_be_cut_is_computed_whole_while_it_fits() -> None:
     room = 0.0
     with pytest.raises(TaskError, match=r"cannot be told.*packing=False.*at once it does not fit"):
         elastic.step(batch, loss)
-
-
-def test_a_larger_batch_later_is_not_cut_to_the_size_of_the_first() -> None:
-    model = net()
-    elastic = ElasticStep(model, adamw(model))
-    for rows in (2, 12):
-        elastic.step((X[:rows], Y[:rows]), cross_entropy(model))
-        assert elastic.parts == [rows]
 
 
 def test_batch_norm_that_is_switched_on_later_is_refused() -> None:

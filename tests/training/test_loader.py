@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import Dataset
 
 from tests.scene import vm_data_bytes, wait_for
-from tests.training.scene import CPU, Told, replay, settings, trainer
+from tests.training.scene import CPU, Told, settings
 from workers.training.errors import TaskError
 from workers.training.loader import Feed, loader_numbers
 from workers.training.order import samples
@@ -214,12 +214,3 @@ def test_processes_follow_cores_and_ram(changes: dict[str, Any], expected: tuple
     asked: dict[str, Any] = {"workers": "auto", "prefetch": "auto", "batch_bytes": MIB}
     told = loader_numbers(**(card | asked | changes))
     assert (told.workers, told.prefetch) == expected
-
-
-def test_what_is_left_open_is_decided_and_changes_no_bit() -> None:
-    plain, decided = trainer(steps=3), trainer(steps=3, loader_workers="auto", prefetch="auto")
-    for run in (plain, decided):
-        replay(run, [[12, 0, 3]])
-        run.close()
-    assert decided.weights_sha256() == plain.weights_sha256()
-    assert "loader processes" in decided.loader_numbers.reason

@@ -143,11 +143,6 @@ def test_each_block_learns_slower_than_the_one_after_it() -> None:
     assert {name: moved[name] / top for name in shares} == pytest.approx(shares, rel=0.02)
 
 
-def test_the_kernel_of_attention_that_really_ran_is_told() -> None:
-    assert trainer(GPT).attention_kernels() == "flash"
-    assert trainer(CNN).attention_kernels() == ""
-
-
 def test_keys_of_earlier_versions_are_refused_with_what_holds_instead() -> None:
     for key, value in {"attention": "math", "persistent": False, "min_seq": 8}.items():
         with pytest.raises(ValidationError, match="is no key any more; valid: leave it out: "):

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.training.scene import CNN, CPU, GPT, replay, settings, task
-from tests.training.scene import trainer as preset_trainer
+from tests.training.scene import CPU, GPT, replay, settings, task
 from workers.training import parts
 from workers.training.elastic import ElasticStep
 from workers.training.errors import TaskError
@@ -155,33 +154,6 @@ def test_autocast_is_seen_and_given_its_rounding() -> None:
         check_parts(model, batch(), lambda part, _: in_half(part, 0) / len(part[0]))
 
 
-def test_the_check_leaves_no_trace() -> None:
-    class Both(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm, self.drop = Norm(), AttentionDropout()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.drop(self.norm(x))  # type: ignore[no-any-return]
-
-    model, _ = made(Both())
-    model.head.eval()
-    for weight in model.parameters():
-        weight.grad = torch.ones_like(weight)
-    before = [each.clone() for each in [*model.state_dict().values(), torch.get_rng_state()]]
-    loss = MEAN(model)
-    found = check_parts(
-        model, batch(), lambda part, _: loss(part), weight=lambda part: len(part[0])
-    )
-    assert [each.cause for each in found] == ["batch statistics", "dropout"]
-    after = [*model.state_dict().values(), torch.get_rng_state()]
-    assert all(map(torch.equal, before, after))
-    assert all(
-        weight.grad is not None and (weight.grad == 1).all() for weight in model.parameters()
-    )
-    assert [name for name, module in model.named_modules() if not module.training] == ["head"]
-
-
 def test_a_hazard_is_told_once_where_the_loop_accepts_it() -> None:
     model, optimizer = made(AttentionDropout())
     told: list[str] = []
@@ -193,25 +165,6 @@ def test_a_hazard_is_told_once_where_the_loop_accepts_it() -> None:
     assert "attention_dropout" in sentence
     with pytest.raises(PartsError, match="is a sum"):
         ElasticStep(model, optimizer, on_hazard=told.append).step(batch(), SUM(model))
-
-
-def test_the_check_runs_out_of_memory_as_a_part_does() -> None:
-    model, optimizer = made()
-    rows: list[int] = []
-
-    def loss(part: Batch) -> Tensor:
-        rows.append(len(part[0]))
-        if rows[-1] > 2:
-            raise torch.OutOfMemoryError("CUDA out of memory. (acted)")
-        return SUM(model)(part)
-
-    elastic = ElasticStep(model, optimizer, sleep=lambda _: None)
-    whole = float(SUM(model)(batch()).detach()) / 120
-    assert elastic.step(batch(), loss, count=120) == pytest.approx(whole, rel=1e-6)
-    assert sum(elastic.parts) == 12
-    model, optimizer = made()
-    with pytest.raises(PartsError):
-        ElasticStep(model, optimizer, sleep=lambda _: None).step(batch(), loss)
 
 
 def test_a_form_of_batch_is_checked_once_and_after_twice_as_many(
@@ -372,16 +325,6 @@ def test_parts_that_stay_make_only_torchs_random_numbers_a_hazard() -> None:
         run = Trainer(own, settings(preset="own:task", exact=True, micro=4), CPU, 1)
         run.micro_batch(4)
         assert len(run.hazards) == functional_dropout
-
-
-@pytest.mark.parametrize("kind", [GPT, CNN])
-def test_the_presets_have_none_and_are_left_as_they_are(kind: str) -> None:
-    probed = preset_trainer(kind, steps=2, preset="own:task")
-    alone = preset_trainer(kind, steps=2)
-    for each in (probed, alone):
-        replay(each, [[12, 0, 2]])
-    assert probed.hazards == []
-    assert probed.weights_sha256() == alone.weights_sha256()
 
 
 @pytest.mark.parametrize(

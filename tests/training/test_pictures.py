@@ -68,14 +68,6 @@ def test_without_pairs_no_picture_is_mirrored(tmp_path: Path) -> None:
     assert pictures.eye_corners == []
 
 
-def test_a_look_depends_on_item_and_epoch_alone(tmp_path: Path) -> None:
-    pictures = Pictures(str(drawn_folder(tmp_path)), EDGE, 0)
-    found = looks(pictures, 2)
-    alone, _ = pictures[Sample(99, 3, 2)]
-    assert torch.equal(alone, found[3][0])
-    assert len({float(picture.sum()) for picture, _ in found}) == len(found)
-
-
 @pytest.mark.parametrize(
     ("lines", "sentence"),
     [

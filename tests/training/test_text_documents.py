@@ -124,22 +124,6 @@ def test_pieces_are_the_lines_cut_like_windows(
         data[len(pieces)]
 
 
-@pytest.mark.parametrize("documents", ["windows", "files", "lines"])
-def test_a_byte_order_mark_is_no_text(tmp_path: Path, documents: str) -> None:
-    """Samples and fingerprint are those without it."""
-
-    def data_of(*marks: bytes) -> Any:
-        for name, mark in zip("ab", marks, strict=True):
-            (tmp_path / name).write_bytes(mark + b"one line\nand a second one\n")
-        return TextBytes(tmp_path, 5, documents)  # type: ignore[arg-type]
-
-    data = data_of(b"", b"")
-    samples = tokens(data)
-    marked = data_of(codecs.BOM_UTF8, codecs.BOM_UTF8)
-    assert tokens(marked) == samples
-    assert marked.fingerprint == data.fingerprint
-
-
 def test_each_file_is_a_document(tmp_path: Path) -> None:
     for name, content in {
         "a.txt": "abcdefg\n",
@@ -188,19 +172,6 @@ def test_a_line_of_json_is_not_read_without_a_bound(
     path.write_text(json.dumps({"text": "a" * MIB}))
     with pytest.raises(TextError, match=r"line 1 of .*mine\.jsonl is longer than 1 MiB; divide it"):
         TextBytes(path, 8, "lines")
-
-
-def test_a_text_that_changes_before_it_is_read_is_read_anew(tmp_path: Path) -> None:
-    """Also one of the same length; what was read of JSON stays, for a training at work."""
-    path = tmp_path / "mine.jsonl"
-    path.write_text('{"text": "one"}')
-    first = TextBytes(path, 8, "lines")
-    path.write_text('{"text": "two"}')
-    os.utime(path, (1, 1))
-    second = TextBytes(path, 8, "lines")
-    assert tokens(first) == [b"one"]
-    assert tokens(second) == [b"two"]
-    assert first.fingerprint == second.fingerprint, "by lengths alone"
 
 
 def test_a_text_is_read_once_on_a_pc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

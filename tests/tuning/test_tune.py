@@ -85,7 +85,7 @@ def test_a_tuning_leaves_verdicts_and_your_file_though_a_process_dies(tmp_path: 
 
 @pytest.mark.torch
 def test_ctrl_c_prints_what_is_known_and_leaves_nobody(tmp_path: Path) -> None:
-    with started(tmp_path, "--rehearse", "--budget", "2m", "--levers", "micro", *SMALL) as head:
+    with started(tmp_path, "--rehearse", "--budget", "1m", "--levers", "micro", *SMALL) as head:
         verdict = first_verdict(head)
         arms = arms_of(head)
         assert arms
@@ -124,7 +124,7 @@ def logs_to(process: psutil.Process, log: Path) -> bool:
 @pytest.mark.torch
 def test_matmul_is_measured_with_several_workers(tmp_path: Path) -> None:
     arguments = ("--workload", "matmul", "--levers", "workers", "--json")
-    with started(tmp_path, "--rehearse", "--budget", "90s", *arguments) as head:
+    with started(tmp_path, "--rehearse", "--budget", "40s", *arguments) as head:
         output, errors = head.communicate(timeout=PATIENCE_S)
     assert head.returncode == 0, errors
     rows = json.loads(output)["rows"]

@@ -10,7 +10,6 @@ import torch
 from tests.flips import bit_class, flip_bit
 from workers.verification.check import Check
 from workers.verification.products import (
-    LIMIT,
     freivalds,
     least_scratch,
     same_bits,
@@ -84,19 +83,6 @@ def test_a_right_product_passes_whatever_the_operands(dtype: torch.dtype, n: int
 def test_the_tolerance_is_tight(dtype: torch.dtype) -> None:
     """The largest of 256 rows lies within a factor of 5 of it: 8 residuals each, whose mean square may be 11.5."""
     assert 0.2 < Product(dtype, 256 if dtype is not torch.float16 else 128).freivalds().worst < 1.0
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("how", DRAWS)
-def test_the_errors_are_no_larger_than_their_model(dtype: torch.dtype, how: str) -> None:
-    """S_i^2 of the docstring, against the errors themselves: in the mean of the rows, and nearly in each."""
-    for n in (64, 128):
-        product = Product(dtype, n, how)
-        exact = product.left.double() @ product.right.double()
-        errors = (product.result.double() - exact).square().sum(dim=1)
-        ratios = errors / (product.tolerated().square() / LIMIT)
-        assert ratios.mean() <= 1.0
-        assert ratios.max() <= 1.6
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

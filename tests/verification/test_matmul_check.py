@@ -7,7 +7,7 @@ import torch
 
 from tests.flips import flip_bit, flip_latest
 from workers.verification.check import Check
-from workers.workloads.base import StepResult, Workload, WorkloadContext
+from workers.workloads.base import WorkloadContext
 from workers.workloads.matmul import Matmul, matrix_bytes
 
 CPU = torch.device("cpu")
@@ -102,15 +102,3 @@ def test_a_check_leaves_memory_and_the_next_results_as_they_were(seed: int) -> N
             results.append(latest(workload))
         assert torch.equal(*results)
     assert checked._tensors._block.data_ptr() == block
-
-
-def test_a_users_workload_verifies_nothing_by_itself() -> None:
-    class Plain(Workload):
-        def step(self, size: int, batch: int) -> StepResult | None:
-            return None
-
-        def release(self) -> None:
-            pass
-
-    plain = Plain(WorkloadContext(device=CPU, dtype=torch.float32, seed=0))
-    assert plain.check(0) is None

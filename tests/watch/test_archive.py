@@ -343,12 +343,3 @@ def test_a_hostile_name_leads_nowhere(tmp_path: Path, run_id: str) -> None:
     assert IDS[2] in str(caught.value)
     assert len(str(caught.value)) < 400
     assert [listed.run_id for listed in list_runs(runs)] == sorted(IDS, reverse=True)
-
-
-def test_where_there_is_no_run_none_is_found(tmp_path: Path) -> None:
-    assert list_runs(tmp_path / "nowhere") == ()
-    with pytest.raises(UsageError, match="there is no run in"):
-        find_run(tmp_path / "nowhere", "latest")
-    (tmp_path / "file").touch()
-    with pytest.raises(ArchiveError, match="Not a directory"):
-        list_runs(tmp_path / "file")

@@ -80,24 +80,6 @@ def test_a_value_over_time_has_low_mean_and_high_in_each_part(folder: Path) -> N
     assert found["fan_pct"].mean == (None,) * 8, "no sensor told it"
 
 
-@pytest.mark.parametrize("count", [1, 8, 25, 80, 300])
-def test_one_pass_over_all_slots_finds_what_a_look_at_each_finds(folder: Path, count: int) -> None:
-    keys, between = ("temperature_c", "loss", "fan_pct"), (at(0), at(80))
-    found = history.courses(folder, keys, *between, count)
-    each = [history.courses(folder, keys, *between, count, slot) for slot in SLOTS]
-    assert found == each[0] | each[1]
-    assert [*found] == [*SLOTS]
-    whole = history.totals(folder, *between, count)
-    heat = found[SLOTS[0]]["temperature_c"]
-    assert whole["temperature_c"] == heat, "the hottest of two that are alike"
-    assert whole["allocated_bytes"].at_unix_s == heat.at_unix_s
-    mine = history.courses(folder, ("allocated_bytes",), *between, count)
-    one = mine[SLOTS[0]]["allocated_bytes"]
-    assert whole["allocated_bytes"].mean == tuple(
-        None if value is None else 2 * value for value in one.mean
-    )
-
-
 @pytest.mark.parametrize("key", ["reason", "state", "no such key", "slot"])
 def test_what_is_not_sampled_cannot_be_asked_for(folder: Path, key: str) -> None:
     with pytest.raises(ValueError, match="is not sampled"):
@@ -116,15 +98,6 @@ def test_states_are_spans_and_events_are_numbered(folder: Path) -> None:
     assert read_events(folder, after=told[0].number) == told[1:]
     assert read_events(folder, limit=1) == told[1:]
     assert read_events(folder, slot="pc1/0") == told[:1]
-
-
-def test_a_finished_run_is_followed_without_reading_it_again(folder: Path) -> None:
-    follower = Follower(folder)
-    first = follower.look()
-    assert first.freshness is Freshness.ENDED
-    assert len(first.events) == 2
-    assert follower.look().run is first.run
-    assert follower.look().events == ()
 
 
 @pytest.fixture

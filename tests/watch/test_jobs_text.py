@@ -129,11 +129,6 @@ def test_the_line_of_a_queue_of_unknown_length_names_no_end() -> None:
     assert line == "1 running, 1 queued"
 
 
-def test_the_line_of_a_held_queue_says_why() -> None:
-    line = view.summary_line(queue_of(TRAINED, held="the disk is full"))
-    assert line == "1 running; the queue is held: the disk is full"
-
-
 def test_a_job_in_full_tells_its_attempts() -> None:
     begun = {"attempt": 1, "card": "pc1", "budget_bytes": 9 * 2**30, "alone": True}
     ended = {"attempt": 1, "cause": "out of memory", "text": "no room", "step": 12}

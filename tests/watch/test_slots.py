@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.core.slot import HeadState
-from orchestrator.record.model import FIELDS, Row, Snapshot
+from orchestrator.record.model import Row, Snapshot
 from orchestrator.view.cells import (
     MISSING,
 )
 from orchestrator.view.health import health_lines
-from orchestrator.view.slots import COLUMNS, cards_table, slots_table
+from orchestrator.view.slots import cards_table, slots_table
 from orchestrator.view.tables import Table, Tone
 from tests.factories import make_row, make_snapshot
 from tests.watch.strategies import ANY_ROW
-from workers.messages import Progress, StepCounts, WorkerState
+from workers.messages import Progress, WorkerState
 
 PROGRESS = Progress(
     train_step=1250,
@@ -48,20 +46,6 @@ def lines_of(snapshot: Snapshot, width: int) -> list[str]:
 def cell_of(table: Table, name: str, row: int = 0) -> str:
     at = [column.key for column in table.columns].index(name)
     return table.rows[row].cells[at].text
-
-
-def test_every_value_of_a_row_is_declared() -> None:
-    own = {field.name for field in fields(Row)} - {"counts", "progress"}
-    counted = {*StepCounts.__slots__, "success_rate"} - {"work_flop", "busy_s"}
-    assert set(FIELDS) == own | counted | set(Progress.__slots__)
-
-
-def test_columns_and_metrics_are_declared_once() -> None:
-    names = [column.key for column in COLUMNS]
-    metrics = [(field.of, field.metric) for field in FIELDS.values() if field.metric]
-    assert len(set(names)) == len(names)
-    assert len(set(metrics)) == len(metrics)
-    assert all(set(column.keys) <= FIELDS.keys() for column in COLUMNS)
 
 
 @settings(deadline=None, max_examples=30)
@@ -126,14 +110,6 @@ def test_80x24_shows_ten_slots_and_the_worst_reasons(alike: bool) -> None:
     text = "\n".join(lines)
     assert ("its process starts" if alike else "pc1/0: the reason of pc1/0") in text
     assert "starting for 00:12, then 00:30 of work" in text
-
-
-def test_bytes_of_a_rehearsal_are_in_mib() -> None:
-    row = make_row(allocated_bytes=100 * 2**20, reserved_bytes=160 * 2**20, cap_bytes=213 * 2**20)
-    table = slots_table(make_snapshot(row))
-    assert cell_of(table, "vram") == "100/160/213"
-    titles = [column.title for column in table.columns]
-    assert {"MiB allocated", "GiB card"} <= set(titles)
 
 
 def test_a_card_shows_its_sensors_and_what_its_workers_do() -> None:

@@ -15,13 +15,12 @@ from typing import Any
 
 import pytest
 
-from orchestrator.record.archive import read_answers, read_run
+from orchestrator.record.archive import read_run
 from orchestrator.record.events import EventLog
 from orchestrator.record.store import (
     SAMPLES_KEPT,
     SCHEMA_VERSION,
     STORE_NAME,
-    CommandRecord,
     RunStore,
 )
 from orchestrator.run.supervisor import Outlets
@@ -128,27 +127,6 @@ def test_samples_go_on_after_the_clock_was_set_back(path: Path, store: RunStore)
         store.update(make_snapshot(make_row(), now_unix_s=now_unix_s))
     store.commit()
     assert moments(path) == [1000.0, 1001.0, 5000.0]
-
-
-def test_a_transaction_holds_all_that_waited(path: Path, store: RunStore) -> None:
-    store.slots([record(), record("pc1/1")])
-    store.slots([record(reason="newer")])
-    answered = {"id": "a1", "at_unix_s": 1.0, "do": "pause", "slots": ("pc1/0",), "by": "test"}
-    store.command(CommandRecord(**answered, amount_bytes=None, answer={"ok": True}))
-    assert not path.exists()
-    assert store.commit()
-    run = read_run(path.parent)
-    assert [(slot.slot, slot.row.reason) for slot in run.slots] == [
-        ("pc1/0", "newer"),
-        ("pc1/1", "steady"),
-    ]
-    assert (run.facts.run_id, run.facts.heads, run.exit_code) == (FACTS.run_id, 1, None)
-    assert read_answers(path.parent) == {"a1": {"ok": True}}
-
-    before = path.with_name(f"{STORE_NAME}-wal").stat()
-    assert store.commit()
-    after = path.with_name(f"{STORE_NAME}-wal").stat()
-    assert (before.st_size, before.st_mtime_ns) == (after.st_size, after.st_mtime_ns)
 
 
 def resumed(path: Path, chaos: str | None, pid: int) -> RunStore:

@@ -10,7 +10,6 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.core.slot import HeadState, slot_state
 from orchestrator.record.model import STATES_WORST_FIRST, Row, worst_first
 from orchestrator.record.summary import (
     failure_dict,
@@ -34,14 +33,6 @@ def test_the_keys_of_a_row_are_those_of_the_design() -> None:
         "train_step train_steps epoch loss first_loss samples_per_s tokens_per_s micro_batch accumulation memory_level "
         "saved_step redone_steps data_wait_pct copies_pct optimizer_pct mfu_pct eta_s weights_sha256"
     )
-
-
-def test_every_state_has_its_place() -> None:
-    assert sorted(STATES_WORST_FIRST) == sorted([*WorkerState, *HeadState])
-    assert not set(WorkerState) & set(HeadState), "a word says whose state it is"
-    assert [type(slot_state(state.value)) for state in STATES_WORST_FIRST] == [
-        type(s) for s in STATES_WORST_FIRST
-    ]
 
 
 def test_worst_first_by_state_then_trouble_then_natural_slot() -> None:

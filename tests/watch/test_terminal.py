@@ -10,7 +10,7 @@ from rich.cells import cell_len
 
 from orchestrator.view.cells import MISSING
 from orchestrator.view.tables import Cell, Column, Table, TableRow, Tone
-from orchestrator.view.terminal import STYLES, plain_text, table_lines
+from orchestrator.view.terminal import plain_text, table_lines
 
 HOSTILE = "\x1b[31mred\x1b[0m [bold]markup[/bold] \u202eturned\nline メモリ不足"
 COLUMNS = (
@@ -53,17 +53,6 @@ def drawn(table: Table, width: int | None) -> list[str]:
     return plain_text(table_lines(table, width)).split("\n")
 
 
-def test_words_stand_left_and_numbers_right_under_their_unit() -> None:
-    rows = [ROW, ("pc1/10", "LOST", "8", MISSING, "100")]
-    assert drawn(made(rows), 80) == [
-        "slot    state    size  card      temp",
-        "                 rows               C",
-        "─" * 37,
-        "pc1/0   RUNNING   512  RTX 309…    71",
-        f"pc1/10  LOST        8  {MISSING}          100",
-    ]
-
-
 def test_columns_fall_away_by_priority() -> None:
     titles = [drawn(made([ROW]), width)[0].split() for width in (60, 33, 25, 15)]
     assert titles == [
@@ -74,22 +63,10 @@ def test_columns_fall_away_by_priority() -> None:
     ]
 
 
-def test_a_column_without_a_value_is_left_out() -> None:
-    table = made([("pc1/0", MISSING, "512", MISSING, "")])
-    assert drawn(table, None)[0].split() == ["slot", "state", "size"]
-
-
 def test_without_a_terminal_nothing_is_cut() -> None:
     long = "x" * 300
     lines = drawn(made([(long, "RUNNING", "512", long, "71")], [long]), None)
     assert [line.count(long) for line in lines[3:]] == [2, 0, 2]
-
-
-def test_a_name_that_is_too_long_keeps_its_end() -> None:
-    name = "the-workstation-in-the-cellar-of-the-house/12"
-    row = drawn(made([(name, *ROW[1:])]), 40)[-1]
-    assert row.startswith("the-work")
-    assert "/12  RUNNING" in row
 
 
 def test_reasons_stand_below_and_equal_ones_share_a_line() -> None:
@@ -100,14 +77,6 @@ def test_reasons_stand_below_and_equal_ones_share_a_line() -> None:
         "pc1/0, pc1/2, pc1/3 and 2 more: its node has left",
         "pc1/1: memory ran out",
     ]
-
-
-def test_tones_are_colours_of_cells_and_reasons() -> None:
-    cells = (Cell(text="pc1/0"), Cell(text="LOST", tone=Tone.BAD), *[Cell()] * 3)
-    row = TableRow(key="pc1/0", cells=cells, reason="its node has left", tone=Tone.WARN)
-    lines = table_lines(Table(name="slots", columns=COLUMNS, rows=(row,)), 80)
-    assert STYLES[Tone.BAD] in {str(span.style) for span in lines[1].spans}
-    assert lines[-1].style == STYLES[Tone.WARN]
 
 
 TEXTS = st.text(max_size=40) | st.sampled_from((HOSTILE, MISSING, "", "カード" * 20))

@@ -51,13 +51,6 @@ def test_a_run_top_page_and_report_say_the_same_numbers(tmp_path: Path) -> None:
         assert text in of_run
 
 
-def test_a_document_is_json_whatever_the_rows_hold() -> None:
-    frame = frame_at(60, tflops=float("inf"), reason="\x1b[2J\n\ud800")
-    text = json.dumps(document(frame), allow_nan=False)
-    assert "\\u001b" not in text
-    assert json.loads(text)["tables"]["slots"]["rows"]
-
-
 @pytest.mark.parametrize(
     ("freshness", "late_s", "mark"),
     [

@@ -12,7 +12,7 @@ import pytest
 
 from orchestrator.config.load import load_config
 from orchestrator.record.archive import read_run
-from tests.cluster.conftest import SMALL, ByHand, Head, Starter, descendants, ray_process
+from tests.cluster.conftest import RESTING, SMALL, ByHand, Head, Starter, descendants, ray_process
 from tests.scene import COMMAND, ROOT, ran, wait_for
 
 pytestmark = pytest.mark.ray
@@ -125,7 +125,7 @@ def gone_on_after_its_head_was_killed(head: Head, start: Starter, by_hand: ByHan
 def test_nodes_by_hand_are_named_awaited_asked_and_used(
     start: Starter, by_hand: ByHand, tmp_path: Path
 ) -> None:
-    by_hand.arguments = (*by_hand.arguments, *SMALL)
+    by_hand.arguments = (*by_hand.arguments, *SMALL, *RESTING)
     by_hand.type_what_up_prints("pc1")
     refused_without_pc2(start, by_hand)
 

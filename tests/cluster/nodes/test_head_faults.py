@@ -13,7 +13,7 @@ import pytest
 
 from orchestrator.record.archive import StoredRun, read_run
 from orchestrator.record.store import STORE_NAME
-from tests.cluster.conftest import ONE_EACH, Head, Starter
+from tests.cluster.conftest import ONE_EACH, RESTING, Head, Starter
 
 pytestmark = pytest.mark.ray
 
@@ -35,7 +35,7 @@ def stored_when(head: Head, elapsed_s: float) -> StoredRun:
 
 @needs_mounts
 def test_a_read_only_run_folder_is_told_and_ends_no_run(start: Starter) -> None:
-    head = start("--rehearse", "--duration", "10s", "--plain", *ONE_EACH, before=UNSHARED)
+    head = start("--rehearse", "--duration", "10s", "--plain", *ONE_EACH, *RESTING, before=UNSHARED)
     known = stored_when(head, 1.0)
     folder = head.folder()
     inside = (
@@ -69,7 +69,7 @@ def test_a_cluster_whose_head_ends_ends_the_run(start: Starter) -> None:
 
     What was reported until then would be lost.
     """
-    head = start("--rehearse", "--duration", "10", *ONE_EACH)
+    head = start("--rehearse", "--duration", "10", *ONE_EACH, *RESTING)
     stored_when(head, 1.0)
     children = psutil.Process(head.process.pid).children(recursive=True)
     (store,) = (child for child in children if child.name() == "gcs_server")
