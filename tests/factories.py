@@ -28,12 +28,11 @@ from workers.messages import (
     NO_COUNTS,
     DeviceInfo,
     MemoryInfo,
-    ResumeState,
     Status,
     StepCounts,
     WorkerState,
 )
-from workers.settings import Learned, LimitKey, StoredLimit
+from workers.settings import Learned, LimitKey, PolicyState, StoredLimit
 from workers.units import GIB
 
 # --- configurations and what a run is told by them
@@ -174,7 +173,7 @@ def make_row(**changed: object) -> Row:
     return Row(**with_counts({**_HEALTHY, **changed}))
 
 
-_LEARNED: ResumeState = {"policy": "classic", "size": 8192, "learned": None, "ok": True}
+_LEARNED = PolicyState(policy="adaptive", learned=(Learned(size=8192), None))
 
 FACTS = RunFacts(
     run_id="20261120-051500-0b76",
@@ -254,7 +253,7 @@ def record(
     *,
     row: Row | None = None,
     incarnation: int = 2,
-    resume: ResumeState | None = _LEARNED,
+    resume: PolicyState | None = _LEARNED,
     orders: UserOrders = NOTHING_ASKED,
     **changed: object,
 ) -> SlotRecord:

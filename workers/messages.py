@@ -11,17 +11,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache
-from typing import Final, TypeAlias, get_args, get_type_hints
+from typing import Final, get_args, get_type_hints
 
 from workers.readings import SensorReading
 from workers.settings import (
     FailureKind,  # noqa: F401 - where users import it from (docs/resilient.md)
+    PolicyState,
     Scalar,
     StoredLimit,
 )
-
-#: A policy's state in a form that any store can keep; the policy alone knows what the keys mean.
-ResumeState: TypeAlias = Mapping[str, Scalar]
 
 
 class WorkerState(StrEnum):
@@ -137,7 +135,7 @@ class KeptBytes:
 class Begin:
     """What the process of an incarnation is told once, when it starts."""
 
-    resume: ResumeState | None = None
+    resume: PolicyState | None = None
     """The policy's state by the last status of the slot; `None`: there is none."""
     fresh: bool = False
     """Whether the slot begins its work: what an earlier run left on the disk is not its state."""
@@ -520,7 +518,7 @@ class Status:
     """The last look at the sensors; `None` if there was none yet."""
     rss_bytes: int | None = None
     """Resident memory of the process on its host."""
-    resume: ResumeState | None = None
+    resume: PolicyState | None = None
     progress: Progress | None = None
     """`None` of a workload without an end, and before it could be asked."""
     learned: StoredLimit | None = None

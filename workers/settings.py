@@ -184,6 +184,20 @@ class Learned:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyState:
+    """What a policy knows, for the next process of its slot: no times, as its clock is another."""
+
+    policy: str
+    """Its name."""
+    failures: int = 0
+    """As the guide's formulas count them."""
+    level: int = 0
+    """Of the last part (`workers.policy.base.Run`)."""
+    learned: tuple[Learned | None, ...] = ()
+    """Of each level."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LimitKey:
     """The circumstances under which a limit was learned; under any others it means nothing."""
 

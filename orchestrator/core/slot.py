@@ -18,12 +18,11 @@ from workers.messages import (
     Cause,
     DeviceInfo,
     Quiet,
-    ResumeState,
     Status,
     StepCounts,
     WorkerState,
 )
-from workers.settings import Scalar
+from workers.settings import PolicyState, Scalar
 
 
 class HeadState(StrEnum):
@@ -186,7 +185,7 @@ class Slot:
     """Those of the last `death_window_s`, and all since a process last came up: a slot that never
     answers is given up.
     """
-    resume: ResumeState | None = None
+    resume: PolicyState | None = None
     training: Training = NO_TRAINING
     device: DeviceInfo | None = None
     """The last that any status named: a broken process names none."""

@@ -27,7 +27,7 @@ from orchestrator.jobs.queue import Queue
 from orchestrator.record.codec import as_json, from_json
 from orchestrator.record.events import harmless
 from orchestrator.record.model import FIELDS, Row, Snapshot, finite
-from workers.messages import ResumeState
+from workers.settings import PolicyState
 
 STORE_NAME: Final = "run.sqlite"
 """The store's file in the run folder."""
@@ -168,7 +168,7 @@ class SlotRecord:
 
     row: Row
     incarnation: int
-    resume: ResumeState | None = None
+    resume: PolicyState | None = None
     orders: UserOrders = NOTHING_ASKED
 
     @property

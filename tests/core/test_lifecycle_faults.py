@@ -17,6 +17,7 @@ from tests.core.scene import Scene, notes
 from tests.factories import CPU, MEMORY, RULES, counters, counters_of
 from tests.scene import MIB
 from workers.messages import Cause, EndCause, Verdict, WorkerState
+from workers.settings import PolicyState
 
 
 def test_a_process_that_ended_has_died_in_the_words_of_its_actor() -> None:
@@ -96,7 +97,7 @@ def test_a_poisoned_process_is_replaced_and_its_status_counts(full: dict[str, ob
         verdict=Verdict.CONTEXT_CORRUPTED,
         reason="illegal access",
         steps_ok=2,
-        resume={"failures": 1},
+        resume=PolicyState(policy="classic", failures=1),
         **full,
     )
     assert scene.deeds(status) == []
@@ -105,7 +106,7 @@ def test_a_poisoned_process_is_replaced_and_its_status_counts(full: dict[str, ob
     assert scene.slot.reason == "illegal access"
     assert scene.slot.failure is Cause.DRIVER
     assert counters_of(scene.slot) == counters(steps_ok=2, restarts=1, oom_count=len(full) // 2)
-    assert scene.slot.resume == {"failures": 1}
+    assert scene.slot.resume == PolicyState(policy="classic", failures=1)
     assert len(scene.slot.deaths_at_s) == 1
 
 

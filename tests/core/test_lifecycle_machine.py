@@ -51,6 +51,7 @@ from workers.messages import (
     Verdict,
     WorkerState,
 )
+from workers.settings import PolicyState
 
 FINAL = {Phase.QUARANTINED, Phase.STOPPED, Phase.DONE}
 
@@ -134,7 +135,7 @@ class Cluster:
             "is_held": process.holds,
             "wall_s": wall_s,
             "died": None if process.alive else died,
-            "resume": {"done": self.really_done},
+            "resume": PolicyState(policy="scripted", failures=self.really_done),
         }
         return status_of("pc1/0", process.incarnation, **{**usual, **changes})
 

@@ -5,6 +5,7 @@ what a job leaves is lent and comes back, and a process begins with nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from random import Random
 
 from hypothesis import given, settings
@@ -291,10 +292,14 @@ def test_a_starved_job_lends_its_share_and_is_asked_again_each_minute() -> None:
             world.report(person, starving=person is starved)
         shares.append(starved.told_bytes / CARD_BYTES)
     assert min(shares[SETTLED_S:]) < 0.02
-    asked = sum(
-        a < 0.1 < b for a, b in zip(shares[SETTLED_S:], shares[SETTLED_S + 1 :], strict=False)
-    )
-    assert 2 <= asked <= 4
+    asked = [
+        second
+        for second, (before, after) in enumerate(pairwise(shares))
+        if second >= SETTLED_S and before < 0.1 < after
+    ]
+    assert 2 <= len(asked) <= 4
+    # It is offered its whole share for 20 statuses, and then lends it for 60.
+    assert {later - sooner for sooner, later in pairwise(asked)} == {81}
 
 
 def test_the_users_cap_bounds_a_lease_and_leaves_the_rest_to_the_others() -> None:

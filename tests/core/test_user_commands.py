@@ -154,6 +154,17 @@ def test_a_process_that_hangs_before_its_hold_is_not_replaced(
     assert (scene.orders().incarnation, scene.orders().runs) == (1, True)
 
 
+def test_a_process_that_ends_while_it_is_held_is_told_and_not_replaced() -> None:
+    scene = slot_in("running")
+    scene.feed(Held(hold=Hold.PAUSE))
+    scene.feed(scene.status(is_held=True))
+    assert (scene.slot.phase, scene.slot.runs) == (Phase.HELD, True)
+    assert "keeps its memory" in scene.slot.reason
+    scene.feed(scene.end())
+    assert (scene.slot.phase, scene.slot.runs) == (Phase.HELD, False)
+    assert "its process has ended" in scene.slot.reason
+
+
 def test_a_quarantine_ends_a_hold_and_is_lifted_clean() -> None:
     scene = Scene.working(max_deaths=2)
     scene.die()

@@ -25,7 +25,7 @@ from tests.in_child import InChild
 from tests.scene import MIB, spec_of
 from workers.devices.base import alone_on
 from workers.messages import Status, Verdict, WorkerState
-from workers.settings import LimitKey, WorkerSpec
+from workers.settings import Learned, LimitKey, PolicyState, WorkerSpec
 from workers.workloads.base import StepResult, Workload
 from workers.workloads.matmul import Matmul, matrix_bytes
 
@@ -209,8 +209,8 @@ class TestLearned:
 
 
 def test_it_waits_for_its_share_and_gives_all_back(in_child: InChild) -> None:
-    learned = {"units": 320**2, "fixed_bytes": 0.0, "unit_bytes": 12.0}
-    resume = {"policy": "adaptive", "level": 0, **learned}
+    learned = Learned(size=320**2, fixed_bytes=0.0, unit_bytes=12.0)
+    resume = PolicyState(policy="adaptive", learned=(learned,))
     orders = leases(0, 0, 40 * MIB, None, None, 0, None)
     first, second, leased, *free, waiting, last = in_child(
         turns, spec_of(policy="adaptive"), orders, {"resume": resume}
@@ -222,7 +222,7 @@ def test_it_waits_for_its_share_and_gives_all_back(in_child: InChild) -> None:
         assert report.memory.allocated_bytes < 2 * MIB, "nothing but an arena of Python is held"
         assert (report.counts.oom_count, report.counts.emergency_count) == (0, 0)
         assert report.claim_bytes is None
-    assert second.resume["units"] == 320**2, "what the slot had learned is not forgotten"
+    assert second.resume.learned[0].size == 320**2, "what the slot had learned is not forgotten"
     assert (leased.state, leased.counts.oom_count) == (WorkerState.RUNNING, 0)
     assert "resumed" in names(first)
     assert leased.memory.allocated_bytes <= 40 * MIB

@@ -10,6 +10,7 @@ import gc
 import resource
 import time
 import weakref
+from dataclasses import replace
 from typing import Any, ClassVar, TypeAlias
 
 import pytest
@@ -218,14 +219,15 @@ class TestTooLarge:
     def test_an_engine_adopts_what_another_has_learned(
         self, in_child: InChild, shrunk: Status
     ) -> None:
-        resumes = [None, {**shrunk.resume, "failures": 2}, {"policy": "another"}]
+        known = replace(shrunk.resume, failures=2)
+        resumes = [None, known, replace(known, policy="another")]
         spec = spec_of(size=1024, dtype="fp32")
         (first, _), (second, _), (third, later) = [
             in_child(turns, spec, [{}] * 2, {"resume": resume}) for resume in resumes
         ]
         assert first.size == 1024
         assert second.size == int(1024 * 0.7**2)
-        assert second.resume["failures"] == 2
+        assert second.resume.failures == 2
         assert "resumed" in names(second)
         assert "resume_refused" in names(third), (
             "a state of another policy starts afresh, and says so"

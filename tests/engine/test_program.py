@@ -29,6 +29,7 @@ from workers.settings import (
     CommandSpec,
     Learned,
     LimitKey,
+    PolicyState,
     StoredLimit,
     ThermalSettings,
     WorkerSpec,
@@ -178,7 +179,7 @@ def test_a_spec_file_holds_all_that_a_worker_must_know(tmp_path: Path) -> None:
     )
     copy = tmp_path / "copy"
     copy.write_bytes(b"\0" * 8)
-    begin = Begin(resume={"size": 3, "of": None})
+    begin = Begin(resume=PolicyState(policy="a", learned=(None, Learned(size=3, unit_bytes=0.5))))
     path = write_spec(tmp_path, spec, 7, begin, copy)
     found = read_spec(path)
     expected = replace(begin, checkpoint=b"\0" * 8)

@@ -92,32 +92,26 @@ class Loop:
     now_s: float = 0.0
     questions: int = 0
     tries: list[Try] = field(default_factory=list)
-    state: Sizer = field(init=False)
+    sizer: Sizer = field(init=False)
 
     def __post_init__(self) -> None:
-        self.state = Sizer.cold(self.bounds, self.learned)
+        self.sizer = Sizer(self.bounds, self.learned, clock=lambda: self.now_s)
 
     def fork(self, **changes: object) -> Loop:
         """Return a loop in the same state, in a world of its own from now on."""
         draw = Random(self.questions)  # noqa: S311 - a draw of the simulated world
         other = replace(self, tries=[], draw=draw, **changes)  # type: ignore[arg-type]
-        other.state = self.state
+        other.sizer.__dict__ |= vars(self.sizer) | {"_clock": lambda: other.now_s}
         return other
 
     def ask(self) -> int | None:
         said_bytes = self._said_bytes()
         self.questions += 1
-        self.state, size = Sizer.next_size(self.state, self.bounds, self.now_s, said_bytes)
+        size = self.sizer.next(said_bytes)
         self.tries.append(
-            Try(self.now_s, said_bytes, size, self.state.reason, self.now_s, failed=False)
+            Try(self.now_s, said_bytes, size, self.sizer.reason, self.now_s, failed=False)
         )
         return size
-
-    def ended_well(self, size: int, peak_bytes: int | None) -> None:
-        self.state = Sizer.succeeded(self.state, self.bounds, self.now_s, size, peak_bytes)
-
-    def ran_out(self, size: int) -> None:
-        self.state = Sizer.failed(self.state, self.bounds, self.now_s, size)
 
     def turn(self, step_s: float, *, fails: bool | None = None, share: float = 1.0) -> Try:
         """Ask, and run one step.
@@ -138,10 +132,10 @@ class Loop:
             fails = need_bytes > self.free_bytes
         self.tries[-1] = self.tries[-1]._replace(size=size, ended_at_s=self.now_s, failed=fails)
         if fails:
-            self.ran_out(size)
+            self.sizer.failed(size)
         else:
             peak_bytes = self._garbage_bytes() if self.signal.garbage_peaks else need_bytes
-            self.ended_well(size, peak_bytes if self.signal.peaks else None)
+            self.sizer.succeeded(size, peak_bytes if self.signal.peaks else None)
         return self.tries[-1]
 
     def turns_for(self, seconds: float, step_s: float) -> list[Try]:
@@ -362,7 +356,7 @@ class SizerMachine(RuleBasedStateMachine):
     @rule()
     def the_process_starts_anew_with_what_was_learned(self) -> None:
         old = self.loop
-        learned = old.state.learned
+        learned = old.sizer.learned
         self.loop = Loop(
             old.bounds, old.workload, old.signal, old.free_bytes, old.draw, learned, old.now_s
         )
@@ -492,7 +486,9 @@ class SizerMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_number_is_finite(self) -> None:
-        assert all(math.isfinite(number) for number in numbers(self.loop.state))
+        assert all(
+            math.isfinite(number) for number in numbers(tuple(vars(self.loop.sizer).values()))
+        )
 
     @invariant()
     def no_size_fails_twice_without_a_release_between(self) -> None:

@@ -29,7 +29,7 @@ from workers.messages import (
     WorkerEvent,
     WorkerState,
 )
-from workers.settings import WorkerSpec
+from workers.settings import PolicyState, WorkerSpec
 
 #: Steps of every worker in a second.
 STEPS_PER_S = 20
@@ -487,7 +487,7 @@ class ScriptedFleet:
             "wall_s": process.at_s - process.up_at_s,
             "device": CPU,
             "memory": MEMORY,
-            "resume": {"done": self.really_done[slot]},
+            "resume": PolicyState(policy="scripted", failures=self.really_done[slot]),
             "is_held": process.holds,
             "saves": process.saves,
         }

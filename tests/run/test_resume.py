@@ -19,6 +19,7 @@ from orchestrator.run.runner import Options, go_on
 from tests import factories
 from tests.factories import facts_of
 from tests.scene import ROOT
+from workers.settings import PolicyState
 
 CONFIG = load_config(str(ROOT / "cluster.yaml"), ["run.poll_s=1.0"])
 OPTIONS = Options(json=True, plain=True, wait_for_nodes=False)
@@ -30,7 +31,9 @@ def facts(**changes: object) -> RunFacts:
 
 def record(**changes: Any) -> SlotRecord:
     usual = {"steps_ok": 500, "restarts": 3, "busy_s": 1.5, "verify_checks": 0}
-    return factories.record(incarnation=4, resume={"failures": 2}, **{**usual, **changes})
+    return factories.record(
+        incarnation=4, resume=PolicyState(policy="classic", failures=2), **{**usual, **changes}
+    )
 
 
 def stored(*records: SlotRecord, folder: Path = Path("runs/x"), **changes: object) -> StoredRun:

@@ -35,6 +35,7 @@ from tests.scene import namespaced
 from tests.watch.scene import head_process
 from workers.keeper.processes import start_time
 from workers.messages import Progress, WorkerState
+from workers.settings import Learned, PolicyState
 
 #: Of a run whose head is this process.
 MINE = replace(
@@ -98,7 +99,8 @@ def begun_head(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
 def test_everything_comes_back_as_it_was(folder: Path, store: RunStore) -> None:
     row = make_row(progress=Progress(train_step=3, loss=math.inf), reason="gr\xf6\xdfer \u2028\n")
     orders = UserOrders(hold=Hold.DRAIN, cap_bytes=5)
-    store.slots([record(row=row, orders=orders, resume={"learned": math.inf})])
+    known = PolicyState(policy="adaptive", learned=(Learned(size=1, unit_bytes=math.inf), None))
+    store.slots([record(row=row, orders=orders, resume=known)])
     add_event(store, {**event(name="state", cause="\udc80 \u2028"), "slot": "pc1/0"})
     add_event(store, event(name="other"))
     told = {"notices": ("pc2 has left",), "nodes_seen": ("pc1",)}
@@ -108,7 +110,7 @@ def test_everything_comes_back_as_it_was(folder: Path, store: RunStore) -> None:
     run = read_run(folder)
     assert run.facts == MINE
     first, second = run.slots
-    assert first == record(row=row, orders=orders, resume={"learned": math.inf})
+    assert first == record(row=row, orders=orders, resume=known)
     assert second == record("pc2/0", state="LOST")
     assert (run.outcome, run.exit_code, run.error) == ("degraded", 1, "too few")
     assert (run.elapsed_s, run.remaining_s, run.updated_at_unix_s) == (12.5, 17.5, 1_700_000_012.5)

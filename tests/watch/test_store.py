@@ -28,6 +28,7 @@ from tests.factories import FACTS, make_row, make_snapshot, record
 from tests.scene import ROOT, namespaced
 from tests.watch.scene import Clock, head_process
 from workers.messages import WorkerState
+from workers.settings import Learned, PolicyState
 
 #: Fills a disk of 1 MiB, and lets go of the space.
 FULL_DISK = """
@@ -229,7 +230,7 @@ def test_what_cannot_be_written_at_the_end_is_a_gap(tmp_path: Path, place: str) 
         {"reason": "\udc80"},
         {"incarnation": 2**200},
         {"work_flop": math.inf},
-        {"resume": {"learned": math.nan}},
+        {"resume": PolicyState(policy="a", learned=(Learned(size=1, unit_bytes=math.nan),))},
         {"size": 10**5000},
     ],
 )

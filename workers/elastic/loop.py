@@ -20,36 +20,12 @@ from typing import Generic, Protocol, TypeVar
 
 from workers import oom
 from workers.oom import MAX_PROBABLE_IN_A_ROW, Failure
+from workers.policy.base import Sizes
 from workers.settings import FailureKind
 
 R = TypeVar("R")
 S = TypeVar("S")
 S_contra = TypeVar("S_contra", contravariant=True)
-
-
-class Sizes(Protocol[S]):
-    """Decides how large parts are."""
-
-    @property
-    def reason(self) -> str:
-        """Why `next` returned `None` last, in words."""
-
-    def next(self, allowed_bytes: int | None, /) -> S | None:
-        """Return the size of the next part; `None`: nothing fits now.
-
-        `allowed_bytes` is all that the part may hold; `None`: that was not measured.
-        """
-
-    def succeeded(self, size: S, peak_bytes: int | None, is_partial: bool, /) -> None:
-        """Take note that a part of this size ended well, and of the most that it held.
-
-        `is_partial`: it had less to do than its size allows, so that what it took tells nothing.
-        """
-
-    def failed(self, size: S, at_least_bytes: int | None, /) -> None:
-        """Take note that a part of this size ran out of memory, and of what it would have held at
-        least.
-        """
 
 
 class Memory(Protocol):

@@ -298,7 +298,7 @@ class Engine:
             device=session.device.info,
             sensors=session.thermal.reading,
             claim_bytes=None if memory is None else workload.claim_bytes,
-            resume=session.policy.dump(),
+            resume=session.policy.state,
             metrics=dict(islice(workload.metrics.items(), _MOST_METRICS)),
             learned=None if memory is None else session.learned_limit(memory.peak_bytes),
         )

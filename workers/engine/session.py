@@ -27,14 +27,13 @@ from workers.messages import (
     Cause,
     ContextCorruptedError,
     IncompatibleError,
-    ResumeState,
     StepCounts,
     WorkerState,
 )
 from workers.oom import Failure
 from workers.policy import make_policy
 from workers.policy.base import Policy, Stages
-from workers.settings import FailureKind, LimitKey, StoredLimit, WorkerSpec
+from workers.settings import FailureKind, LimitKey, PolicyState, StoredLimit, WorkerSpec
 from workers.units import MIB
 from workers.workloads.base import Workload, WorkloadContext, find_workload
 
@@ -223,7 +222,7 @@ def _make_policy(
     device: Device,
     workload: Workload,
     key: LimitKey,
-    resume: ResumeState | None,
+    resume: PolicyState | None,
     account: Account,
 ) -> Policy:
     """Make the policy with the state of the slot's last status, else with what earlier runs
@@ -244,11 +243,11 @@ def _make_policy(
         raise IncompatibleError(f"{spec.slot}: {error}") from error
     if resume is not None:
         try:
-            policy.load(resume)
+            policy.resume(resume)
         except ValueError as error:
             account.event("resume_refused", reason=str(error))
         else:
-            account.event("resumed", **dict(resume))
+            account.event("resumed", level=resume.level, failures=resume.failures)
             return policy
     if limit is not None:
         account.event(

@@ -1,7 +1,7 @@
 """What an engine is started with, as a file of JSON: `python -m workers.engine SPEC.json`.
 
-Knows no key by name: what may stand in
-the file are the fields of `Start`, of `WorkerSpec`, and of what they hold. Imports no torch.
+Knows no key by name: what may stand in the file are the fields of `Start`, of `WorkerSpec`, and of
+what they hold. Imports no torch.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ import json
 import os
 import types
 import typing
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from workers.messages import Begin, ResumeState
-from workers.settings import WorkerSpec
+from workers.messages import Begin
+from workers.settings import PolicyState, WorkerSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +25,7 @@ class Start:
 
     spec: WorkerSpec
     incarnation: int = 0
-    resume: ResumeState | None = None
+    resume: PolicyState | None = None
     fresh: bool = True
     checkpoint: str | None = None
     """Path of the head's copy of the slot's state."""
@@ -56,7 +55,7 @@ def write_spec(
     )
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(json.dumps(_plain(start), indent=1).encode("ascii"))
+        file.write(json.dumps(dataclasses.asdict(start), indent=1).encode("ascii"))
     return path
 
 
@@ -69,15 +68,6 @@ def read_spec(path: Path) -> Start:
     """
     start: Start = _made(Start, json.loads(path.read_text("utf-8")))
     return start
-
-
-def _plain(value: Any) -> Any:  # noqa: ANN401 - any field
-    if dataclasses.is_dataclass(value):
-        names = [field.name for field in dataclasses.fields(value)]
-        return {name: _plain(getattr(value, name)) for name in names}
-    if isinstance(value, Mapping):
-        return {name: _plain(each) for name, each in value.items()}
-    return [_plain(each) for each in value] if isinstance(value, tuple) else value
 
 
 def _made(kind: Any, value: Any) -> Any:  # noqa: ANN401 - any field

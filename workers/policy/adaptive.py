@@ -15,17 +15,15 @@ at once, a few times, and only then believed.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Final
 
-from workers.policy import base
-from workers.policy.base import Needs, Run
-from workers.policy.memory_seen import MINUTE_S
+from workers.policy.base import Needs, Run, check_name
 from workers.policy.sizer import Sizer
 from workers.policy.sizes_tried import WORTH_TRYING, Bounds
-from workers.settings import Learned, MemorySettings, Scalar, WorkloadSpec
+from workers.settings import Learned, MemorySettings, PolicyState, WorkloadSpec
 from workers.units import MIB
 
 #: Sizes are a multiple of this: whole tiles of every tensor core so far.
@@ -47,31 +45,15 @@ class _Level:
     """What a workload can do at one level, and what is known of it."""
 
     ladder: Ladder
-    bounds: Bounds
     keeps: float
     """See `Stages.keeps`."""
     sizer: Sizer
-    suffix: str
-    """Of its keys in a dumped state."""
 
     def kept_bytes(self, held_bytes: float) -> float:
         """Return what stays at this level of so much held at level 0, while that was never
         measured.
         """
         return held_bytes * self.keeps if self.sizer.line is None else 0.0
-
-    def learned_in(self, data: Mapping[str, Scalar]) -> Learned | None:
-        """Return what a dumped state says of this level."""
-        units, *line = (f"{name}{self.suffix}" for name in _KEYS)
-        if data[units] is None:
-            return None
-        fixed_bytes, unit_bytes = (_bytes(data, key) for key in line)
-        size = base.whole(data, units, 1, 1 << 63)
-        return Learned(size=size, fixed_bytes=fixed_bytes, unit_bytes=unit_bytes)
-
-
-#: Of each level in a dumped state.
-_KEYS: Final = ("units", "fixed_bytes", "unit_bytes")
 
 
 class AdaptivePolicy:
@@ -95,16 +77,14 @@ class AdaptivePolicy:
         self._levels = [
             _Level(
                 ladder=ladder,
-                bounds=(bounds := _bounds_of(ladder, memory)),
                 keeps=share,
-                sizer=Sizer.cold(bounds, None if number else learned),
-                suffix=f"_{number}" if number else "",
+                sizer=Sizer(_bounds_of(ladder, memory), None if number else learned, clock=clock),
             )
             for number, (ladder, share) in enumerate(
                 zip(ladders_of(memory, asked, needs), keeps, strict=True)
             )
         ]
-        self._clock, self._needs, self._memory = clock, needs, memory
+        self._clock, self._needs = clock, needs
         self._keeps_state, self._measure_held = stages is not None, held_bytes
         self._level = self._units = 0
         """Of the last part asked for; no units before the first and after an emergency."""
@@ -123,20 +103,19 @@ class AdaptivePolicy:
 
     def next(self, allowed_bytes: int | None) -> Run | None:
         """Return the next part, of the first level at which one fits."""
-        now_s = self._clock()
         if allowed_bytes is not None:
             self._allowed_bytes = allowed_bytes
         for number, level in enumerate(self._levels):
-            if number < self._level and not self._may_return(level, now_s, allowed_bytes):
+            if number < self._level and not self._may_return(level, allowed_bytes):
                 continue
             kept_bytes = level.kept_bytes(self._held_bytes)
             if allowed_bytes is not None and allowed_bytes < kept_bytes:
                 self.reason = (
-                    f"{level.bounds.smallest_step} needs more than is free"
+                    f"{level.sizer.bounds.smallest_step} needs more than is free"
                     f" ({kept_bytes / MIB:.1f} MiB, allowed {allowed_bytes / MIB:.1f})"
                 )
                 continue
-            units = self._units_at(level, now_s, allowed_bytes)
+            units = self._units_at(level, allowed_bytes)
             if units is not None:
                 is_less = number > self._level or units < self._units * (1.0 - WORTH_TRYING)
                 self._level, self._units, self.reason = number, units, ""
@@ -148,16 +127,16 @@ class AdaptivePolicy:
         self._units = 0
         return None
 
-    def _units_at(self, level: _Level, now_s: float, allowed_bytes: int | None) -> int | None:
+    def _units_at(self, level: _Level, allowed_bytes: int | None) -> int | None:
         """Return what fits at a level; `None`, with a reason, where nothing does."""
-        bounds, ladder = level.bounds, level.ladder
-        level.sizer, units = level.sizer.next_size(bounds, now_s, allowed_bytes)
+        bounds, ladder = level.sizer.bounds, level.ladder
+        units = level.sizer.next(allowed_bytes)
         if allowed_bytes is None:
             self.reason = level.sizer.reason
             return units
         allowed_mib = allowed_bytes / MIB
         if units is None:
-            needs_mib = level.sizer.needs_bytes(bounds, bounds.smallest) / MIB
+            needs_mib = level.sizer.needs_bytes(bounds.smallest) / MIB
             known = f" ({needs_mib:.1f} MiB, allowed {allowed_mib:.1f})" if needs_mib else ""
             self.reason = level.sizer.reason + known
             return None
@@ -179,7 +158,7 @@ class AdaptivePolicy:
         level = self._levels[self._level]
         if self._needs.needs_are_exact:
             peak_bytes = self._needed_bytes(run)
-        level.sizer = level.sizer.succeeded(level.bounds, self._clock(), self._units, peak_bytes)
+        level.sizer.succeeded(self._units, peak_bytes)
         if self._keeps_state:
             self._held_bytes = self._measure_held() / level.keeps
 
@@ -198,21 +177,15 @@ class AdaptivePolicy:
         if is_contradicted and self._contradictions < CONTRADICTIONS:
             self._contradictions += 1
             return
-        level, now_s = self._levels[self._level], self._clock()
-        level.sizer = level.sizer.failed(level.bounds, now_s, self._units, at_least_bytes)
+        self._levels[self._level].sizer.failed(self._units, at_least_bytes)
 
-    def _may_return(self, level: _Level, now_s: float, allowed_bytes: int | None) -> bool:
+    def _may_return(self, level: _Level, allowed_bytes: int | None) -> bool:
         """Whether a level that was left may have memory again, and another failure is allowed."""
-        lately = [
-            at_s
-            for each in self._levels
-            for at_s, _ in each.sizer.failures
-            if now_s < at_s + MINUTE_S
-        ]
+        lately = sum(each.sizer.failures_lately() for each in self._levels)
         return (
             allowed_bytes is not None
-            and len(lately) < level.bounds.failures_per_minute
-            and level.sizer.may_fit_again(level.bounds, now_s, allowed_bytes)
+            and lately < level.sizer.bounds.failures_per_minute
+            and level.sizer.may_fit_again(allowed_bytes)
         )
 
     @property
@@ -220,24 +193,20 @@ class AdaptivePolicy:
         """The last good step and its footprint; nothing of a level that saves memory."""
         return None if self._level else self._levels[0].sizer.learned
 
-    def dump(self) -> dict[str, Scalar]:
-        """Return what a new process in the same slot needs, without times: its clock is another."""
-        dumped: dict[str, Scalar] = {"policy": self.name, "level": self._level}
-        for level in self._levels:
-            line = level.sizer.line
-            known = (None, None) if line is None else (line.fixed_bytes, line.unit_bytes)
-            names = (f"{name}{level.suffix}" for name in _KEYS)
-            dumped |= zip(names, (level.sizer.bracket.good, *known), strict=True)
-        return dumped
+    @property
+    def state(self) -> PolicyState:
+        """The level, and what is known of each, also after failures."""
+        learned = tuple(level.sizer.known for level in self._levels)
+        return PolicyState(policy=self.name, level=self._level, learned=learned)
 
-    def load(self, data: Mapping[str, Scalar]) -> None:
-        """Go on with what `dump` returned, see `Policy.load`."""
-        names = [f"{name}{level.suffix}" for level in self._levels for name in _KEYS]
-        base.check_keys(data, self.name, ["level", *names])
-        learned = [level.learned_in(data) for level in self._levels]
-        self._level = base.whole(data, "level", 0, len(learned) - 1)
-        for level, known in zip(self._levels, learned, strict=True):
-            level.sizer = Sizer.cold(level.bounds, known)
+    def resume(self, state: PolicyState) -> None:
+        """Go on with the state of an earlier process, see `Policy.resume`."""
+        check_name(state, self.name)
+        if len(state.learned) != len(self._levels):
+            raise ValueError(f"this state has {len(state.learned)} levels, not {len(self._levels)}")
+        self._level = min(state.level, len(self._levels) - 1)
+        for level, known in zip(self._levels, state.learned, strict=True):
+            level.sizer = Sizer(level.sizer.bounds, known, clock=self._clock)
 
 
 def _bounds_of(ladder: Ladder, memory: MemorySettings) -> Bounds:
@@ -254,15 +223,6 @@ def _bounds_of(ladder: Ladder, memory: MemorySettings) -> Bounds:
         exact_samples=True,
         smallest_step=f"the smallest step (size {floor.size} batch {floor.batch}{saves})",
     )
-
-
-def _bytes(data: Mapping[str, Scalar], key: str) -> float | None:
-    value = data[key]
-    if value is None:
-        return None
-    if isinstance(value, str | bool) or not 0 <= value < 1 << 63:
-        raise ValueError(f"{key} must be a number of bytes, not {value!r}")
-    return float(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

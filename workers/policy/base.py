@@ -1,19 +1,20 @@
 """What a policy is: it decides how large the parts of a step are.
 
-Covers what a policy asks the loop for (`Run`), what it asks a workload (`Needs`), the `Policy`
-protocol, and checks of a dumped state. Does not cover what a policy decides (each has its own
-module), how a part is run or memory released (the loop and the engine do), nor what a size means in
-tensors (the workload says). Pure: no device, clock, randomness or logging. A clock is handed in, so
-that the same calls at the same times give the same decisions.
+Covers what a policy asks the loop for (`Run`), what it asks a workload (`Needs`), the protocols of
+both (`Sizes`, `Policy`). Does not cover what a policy decides (each has its own module), how a part
+is run or memory released (the loop and the engine do), nor what a size means in tensors (the
+workload says). Pure: no device, clock, randomness or logging. A clock is
+handed in, so that the same calls at the same times give the same decisions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
-from workers.settings import Learned, Scalar
+from workers.settings import Learned, PolicyState
+
+S = TypeVar("S")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,77 +67,57 @@ class Needs(Protocol):
         """Return the only steps there are; `None`: any size and batch."""
 
 
-class Policy(Protocol):
-    """Chooses the parts of a loop (`workers.elastic.loop.Sizes`). It only understands its own
-    dumped state.
-    """
+class Sizes(Protocol[S]):
+    """Decides how large the parts of a `workers.elastic.loop.Loop` are."""
+
+    @property
+    def reason(self) -> str:
+        """Why `next` returned `None` last, in words."""
+
+    def next(self, allowed_bytes: int | None, /) -> S | None:
+        """Return the size of the next part; `None`: nothing fits now.
+
+        `allowed_bytes` is all that the part may hold: own memory counted back, bounded by a cap,
+        less what has to stay free for others. `None`: that was not measured since the last time.
+        """
+
+    def succeeded(self, size: S, peak_bytes: int | None, is_partial: bool, /) -> None:
+        """Take note that a part of this size ended well, and of the most that it held, if that was
+        measured.
+
+        `is_partial`: it had less to do than its size allows, so that what it took tells nothing.
+        """
+
+    def failed(self, size: S, at_least_bytes: int | None, /) -> None:
+        """Take note that a part of this size ran out of memory, and of what it would have held at
+        least, as the failure itself shows. What could be released was released.
+        """
+
+
+class Policy(Sizes[Run], Protocol):
+    """The sizes of a worker's parts, by a name."""
 
     @property
     def name(self) -> str:
         """The name a user writes in `memory.policy`."""
 
     @property
-    def reason(self) -> str:
-        """Why `next` returned `None` last, in words, for the health table."""
-
-    def next(self, allowed_bytes: int | None, /) -> Run | None:
-        """Return the next part; `None`: nothing fits now.
-
-        `allowed_bytes` is all that it may hold: the worker's own memory counted back, bounded by
-        its cap and its lease, less what has to stay free for others. `None`: that was not measured
-        since the last time.
-        """
-
-    def succeeded(self, run: Run, peak_bytes: int | None, is_partial: bool, /) -> None:
-        """Take note that a part ended well, and of the most that it held, if that was measured.
-
-        `is_partial`: it had less to do than its size and batch allow, so that it tells nothing.
-        """
-
-    def failed(self, run: Run, at_least_bytes: int | None, /) -> None:
-        """Take note that a part ran out of memory, and of what it would have held at least, as the
-        failure itself shows. What could be released was released.
-        """
-
-    @property
     def learned(self) -> Learned | None:
         """What a later run under the same circumstances could start from; `None` if nothing."""
 
-    def dump(self) -> dict[str, Scalar]:
-        """Return the state in a form that JSON and any store can keep; `load` reads it back."""
+    @property
+    def state(self) -> PolicyState:
+        """What the next process of the slot needs to go on."""
 
-    def load(self, data: Mapping[str, Scalar], /) -> None:
-        """Go on with the state that `dump` returned.
+    def resume(self, state: PolicyState, /) -> None:
+        """Go on with the `state` of an earlier process.
 
         Raises:
-            ValueError: `data` was written by another policy, under other settings, or is damaged;
-                nothing was changed.
+            ValueError: It is of another policy, or under other settings; nothing was changed.
         """
 
 
-def check_keys(data: Mapping[str, Scalar], name: str, keys: Iterable[str]) -> None:
-    """Check that a policy called `name` has written these keys.
-
-    Raises:
-        ValueError: It was another policy, or there are other keys.
-    """
-    if data.get("policy") != name:
-        raise ValueError(
-            f"this state was written by policy {data.get('policy')!r}, not by {name!r}"
-        )
-    if differing := data.keys() ^ {"policy", *keys}:
-        raise ValueError(
-            f"the state of policy {name!r} has missing or unknown keys: {sorted(differing)}"
-        )
-
-
-def whole(data: Mapping[str, Scalar], key: str, lowest: int, highest: int) -> int:
-    """Return a whole number.
-
-    Raises:
-        ValueError: It is none, or out of its bounds.
-    """
-    value = data[key]
-    if type(value) is not int or not lowest <= value <= highest:
-        raise ValueError(f"{key} must be a whole number from {lowest} to {highest}, not {value!r}")
-    return value
+def check_name(state: PolicyState, name: str) -> None:
+    """Check that a policy of this name has told the state; raise a `ValueError` if not."""
+    if state.policy != name:
+        raise ValueError(f"this state was told by policy {state.policy!r}, not by {name!r}")

@@ -24,7 +24,7 @@ from workers.settings import Learned
 __all__ = ["AdaptiveSize", "Learned"]
 
 
-class AdaptiveSize:
+class AdaptiveSize(Sizer):
     """The largest size that fits, as memory comes and goes. Not for several threads at once."""
 
     def __init__(
@@ -49,8 +49,7 @@ class AdaptiveSize:
             failures_per_minute: Never more failures within any 60 s; `next` returns `None` when
             they are used up.
             exact_samples: Whether `free_bytes` is true to the byte when `next` is told it, as from
-            the device's own
-                count; else it is taken for noisy, and smoothed.
+            the device's own count; else it is taken for noisy, and smoothed.
             learned: What `learned` returned in an earlier run on the same card with the same
             workload.
             clock: Seconds that only go forward.
@@ -58,7 +57,7 @@ class AdaptiveSize:
         Raises:
             ValueError: No size could satisfy this.
         """
-        self._bounds = Bounds(
+        bounds = Bounds(
             largest=largest,
             smallest=smallest,
             quantum=quantum,
@@ -66,48 +65,4 @@ class AdaptiveSize:
             failures_per_minute=failures_per_minute,
             exact_samples=exact_samples,
         )
-        self._state = Sizer.cold(self._bounds, learned)
-        self._clock = clock
-
-    def next(self, free_bytes: int | None = None) -> int | None:
-        """Return the size of the next step; `None` when nothing fits now: run nothing, ask again a
-        little later.
-
-        Args:
-            free_bytes: All that one step may use now: what the device has free, plus what this
-            process holds and would
-                use again, within its cap. `None` when nothing was measured since the last call, or
-                there is no signal.
-        """
-        self._state, size = self._state.next_size(self._bounds, self._clock(), free_bytes)
-        return size
-
-    def succeeded(self, size: int, peak_bytes: int | None = None, is_partial: bool = False) -> None:
-        """Say that a step of this size ended well, and the most memory it held, if that was
-        measured.
-
-        `is_partial`: it had less to do than its size allows, so that it tells nothing.
-        """
-        if not is_partial:
-            self._state = self._state.succeeded(self._bounds, self._clock(), size, peak_bytes)
-
-    def failed(self, size: int, at_least_bytes: int | None = None) -> None:
-        """Say that a step of this size ran out of memory, and what it would have held at least, if
-        that is known.
-        """
-        self._state = self._state.failed(self._bounds, self._clock(), size, at_least_bytes)
-
-    @property
-    def may_fail(self) -> bool:
-        """Whether a failure more is within those of a minute."""
-        return self._state.may_fail(self._bounds, self._clock())
-
-    @property
-    def learned(self) -> Learned | None:
-        """What is worth remembering for the next run; `None` before a step has ended well."""
-        return self._state.learned
-
-    @property
-    def reason(self) -> str:
-        """Why `next` returned `None` last, in words; empty while something runs."""
-        return self._state.reason
+        super().__init__(bounds, learned, clock=clock)

@@ -166,14 +166,16 @@ class Attempts:
         """Return a size for a call that has tried these; `None`: nothing may run now."""
         with self._lock:
             size = self._sizer.next(free_bytes if self._tells else None)
-            if size is None or self.batch_size is not None:
+            if size is None and not tried and self.gave_up and self._sizer.may_fail:
+                # The caller may be a resilient function that has shrunk its own size, and must not
+                # wait here because the last call gave up.
+                return self.rules.smallest_batch_size
+            if size is None or self.batch_size is not None or not tried:
                 return size
-        if not tried:
-            return size if size <= self.start else self._down(self.start)
-        # No size has succeeded yet, so it is unknown by how much the start was too large. Take half
-        # of what failed and not less: if there is only this call, everything runs with the size it
-        # ends at.
-        return max(size, self._down(tried[-1] // 2))
+            # No size has succeeded yet, so it is unknown by how much the start was too large. Take
+            # half of what failed and not less: if there is only this call, everything runs with the
+            # size it ends at.
+            return max(size, self._sizer.bounds.down(tried[-1] // 2))
 
     def succeeded(self, size: int, peak_bytes: int | None) -> None:
         """Take note of a success."""
@@ -190,17 +192,9 @@ class Attempts:
         with self._lock:
             self._sizer.failed(size)
 
-    def may_fail(self) -> bool:
-        """Whether a failure more is within those of a minute."""
-        with self._lock:
-            return self._sizer.may_fail
-
     def _begin(self, learned: Learned) -> None:
-        rules = self.rules
-        self.start = learned.size if learned.unit_bytes is None else rules.starting_batch_size
-        """Where the first call begins. A size from an earlier process is not exceeded before it has
-        held, unless its footprint is known too: then free memory says what fits.
-        """
+        rules, self.start = self.rules, learned.size
+        """Where a call begins whose caller chooses the sizes."""
         self._sizer = AdaptiveSize(
             rules.starting_batch_size,
             smallest=rules.smallest_batch_size,
@@ -217,10 +211,6 @@ class Attempts:
                 self._to_recall = False
                 if (learned := self._recall.best()) is not None:
                     self._begin(learned)
-
-    def _down(self, size: int) -> int:
-        rules = self.rules
-        return max(rules.smallest_batch_size, size // rules.multiple_of * rules.multiple_of)
 
 
 class _Call:
@@ -252,10 +242,7 @@ class _Call:
             raise self._given_up()
         if len(tried) >= _ATTEMPT_LIMIT:
             return smallest
-        # The caller may be a resilient function that has shrunk its own size, and must not wait
-        # here because the last call gave up.
-        is_worth_a_try = self._attempts.gave_up and not tried and self._attempts.may_fail()
-        return smallest if size is None and (self._left_s <= 0 or is_worth_a_try) else size
+        return smallest if size is None and self._left_s <= 0 else size
 
     def succeeded(self, size: int, peak_bytes: int | None, _is_partial: bool) -> None:
         """See `Sizes.succeeded`."""
