@@ -42,6 +42,7 @@ PLANTED = {
         ("workers/engine/between_steps.py", "workers.tuning.messages"),
         ("workers/card_settings.py", "workers.engine.engine"),
         ("workers/devices/base.py", "workers.card_settings"),
+        ("workers/team/shares.py", "workers.hf.folder"),
         ("workers/training/schedule.py", "workers.devices.base"),
         ("workers/resilience/decorator.py", "workers.training.schedule"),
         ("workers/elastic/loop.py", "workers.resilience.decorator"),

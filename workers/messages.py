@@ -145,6 +145,54 @@ class Begin:
     """That copy, as the engine gets it from its own PC."""
 
 
+class TeamState(StrEnum):
+    """How a member of a team trains."""
+
+    #: It trains by itself: no other member is with it.
+    ALONE = "ALONE"
+    #: It computes its share of each step, and the sums of all members make the update.
+    TOGETHER = "TOGETHER"
+    #: It looks for the leader, or takes its state.
+    REJOINING = "REJOINING"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeamOrders:
+    """Who leads a training that several slots share. The same for all of its members."""
+
+    generation: int
+    """Rises with each leader that the head names. A member obeys no smaller one."""
+    leader: str
+    """The slot that gives out rows and adds up the sums."""
+    address: str
+    """`host:port`, at which the leader listens for the other members."""
+    secret: bytes = field(repr=False)
+    """What each end proves that it knows before anything else is read from it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeamStatus:
+    """How a member of a team stands."""
+
+    state: TeamState
+    listens: str
+    """`host:port`, at which it takes in the other members where it is to lead."""
+    generation: int | None
+    """Of the newest orders that it obeys; `None` before the first."""
+    step: int | None
+    """Optimiser steps in the state that it holds; `None`: it has none yet, not even a first one."""
+    lost: int | None = None
+    """The generation whose leader it has lost, and waits for another; `None`: it has lost none. A
+    leader that can lead no more, since it went back to a checkpoint or has no memory, names its
+    own."""
+    members: int = 1
+    """Those that made the last update, itself included."""
+    share_pct: float | None = None
+    """Of the rows of the last steps, those that it computed."""
+    wire_s: float | None = None
+    """Time of a step for sums on the wire, of the last steps."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Orders:
     """What the head wants of a slot: all of it, so that orders that come twice change nothing."""
@@ -172,6 +220,8 @@ class Orders:
     """How much the head has of the file with the slot's state that it gets in pieces."""
     copy: CheckpointPiece | None = None
     """The first part that is lacking there of what a process is to begin with (`Begin.copy`)."""
+    team: TeamOrders | None = None
+    """Who leads, where the slot is a member of a team; `None`: no slot does yet."""
 
 
 NO_ORDERS = Orders()
@@ -529,6 +579,8 @@ class Status:
     """The last of each figure by which a training, or a program of the user, judges itself."""
     ended: Ending | None = None
     """How a program of the user ended; `None` while it runs, and of a workload."""
+    team: TeamStatus | None = None
+    """`None` of a slot that trains by itself."""
     saved: str | None = None
     """The file with its state that is to be kept by the head as well, on its own PC."""
     events: tuple[WorkerEvent, ...] = ()

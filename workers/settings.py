@@ -266,6 +266,16 @@ class CommandSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TeamSpec:
+    """The team of slots that share one training, as one of them is told."""
+
+    members: tuple[str, ...]
+    """All slots of it, in the order in which their sums are added up."""
+    listen: str
+    """`host:port` of this member, at which it listens and nowhere else; port 0: any free one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
     """All that a worker of one slot must know.
 
@@ -309,6 +319,8 @@ class WorkerSpec:
     """Under which a workload keeps its state on the node; `None` keeps none."""
     poll_s: float = 1.0
     """So often its engine tells how it is."""
+    team: TeamSpec | None = None
+    """With whom it shares its training; `None`: it trains by itself."""
     command: CommandSpec | None = None
     """What this slot runs in place of an engine; then `policy`, `memory` and `workload` mean
     nothing to it.

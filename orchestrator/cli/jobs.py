@@ -24,6 +24,7 @@ from typer import Argument
 from orchestrator.cli.loading import AS_JSON, NewRun, OfQueue, flag, shared, value
 from orchestrator.cli.printing import print_json, tell
 from orchestrator.config.schema import Config, WorkersConfig
+from orchestrator.config.team import without_team
 from orchestrator.config.yaml_source import read_text
 from orchestrator.control.queue import Message, put, say, waiting
 from orchestrator.core.placement import Target
@@ -85,7 +86,7 @@ def run(
     """
     from orchestrator.run import runner
 
-    base = here.load_or_shipped()
+    base = without_team(here.load_or_shipped())
     runs_dir = Path(base.run.dir)
     waits_in = here.mode if stay and file is None else ""
     before = None if new else _queue_before(runs_dir, waits_in)
@@ -116,7 +117,7 @@ def run(
             "--stay"
         )
     # A job's share of the card changes; that of an MPS client cannot.
-    loaded = here.load_here({"run.duration": _LONGEST})
+    loaded = without_team(here.load_here({"run.duration": _LONGEST}))
     loaded = loaded.model_copy(update={"workers": WorkersConfig()})
     environment = here.environment(loaded)
     begins = options(jobs, environment.config, environment.target)

@@ -15,7 +15,9 @@ from typing import Any, Final, TypeAlias
 
 from orchestrator.cli.printing import Part
 from orchestrator.config.schema import Config
-from orchestrator.core.placement import NodeBudget, node_budget
+from orchestrator.config.team import members, with_team_alone
+from orchestrator.core.node_commands import firewall_lines
+from orchestrator.core.placement import NodeBudget, Target, idle_line, node_budget, plan_slots
 from orchestrator.errors import UsageError, one_line
 from orchestrator.run.prediction import memory_plan
 from orchestrator.view.tables import Cell, Column, Table, TableRow, row_of
@@ -30,6 +32,8 @@ _Told: TypeAlias = Mapping[str, Any]
 #: Shown where there is something.
 _OPTIONAL = {"average_bytes", "on_host_bytes"}
 
+
+_ON_NAMED_PORTS: Final = "Each listens for the others at one port of its PC, and nowhere else."
 
 _COLUMNS: Final = (
     Column("node", "node"),
@@ -69,6 +73,7 @@ def plan_object(config: Config) -> dict[str, Any]:
     Raises:
         UsageError: The section `train:` names what cannot be trained.
     """
+    config = with_team_alone(config)
     budgets = [node_budget(name, node, config) for name, node in config.nodes.items()]
     training = _training(config, budgets)
     return {
@@ -76,6 +81,7 @@ def plan_object(config: Config) -> dict[str, Any]:
         "workload": config.workload.name,
         "policy": config.memory.policy,
         **({} if training is None else {"training": training}),
+        **({} if (team := _team(config)) is None else {"team": team}),
         "nodes": [_node(budget, config) for budget in budgets],
     }
 
@@ -90,9 +96,21 @@ def plan_parts(plan: _Told) -> Iterator[Part]:
     )
     context = _gib(ASSUMED_CONTEXT_BYTES)
     yield f"The cap is the budget less the CUDA context, about {context}; each measures its own."
+    if (team := plan.get("team")) is not None:
+        yield from ("", f"{team['sentence']}. {_ON_NAMED_PORTS}", *team["firewall"])
     if (training := plan.get("training")) is not None:
         yield ""
         yield from _training_parts(training)
+
+
+def _team(config: Config) -> dict[str, Any] | None:
+    """Return the key `team` of `plan --json`; `None` where no team trains."""
+    if not members(config):
+        return None
+    plans = plan_slots(config, Target())
+    hosts = {name: node.host for name, node in config.nodes.items() if node.host is not None}
+    firewall = list(firewall_lines(plans, hosts))
+    return {"sentence": idle_line(config, plans), "firewall": firewall}
 
 
 def _row(node: _Told) -> TableRow:

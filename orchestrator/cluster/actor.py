@@ -10,6 +10,7 @@ to. A program of the user is kept by `command_actor.py`.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import select
@@ -63,6 +64,9 @@ _OF_TRAININGS: Final = ("workers.workloads.train", "torch._dynamo")
 #: In what a slot has printed, between two of its processes.
 _ANOTHER: Final = "[the process ended here; another one begins]\n"
 
+#: A member of a team without a leader is asked again after so long.
+_WITHOUT_LEADER_S: Final = 0.1
+
 #: A process that has told nothing for so much longer than it should have is looked at.
 _LATE_S: Final = 1.0
 
@@ -110,7 +114,7 @@ class SlotActor(ABC):
         if self._output_news <= orders.heard:
             self._output = None
         self._follow(orders)
-        until_s = time.monotonic() + (0.0 if self._is_hurried(orders) else wait_s)
+        until_s = time.monotonic() + min(wait_s, self._patience_s(orders))
         while not self._has_news:
             left_s = max(0.0, until_s - time.monotonic())
             if self._kept is None:
@@ -142,10 +146,10 @@ class SlotActor(ABC):
     def _told(self, orders: Orders) -> Status:
         """Return how the program is, but for what has happened and was printed."""
 
-    def _is_hurried(self, orders: Orders) -> bool:
-        """Say whether the head waits for an answer, though there may be no news."""
+    def _patience_s(self, orders: Orders) -> float:
+        """Return for how long the head can do without an answer while there is no news."""
         del orders
-        return False
+        return math.inf
 
     def _keep(
         self, task: Task, *, modules: Sequence[str] = (), channel: socket.socket | None = None
@@ -218,12 +222,19 @@ class WorkerActor(SlotActor):
         if self._channel is not None and wanted != self._sent and send(self._channel, wanted):
             self._sent = wanted
 
-    def _is_hurried(self, orders: Orders) -> bool:
-        """Say whether the head waits to send more of a copy, or for the last of a state."""
+    def _patience_s(self, orders: Orders) -> float:
+        """None while the head waits to send more of a copy, or for the last of a state; little
+        while a member of a team waits for a leader, whom the next orders name.
+        """
         if orders.copy is not None:
-            return True
+            return 0.0
         waits = self._status.is_held or self._status.verdict is Verdict.DONE
-        return waits and self._pieces.pending(self._status.saved, orders.kept)
+        if waits and self._pieces.pending(self._status.saved, orders.kept):
+            return 0.0
+        team = self._status.team
+        if team is None or (orders.team is not None and orders.team.generation != team.lost):
+            return math.inf
+        return _WITHOUT_LEADER_S
 
     def _begin(self, incarnation: int, begin: Begin, piece: CheckpointPiece | None) -> None:
         """Start the process of an incarnation once all of its copy is here.

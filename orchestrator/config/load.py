@@ -21,6 +21,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from orchestrator.config import team
 from orchestrator.config.gpu_specs import PROFILES
 from orchestrator.config.schema import MAX_WORKERS_PER_CARD, VALID_NODE_NAME, Config, NodeConfig
 from orchestrator.config.yaml_source import (
@@ -225,6 +226,34 @@ def _between_keys(source: YamlSource, config: Config) -> Iterator[Problem]:
         yield source.problem(("cluster", "head"), text, f"{listed(nodes)}, or null for the first")
     for name, node in nodes.items():
         yield from _node_problems(source, ("nodes", name), node)
+    yield from _team_problems(source, config)
+
+
+def _team_problems(source: YamlSource, config: Config) -> Iterator[Problem]:
+    path: KeyPath = ("train", "team")
+    if config.train.team is not None and config.workload.name != "train":
+        text = f"a team trains, and workload.name is {config.workload.name}"
+        valid = "workload.name: train (run --workload train), or team: null"
+        yield source.problem(path, text, valid, [path, ("workload", "name")])
+        return
+    seen: dict[str, str] = {}
+    problems: list[Problem] = []
+    for number, name in enumerate(team.named(config)):
+        at, every = (*path, str(number)), list(team.slots(config))
+        slots = team.slots_of(name, config)
+        if not slots:
+            what, known = ("slot", every) if "/" in name else ("PC", list(config.nodes))
+            text = f"there is no {what} {in_words(name)}{nearest(name, known)}"
+            valid = f"{listed(config.nodes)}, a slot such as {every[-1]}, or all"
+            problems.append(source.problem(at, text, valid))
+        elif twice := [slot for slot in slots if slot in seen]:
+            text = f"{name} has {twice[0]}, which {seen[twice[0]]} has named already"
+            problems.append(source.problem(at, text, "each member once"))
+        seen |= dict.fromkeys(slots, name)
+    if config.train.team is not None and not problems and len(seen) < 2:
+        text = f"a team needs two members or more, and this one has {', '.join(seen) or 'none'}"
+        problems.append(source.problem(path, text, "two PCs or slots, or null"))
+    yield from problems
 
 
 def _node_problems(source: YamlSource, path: KeyPath, node: NodeConfig) -> Iterator[Problem]:

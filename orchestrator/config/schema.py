@@ -7,6 +7,7 @@ sums (`core.placement`). The reason for each number is in the commented cluster.
 from __future__ import annotations
 
 import math
+from ipaddress import ip_address
 from typing import Annotated, Literal, NamedTuple, TypeAlias
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -23,6 +24,9 @@ _DAY_S = 86_400
 _MINUTE_S = 60.0
 
 MAX_NODES = 100
+
+#: Each further member on a PC has the port after it.
+_LAST_TEAM_PORT = 65_000
 
 #: Up to here a card holds exactly as many workers as planned. Beyond, Ray's steps are too coarse:
 #: of 150 planned workers each gets 66 steps, and 151 of those fit.
@@ -55,6 +59,21 @@ NodeName: TypeAlias = Annotated[str, Field(pattern=NODE_NAME)]
 def _duration(value: object) -> object:
     parse_duration(value)
     return value
+
+
+def _own_address(text: str) -> str:
+    """Refuse where no member of a team may listen: on every network of its PC, or at no address."""
+    host, _, port = text.rpartition(":")
+    valid = "an address of this PC and a port up to 65000, such as 192.168.1.10:6390"
+    try:
+        address = ip_address(host.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        raise ValueError(f"{text!r} is not ADDRESS:PORT; valid: {valid}") from None
+    if address.is_unspecified:
+        raise ValueError(f"{host} would listen on every network of this PC; valid: {valid}")
+    if not (port.isascii() and port.isdigit() and 0 < int(port) <= _LAST_TEAM_PORT):
+        raise ValueError(f"{text!r} has no port from 1 to {_LAST_TEAM_PORT}; valid: {valid}")
+    return text
 
 
 def _or_off(value: object) -> object:
@@ -146,6 +165,13 @@ class NodeConfig(Section):
     """Overrides what the card's profile says; on a node without cards, what its workers share."""
     host: Annotated[Host | None, Field(description="an IP address or a host name")] = None
     """How other PCs reach this one; `None` leaves the choice to Ray."""
+    team_listen: Annotated[
+        Annotated[str, Field(max_length=64), AfterValidator(_own_address)] | None,
+        Field(description="an address of this PC and a port, such as 192.168.1.10:6390"),
+    ] = None
+    """Where its member of a team (`train.team`) listens; `None`: at the address by which it has
+    joined the cluster, port 6390.
+    """
     power_limit_w: Annotated[float, Field(gt=0, le=10_000)] | None = None
     """Set by `run --apply-power-limit` only; `None` keeps the card's own."""
     memory_offset_mhz: Annotated[int, Field(ge=-10_000, le=10_000)] | None = None

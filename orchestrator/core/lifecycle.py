@@ -69,7 +69,7 @@ from orchestrator.core.slot import (
     Transition,
     Unheld,
 )
-from workers.messages import Begin, Cause, CheckpointPiece, KeptBytes, Orders, Verdict
+from workers.messages import Begin, Cause, CheckpointPiece, KeptBytes, Orders, TeamOrders, Verdict
 
 #: Deaths this shortly before a node is seen to have left are the node's, not the slot's. Ray tells
 #: of a dead raylet seconds after its actors have failed (seen: 3 to 10 s; its health check allows 5
@@ -115,12 +115,13 @@ def orders_of(
     *,
     kept: KeptBytes | None = None,
     copy: CheckpointPiece | None = None,
+    team: TeamOrders | None = None,
 ) -> Orders:
     """Return what is wanted of the process of a slot that has an actor, as the slot stands.
 
     All of it, so that orders that come twice, or not at all, change nothing. `begin` is what the
     process is told when it starts; `kept` is how much of the file that it sends has reached the
-    head, and `copy` a part of the one that the head sends.
+    head, and `copy` a part of the one that the head sends. `team` says who leads.
     """
     return Orders(
         actor=slot.actor,
@@ -133,6 +134,7 @@ def orders_of(
         heard=slot.heard,
         kept=kept,
         copy=copy,
+        team=team,
     )
 
 

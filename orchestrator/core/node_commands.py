@@ -6,11 +6,12 @@ Covers the text. Does not run it. Every value that ends up in a command is quote
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
-from orchestrator.core.placement import node_budget
+from orchestrator.core.placement import SlotPlan, node_budget
 
 if TYPE_CHECKING:
     from orchestrator.config.schema import Config
@@ -99,6 +100,29 @@ def node_command(config: Config, node: str, head_address: str) -> NodeCommand:
             "counts them to place workers, and they need not be this PC's cores"
         ),
         token_steps=_token_steps(is_head=is_head, host=host) if token else (),
+    )
+
+
+def firewall_lines(plans: Sequence[SlotPlan], addresses: Mapping[str, str]) -> tuple[str, ...]:
+    """Return what is to be typed on each PC of a team that has a firewall (ufw), so that the other
+    members reach the one there: a line for each of their PCs.
+
+    `addresses` are those of the nodes, as far as they are known.
+    """
+    ports: dict[str, list[int]] = {}
+    hosts: dict[str, str] = {}
+    for plan in plans:
+        host, _, port = plan.spec.team.listen.rpartition(":") if plan.spec.team else ("", "", "0")
+        if int(port):  # 0 is of a team on one PC, which no firewall divides
+            ports.setdefault(plan.spec.node, []).append(int(port))
+            known = addresses.get(plan.spec.node, f"ADDRESS_OF_{plan.spec.node}")
+            hosts[plan.spec.node] = host.strip("[]") or known
+    return tuple(
+        f"on {node}, where it has a firewall: sudo ufw allow proto tcp from {hosts[peer]} "
+        f"to {hosts[node]} port {':'.join(map(str, sorted({min(used), max(used)})))}"
+        for node, used in ports.items()
+        for peer in hosts
+        if peer != node
     )
 
 

@@ -7,18 +7,22 @@ nor what to type to cure a refusal (`node_commands.py`). Pure.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from orchestrator.config import team
 from orchestrator.config.schema import DEFAULT_SIZE
 from orchestrator.core.fleet import NodeFact
-from workers.settings import MemorySettings, WorkerSpec, WorkloadSpec
+from workers.settings import MemorySettings, TeamSpec, WorkerSpec, WorkloadSpec
 from workers.units import GIB, MIB
 
 if TYPE_CHECKING:
     from orchestrator.config.schema import Config, NodeConfig
 
+
+#: Where a member of a team listens if nothing is said; the next one of its PC at the port after it.
+TEAM_PORT = 6390
 
 #: Ray keeps resources in steps of 1/10000 and cuts off the rest (its FixedPoint).
 RAY_STEPS = 10_000
@@ -139,7 +143,8 @@ class Refusal:
 def plan_slots(config: Config, target: Target) -> tuple[SlotPlan, ...]:
     """Return the slots of the configuration, in its order, as `node/0`, `node/1` and so on.
 
-    Of a training no more than `train.slots`; the others get no process.
+    Of a training no more than `train.slots`, and of one with a team its members alone, which share
+    one seed; the others get no process.
     """
     budgets = [node_budget(name, node, config) for name, node in config.nodes.items()]
     workers, workload = sum(budget.workers for budget in budgets), config.workload
@@ -149,10 +154,13 @@ def plan_slots(config: Config, target: Target) -> tuple[SlotPlan, ...]:
         config.thermal.settings(),
         config.train.model_dump(),
     )
+    members = team.members(config)
     plans: list[SlotPlan] = []
     for budget in budgets:
         node, name = config.nodes[budget.node], budget.node
         for slot in (f"{name}/{index}" for index in range(budget.workers)):
+            if members and slot not in members:
+                continue
             device = target.device or ("cuda" if budget.gpus else "cpu")
             is_client = config.workers.mps and device == "cuda"
             spec = WorkerSpec(
@@ -178,25 +186,53 @@ def plan_slots(config: Config, target: Target) -> tuple[SlotPlan, ...]:
                     size=budget.size,
                     batch=budget.batch,
                     # Each worker draws its own numbers, and the same ones in the next run.
-                    seed=workload.seed + len(plans),
+                    seed=workload.seed + (0 if members else len(plans)),
                     settings=settings,
                 ),
                 thermal=thermal,
                 check_share=config.verify.share,
                 poll_s=config.run.poll_s,
+                team=_team_of(slot, members, config, target),
             )
             cpus, gpus = budget.cpus_per_worker, budget.gpu_fraction
             plans.append(SlotPlan(spec=spec, num_cpus=cpus, num_gpus=gpus, gpu=node.gpu))
     return tuple(plans[: config.train.most_slots if workload.name == "train" else None])
 
 
+def _team_of(slot: str, members: Sequence[str], config: Config, target: Target) -> TeamSpec | None:
+    """Return what a slot is told of its team; an address without a host is one of its PC's, which
+    is known once that has joined.
+    """
+    if not members:
+        return None
+    node = slot.partition("/")[0]
+    of_node = [each for each in members if each.partition("/")[0] == node]
+    if target.one_machine or len(of_node) == len(members):
+        return TeamSpec(members=tuple(members), listen="127.0.0.1:0")
+    host, _, port = (config.nodes[node].team_listen or f":{TEAM_PORT}").rpartition(":")
+    return TeamSpec(members=tuple(members), listen=f"{host}:{int(port) + of_node.index(slot)}")
+
+
+def listening_at(spec: WorkerSpec, address: str) -> WorkerSpec:
+    """Return what a worker is told where `address` is the one by which its PC has joined: a member
+    of a team listens there if nothing else is said.
+    """
+    if spec.team is None or not spec.team.listen.startswith(":"):
+        return spec
+    host = f"[{address}]" if ":" in address else address
+    return replace(spec, team=replace(spec.team, listen=f"{host}{spec.team.listen}"))
+
+
 def idle_line(config: Config, plans: Sequence[SlotPlan]) -> str | None:
-    """Say which slots train where `train.slots` leaves others without a process."""
+    """Say which slots train, where a team shares one training or some have no process."""
+    has_team = bool(team.members(config))
     idle = sum(node.workers for node in config.nodes.values()) - len(plans)
-    if not idle:
+    if not idle and not has_team:
         return None
     names = ", ".join(plan.spec.slot for plan in plans)
-    return f"Trained by {names}; {idle} more stay without a process (train.slots says how many)"
+    said = f"Trained by {names}{', which share each step' if has_team else ''}"
+    by = "train.team names those that train" if has_team else "train.slots says how many"
+    return f"{said}; {idle} more stay without a process ({by})" if idle else said
 
 
 def memory_settings(config: Config) -> MemorySettings:

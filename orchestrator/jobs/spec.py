@@ -295,6 +295,9 @@ def _of_keys(at: _Place) -> Iterator[Problem]:
             yield at.problem(f"{section} is the same for all jobs of a run", valid, *where)
         elif word == "workload.name" and values != ["train"]:
             yield at.problem("an entry with train: trains", "command: for other work", *where)
+        elif word == "train.team":
+            text = "a job is one training in one slot, and cannot take several cards yet"
+            yield at.problem(text, "no team; `run` trains with one", *where)
         elif word == "train.slots":
             valid = "no slots; sweep over workload.seed for several trainings"
             yield at.problem("a job is one training in one slot", valid, *where)

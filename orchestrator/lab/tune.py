@@ -22,6 +22,7 @@ from typing import Any, Final
 
 from orchestrator.config.load import dump_config
 from orchestrator.config.schema import Config
+from orchestrator.config.team import without_team
 from orchestrator.core.placement import plan_slots
 from orchestrator.errors import UsageError, one_line
 from orchestrator.lab import levers
@@ -139,7 +140,8 @@ class Tuning:
         if workload not in {"train", "matmul"}:
             raise UsageError(f"--workload {workload} has no levers; valid: train, matmul")
         self._config = config
-        environment = in_rehearsal(config) if rehearse else on_this_machine(config)
+        make_environment = in_rehearsal if rehearse else on_this_machine
+        environment = make_environment(without_team(config))
         spec = plan_slots(environment.config, environment.target)[0].spec
         on_card = spec.device == "cuda"
         if on_card:  # the arm that waits keeps its context on the card

@@ -75,15 +75,15 @@ class StoredRun(RunStatus):
 
     @property
     def is_done(self) -> bool:
-        """Whether every slot, or every job of a queue, has finished all that there was to do, and
-        no command waits for the queue.
+        """Whether every slot, one member of a team, or every job of a queue has finished all that
+        there was to do, and no command waits for the queue.
         """
         queue = self.folder / QUEUE_NAME
         if queue.exists():
             return self.outcome == "good" and not any_waits(queue)
-        return bool(self.slots) and all(
-            record.row.state is WorkerState.DONE for record in self.slots
-        )
+        rows = [record.row for record in self.slots]
+        done = [row.state is WorkerState.DONE for row in rows]
+        return any(done) if any(row.shares_steps for row in rows) else bool(done) and all(done)
 
     @property
     def is_resumable(self) -> bool:

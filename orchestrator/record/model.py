@@ -12,11 +12,18 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, Final, Literal, TypeAlias
 
 from orchestrator.core.slot import HeadState, SlotState
-from workers.messages import NO_COUNTS, NO_PROGRESS, Progress, StepCounts, WorkerState
+from workers.messages import (
+    NO_COUNTS,
+    NO_PROGRESS,
+    Progress,
+    StepCounts,
+    TeamState,
+    WorkerState,
+)
 
 #: The order of the table, and of every list of states in words.
 STATES_WORST_FIRST: Final[tuple[SlotState, ...]] = (
@@ -167,6 +174,15 @@ _DECLARED = (
     Field("mfu_pct", "%", "train_mfu_ratio", "Operations, of the rating."),
     Field("eta_s", "s", sampled=False),
     Field("weights_sha256", sampled=False),
+    Field("team_state", sampled=False),
+    Field(
+        *("team_share_pct", "%", "team_share_ratio", "Of a step's samples, computed here."),
+        sampled=False,
+    ),
+    Field(
+        *("team_wire_s", "s", "team_wire_seconds", "Of a step, for sums on the wire."),
+        sampled=False,
+    ),
 )
 FIELDS: Final[Mapping[str, Field]] = {field.key: field for field in _DECLARED}
 
@@ -223,6 +239,14 @@ class Row:
     fan_pct: float | None = None
     throttle_pct: float | None = None
     heartbeat_age_s: float | None = None
+    shares_steps: bool = False
+    """Whether it is a member of a team: a step of the others is the same step."""
+    team_state: TeamState | None = None
+    """How its process trains as such a member; `None`: there is none, or it has not told."""
+    team_share_pct: float | None = None
+    """Of the samples of a step, those that it computes."""
+    team_wire_s: float | None = None
+    """Time of a step for sums on the wire."""
     counts: StepCounts = NO_COUNTS
     progress: Progress = NO_PROGRESS
 
@@ -283,8 +307,11 @@ class Snapshot:
 
     @property
     def counts(self) -> StepCounts:
-        """Sum over all slots."""
-        return StepCounts.total(row.counts for row in self.rows)
+        """Sum over all slots; a step of a team is one, however many members make it."""
+        total = StepCounts.total(row.counts for row in self.rows)
+        if not any(row.shares_steps for row in self.rows):
+            return total
+        return replace(total, steps_ok=max(row.progress.train_step or 0 for row in self.rows))
 
 
 def rows_by_card(rows: Iterable[Row]) -> dict[tuple[str, str], list[Row]]:

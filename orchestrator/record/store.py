@@ -147,6 +147,8 @@ class RunStatus:
     """Each injected fault with what became of it; those of a head are known once it has ended by
     itself.
     """
+    team_generation: int = 0
+    """The last in which a member of a team was named to lead it; 0: none was."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,6 +249,11 @@ class RunStore:
     def command(self, record: CommandRecord) -> None:
         """Take a command of the user; what it changes of a slot is in the slot's record."""
         self._put("commands", record.id, record)
+
+    def team(self, generation: int) -> None:
+        """Take the generation of a team whose leader is to be named next."""
+        self._status = replace(self._status, team_generation=generation)
+        self._put("run", "status", self._status)
 
     def is_due(self, now_unix_s: float) -> bool:
         """Say whether it is time for a sample; also when the clock of the machine was set back."""

@@ -21,6 +21,7 @@ from orchestrator.cluster.raylets import RayletPlan
 from orchestrator.config.gpu_specs import by_formula
 from orchestrator.config.load import config_from_data, config_from_text
 from orchestrator.config.schema import MOST_GIB, Config, NodeConfig
+from orchestrator.config.team import with_team_alone
 from orchestrator.core.fleet import Fleet
 from orchestrator.core.placement import SlotPlan, Target, node_budget, plan_slots
 from orchestrator.errors import PreflightError, UsageError
@@ -93,7 +94,13 @@ class Environment:
 
 def on_cluster(config: Config) -> Environment:
     """Run on the cluster that `cluster.address` names."""
-    return Environment(mode=Mode.CLUSTER, config=config, target=Target(), lines=(), settle=_settled)
+    return Environment(
+        mode=Mode.CLUSTER,
+        config=with_team_alone(config),
+        target=Target(),
+        lines=(),
+        settle=_settled,
+    )
 
 
 def again(mode: str, config: Config, target: Target) -> Environment:
@@ -169,6 +176,7 @@ def in_rehearsal(config: Config) -> Environment:
     Raises:
         UsageError: That leaves the workers nothing.
     """
+    config = with_team_alone(config)
     cards = [card for card in visible_cards() if _has_room(card, config)]
     if cards:
         limit_bytes = int(_CARD_SHARE * cards[0].free_bytes)
@@ -222,7 +230,7 @@ def on_this_machine(config: Config) -> Environment:
         "nodes": {"local": _card_node(cards) if cards else _cpu_node()},
     }
     data["cluster"] = {**data["cluster"], "head": None}
-    local = config_from_data(data, "--local")
+    local = with_team_alone(config_from_data(data, "--local"))
     where = f"{os.cpu_count()} cores of {_BY_KERNEL}"
     if cards:
         where = f"{len(cards)} x {cards[0].name}"

@@ -66,6 +66,13 @@ class NodeWatch:
         """Return the nodes that are in use, in the order of the configuration."""
         return tuple(name for name in self._config.nodes if name in self.present)
 
+    def address(self, node: str) -> str:
+        """Return the address by which a node in use has joined; of one that has left, what no other
+        PC reaches.
+        """
+        node_id = self.present.get(node)
+        return next((it.address for it in self._facts if it.node_id == node_id), "127.0.0.1")
+
     def notices(self) -> list[str]:
         """Return a line for each missing node: a person may want to do something about it."""
         lines = []

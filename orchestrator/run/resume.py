@@ -35,6 +35,8 @@ class Past:
     """As their last statuses left them, without a process."""
     incomplete: bool = False
     """Whether its records are incomplete already."""
+    team_generation: int = 0
+    """The last in which a member of a team was named to lead it."""
     answers: Mapping[str, Answer] = field(default_factory=dict)
     """Of the last commands of the user, by their ids."""
 
@@ -104,6 +106,7 @@ def past_of(stored: StoredRun) -> Past:
         elapsed_s=stored.elapsed_s,
         updated_at_unix_s=stored.updated_at_unix_s,
         incomplete=stored.incomplete,
+        team_generation=stored.team_generation,
         slots={record.slot: _slot(record) for record in stored.slots},
     )
 

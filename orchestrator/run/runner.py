@@ -25,7 +25,7 @@ from rich.console import Console
 from orchestrator.config.load import dump_config
 from orchestrator.config.schema import ClusterConfig, Config, NotifyConfig
 from orchestrator.core.fleet import Fleet
-from orchestrator.core.node_commands import node_command
+from orchestrator.core.node_commands import firewall_lines, node_command
 from orchestrator.core.placement import Missing, Target, idle_line, refusals, unnamed
 from orchestrator.core.run_outcome import outcome_of
 from orchestrator.errors import (
@@ -221,7 +221,9 @@ def _in_environment(environment: Environment, record: _Record, interrupts: Inter
         # With injected failures nothing is learned that holds without them.
         remembers = settled.config.memory.remember and chaos is None
         if record.queue is None:
-            record.tell(*filter(None, [idle_line(settled.config, plans)]))
+            addresses = {str(fact.name): fact.address for fact in fleet.nodes()}
+            lines = firewall_lines(plans, addresses)
+            record.tell(*filter(None, [idle_line(settled.config, plans)]), *lines)
         if chaos is not None:
             record.tell(f"Chaos: {chaos.description}")
         options = record.options

@@ -152,6 +152,7 @@ def row_of(plan: SlotPlan, slot: Slot, meter: Meter, now_s: float) -> Row:
         None if slot.phase is Phase.HELD and not slot.ready else slot.status,
         slot.device,
     )
+    team = None if status is None or isinstance(slot.state, HeadState) else status.team
     memory, sensors = (None, None) if status is None else (status.memory, status.sensors)
     tflops = meter.tflops if _is_at_work(slot) else None
     peak_pct = (
@@ -184,6 +185,10 @@ def row_of(plan: SlotPlan, slot: Slot, meter: Meter, now_s: float) -> Row:
         temperature_of=temperature_of,
         heartbeat_age_s=_heartbeat_age_s(slot, now_s),
         progress=_progress(slot, peak_pct),
+        shares_steps=plan.spec.team is not None,
+        team_state=None if team is None else team.state,
+        team_share_pct=None if team is None else team.share_pct,
+        team_wire_s=None if team is None else team.wire_s,
         **{name: getattr(status, name, None) for name in _OF_STATUS},
         **{name: getattr(memory, name, None) for name in _OF_MEMORY},
         **{name: getattr(sensors, name, None) for name in _OF_SENSORS},

@@ -30,7 +30,7 @@ from orchestrator.core import circuit_breaker, lifecycle, run_outcome
 from orchestrator.core import slot as slots
 from orchestrator.core.fleet import Fleet, Heard, Told, Unreached
 from orchestrator.core.memory_shares import MemoryShares
-from orchestrator.core.placement import SlotPlan
+from orchestrator.core.placement import SlotPlan, listening_at
 from orchestrator.core.slot import Event, Phase, Slot
 from orchestrator.errors import NothingStoredError, PreflightError, UsageError
 from orchestrator.record.archive import read_answers
@@ -45,6 +45,7 @@ from orchestrator.run.node_watch import NodeWatch
 from orchestrator.run.resume import Past, rules_of
 from orchestrator.run.run_dir import STATES, CheckpointKeeper
 from orchestrator.run.snapshot import Meter, Recorder, row_of
+from orchestrator.run.team import Team
 from orchestrator.view.live import Watcher
 from workers.learned_limits import LimitStore
 from workers.messages import Begin, Orders, Status
@@ -187,6 +188,7 @@ class Supervisor:
             if hold is slots.Hold.DRAIN and name not in rests:
                 hold = None
             self._slots[name] = replace(slot, orders=replace(slot.orders, hold=hold))
+        self._team = self._team_of(plans)
         self._hazards: dict[str, None] = {}
         """What trainings warn of."""
         self._began_s = self._looked_at_s = self._ticks_from_s = self.clock.monotonic_s()
@@ -200,6 +202,18 @@ class Supervisor:
             "save": self._began_s,
             "dispatch": float("-inf"),
         }
+
+    def _team_of(self, plans: Sequence[SlotPlan]) -> Team | None:
+        spec = plans[0].spec.team if plans else None
+        if spec is None:
+            return None
+        return Team(
+            [self._plans[name] for name in spec.members],
+            self.past.team_generation,
+            self.config.run.start_timeout_s,
+            self.outlets.events,
+            self.outlets.store,
+        )
 
     def run(self) -> Snapshot:
         """Run to the planned end, or until interrupted, and return the last picture.
@@ -247,6 +261,7 @@ class Supervisor:
                 *self.outlets.problems,
                 *filter(None, kept),
                 *self._hazards,
+                *(() if self._team is None else self._team.notices()),
                 *(() if self.dispatcher is None else self.dispatcher.notices()),
             ),
             jobs=None if self.dispatcher is None else self.dispatcher.headline(rows),
@@ -271,6 +286,8 @@ class Supervisor:
         if self.dispatcher is None and all(slot.phase in _OVER for slot in self._slots.values()):
             return True
         if self.dispatcher is not None and self.dispatcher.is_over:
+            return True
+        if self._team is not None and self._team.is_finished(self._slots):
             return True
         return self._ends_at_s is not None and self.clock.monotonic_s() >= self._ends_at_s
 
@@ -366,6 +383,8 @@ class Supervisor:
         """Write down what has changed, then perform what follows from it."""
         now_s = self.clock.monotonic_s()
         changed, self._changed = self._changed, {}
+        if self._team is not None and self._team.look(self._slots, now_s):
+            changed |= dict.fromkeys(self._slots)  # all members get other orders
         self._recorder.take([self._slots[name] for name in changed], now_s)
         for name, lease_bytes in self._shares.look(self._slots, now_s).items():
             self.outlets.events.write("leased", slot=name, lease_bytes=lease_bytes)
@@ -391,7 +410,8 @@ class Supervisor:
             self.checkpoints.drop_copy(name)
         kept = self.checkpoints.kept(name)
         lease_bytes = self._shares.grant(slot)
-        wanted = lifecycle.orders_of(slot, lease_bytes, begin, kept=kept, copy=piece)
+        team = None if self._team is None else self._team.orders
+        wanted = lifecycle.orders_of(slot, lease_bytes, begin, kept=kept, copy=piece, team=team)
         if wanted != self._ordered.get(name):
             self._ordered[name] = wanted
             self.fleet.order(name, wanted)
@@ -514,7 +534,8 @@ class Supervisor:
         match command:
             case slots.Place():
                 plan = self._plans[name]
-                spec = replace(plan.spec, run_id=self.facts.run_id)
+                address = self._nodes.address(plan.spec.node)
+                spec = replace(listening_at(plan.spec, address), run_id=self.facts.run_id)
                 self.fleet.place(spec, plan.num_cpus, plan.num_gpus)
             case slots.Abandon():
                 self._ordered.pop(name, None)

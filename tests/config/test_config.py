@@ -69,7 +69,7 @@ def test_node_keys_left_out_take_their_defaults() -> None:
     node = config_from_data(SMALL).nodes["pc1"]
     numbers = {"gpus": 1, "cpus_per_worker": 1, "gpu_share": 1.0, "memory_fraction": 0.9}
     unset = dict.fromkeys(
-        ("size", "dtype", "vram_gib", "host", "power_limit_w", "memory_offset_mhz")
+        ("size", "dtype", "vram_gib", "host", "team_listen", "power_limit_w", "memory_offset_mhz")
     )
     assert node.model_dump() == {**SMALL["nodes"]["pc1"], **numbers, **unset}
 

@@ -9,15 +9,17 @@ from hypothesis import strategies as st
 
 from orchestrator.core.slot import HeadState
 from orchestrator.record.model import Row
-from workers.messages import Progress, StepCounts, WorkerState
+from workers.messages import Progress, StepCounts, TeamState, WorkerState
 
 _BY_TYPE = {
     str: st.text(st.characters(), max_size=30),  # lone surrogates included
+    bool: st.booleans(),
     int: st.integers(min_value=0),
     float: st.floats(),
     type(None): st.none(),
     WorkerState: st.sampled_from(WorkerState),
     HeadState: st.sampled_from(HeadState),
+    TeamState: st.sampled_from(TeamState),
 }
 
 

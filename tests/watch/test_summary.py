@@ -31,7 +31,8 @@ def test_the_keys_of_a_row_are_those_of_the_design() -> None:
         "duty_requested duty_measured temperature_c temperature_of margin_c memory_temperature_c power_w "
         "power_limit_w sm_clock_mhz utilisation_pct fan_pct throttle_pct verify_checks verify_errors heartbeat_age_s "
         "train_step train_steps epoch loss first_loss samples_per_s tokens_per_s micro_batch accumulation memory_level "
-        "saved_step redone_steps data_wait_pct copies_pct optimizer_pct mfu_pct eta_s weights_sha256"
+        "saved_step redone_steps data_wait_pct copies_pct optimizer_pct mfu_pct eta_s weights_sha256 "
+        "team_state team_share_pct team_wire_s"
     )
 
 

@@ -9,11 +9,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-from workers.messages import NO_COUNTS, StepCounts, WorkerEvent, WorkerState
+from workers.messages import NO_COUNTS, StepCounts, TeamOrders, WorkerEvent, WorkerState
 from workers.settings import Scalar
 
 #: Waits at most so many seconds for new orders, and says whether there are some.
 Wait: TypeAlias = Callable[[float], bool]
+
+
+class TurnOverError(Exception):
+    """The turn ends before the next part begins; the step goes on in the next turn."""
 
 
 def no_orders(seconds: float) -> bool:
@@ -50,6 +54,8 @@ class Account:
     wait: Wait = no_orders
     has_orders: bool = False
     """Whether new orders came in the turn."""
+    team_orders: TeamOrders | None = None
+    """The newest, if its slot is a member of a team."""
     is_good: bool = False
     """Whether the turn has done good steps, and no error of the workload came after them."""
 
@@ -80,6 +86,16 @@ class Account:
         began_s = time.monotonic()
         self.has_orders = self.has_orders or self.wait(seconds)
         return time.monotonic() - began_s
+
+    def pause(self, *, tells: bool) -> None:
+        """Take note that a step waits for something, and goes on in a turn to come. `tells`:
+        whether how it is should be told at once.
+
+        Raises:
+            TurnOverError: The time is over, there are new orders, or it should.
+        """
+        if tells or self.remaining_s <= 0:
+            raise TurnOverError
 
     def good_part(self, seconds: float) -> None:
         """Count the time of a part of a step that ended well."""

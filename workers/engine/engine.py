@@ -16,9 +16,9 @@ from typing import Final
 import psutil
 
 from workers import oom
-from workers.engine.account import Account, Wait, no_orders
+from workers.engine.account import Account, TurnOverError, Wait, no_orders
 from workers.engine.memory import progress_of
-from workers.engine.parts import Parts, StarvedError, TurnOverError
+from workers.engine.parts import Parts, StarvedError
 from workers.engine.session import Session, open_session
 from workers.messages import (
     STARVED,
@@ -133,6 +133,7 @@ class Engine:
             return
         account.begin_turn(duration_s, wait)
         workload = session.workload
+        account.team_orders = orders.team
         try:
             session.memory.begin_turn(orders.lease_bytes)
             self._take_saves(orders, workload)
@@ -292,6 +293,7 @@ class Engine:
         return replace(
             status,
             save_due=workload.save_due,
+            team=workload.team,
             saved=None if workload.saved is None else str(workload.saved),
             # After every failure too: without it the head takes an out-of-memory for a card that is
             # full.

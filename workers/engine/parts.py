@@ -11,7 +11,7 @@ import time
 from typing import Final
 
 from workers.elastic.loop import Loop
-from workers.engine.account import Account
+from workers.engine.account import Account, TurnOverError
 from workers.engine.session import Session
 from workers.messages import StepCounts, WorkerState
 from workers.oom import Failure
@@ -23,10 +23,6 @@ _COOL_POLL_S: Final = 0.1
 
 #: A step that is larger or smaller than the last reported one by this factor is an event.
 _MIN_CHANGE_FACTOR: Final = 1.1
-
-
-class TurnOverError(Exception):
-    """The turn ends before the next part begins; the step goes on in the next turn."""
 
 
 class StarvedError(Exception):

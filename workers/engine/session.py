@@ -168,6 +168,9 @@ def open_session(spec: WorkerSpec, begin: Begin, incarnation: int, account: Acco
             checkpoint=begin.checkpoint,
             memory=spec.memory,
             tell=account.event,
+            team=spec.team,
+            team_orders=lambda: account.team_orders,
+            pause=account.pause,
         )
         workload = _make_workload(make, spec, device, context)
         stages = workload.stages()

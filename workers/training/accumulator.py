@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
+from itertools import chain
 from typing import Final
 
 import torch
@@ -99,11 +100,18 @@ class Accumulator:
     def begin(self, rows: int, count: float) -> None:
         """Begin an effective batch of so many rows and items; what was there is forgotten."""
         self._rows = rows
+        self._ends: list[int] = []
+        """Where each range of its rows ends: no part reaches across."""
         self._count = count
         self.done = 0
         """Rows of the finished parts, of which all sums hold what there is."""
         self._held = [0] * len(self.parameters)
         self._follows = False
+
+    def extend(self, rows: int) -> None:
+        """Have another range of so many rows after the others."""
+        self._rows += rows
+        self._ends.append(self._rows)
 
     @property
     def is_torn(self) -> bool:
@@ -118,10 +126,11 @@ class Accumulator:
         return self._rows - self.done
 
     def next_rows(self, most_rows: int) -> int:
-        """Return the size of the next part, 0 after the last. It ends at the latest where a part
-        ended that failed after some of its gradients were in their sums.
+        """Return the size of the next part, 0 after the last. It ends at the latest where its range
+        does, or a part that failed after some of its gradients were in their sums.
         """
-        end = min((held for held in self._held if held > self.done), default=self._rows)
+        ends = chain(self._held, self._ends)
+        end = min((each for each in ends if each > self.done), default=self._rows)
         return schedule.next_part(end - self.done, most_rows) if self.remaining else 0
 
     def add(
@@ -206,6 +215,37 @@ class Accumulator:
             self._fewest = len(given)
         self.used.update(given)
 
+    @property
+    def flat(self) -> Tensor:
+        """What `read` fills, without data: the numbers of all sums one after the other."""
+        numbers = sum(own.numel() for own in self.gradients)
+        dtype = reduce(torch.promote_types, (own.dtype for own in self.gradients), torch.float32)
+        return torch.empty(numbers, dtype=dtype, device="meta")
+
+    @torch.no_grad()
+    def read(self, into: Tensor) -> tuple[float, list[bool]]:
+        """Copy the sums to the host; return that of the losses, and which parameters have one."""
+        for own, there, held in zip(self.gradients, self._places(into), self._held, strict=True):
+            if held:
+                there.copy_(own, non_blocking=True)
+            else:
+                there.zero_()
+        wait_asleep(self.loss[0].device)
+        return (float(self.loss[0]) if self.done else 0.0), [held > 0 for held in self._held]
+
+    @torch.no_grad()
+    def write(self, total: Tensor, loss: float, used: Sequence[bool]) -> None:
+        """Have sums of the whole batch, as `read` gives them, in the place of the own ones."""
+        for own, there in zip(self.gradients, self._places(total), strict=True):
+            own.copy_(there, non_blocking=True)
+        self._held = [int(each) for each in used]
+        self.loss[0].fill_(loss)
+        self._follows = any(used)
+
+    def _places(self, flat: Tensor) -> list[Tensor]:
+        parts = torch.split(flat, [own.numel() for own in self.gradients])
+        return [part.view(own.shape) for part, own in zip(parts, self.gradients, strict=True)]
+
     @torch.no_grad()
     def finish(
         self,
@@ -215,9 +255,11 @@ class Accumulator:
         step: int,
         clip: float | None,
         rates: Sequence[float] | None,
+        agreed: Callable[[float, float], tuple[float, float]] = lambda *own: own,
     ) -> tuple[float, bool]:
         """Unscale, clip and update; return the loss, and whether it was updated. Can be repeated
-        until that begins.
+        until that begins. Where several trainings do the same, `agreed` returns loss and norm of
+        the gradient (scaled) that hold for all, from the own ones.
 
         Raises:
             NotFiniteError: The loss or the gradient is NaN or infinite; nothing was changed.
@@ -230,7 +272,7 @@ class Accumulator:
         ]
         both = torch.stack((self.loss[0], torch.linalg.vector_norm(torch.stack(norms))))
         wait_asleep(both.device)  # the one moment at which the host waits for a card
-        total, scaled_norm = both.tolist()
+        total, scaled_norm = agreed(*both.tolist())
         loss, norm = total / self._count, scaled_norm / scaler.scale
         if math.isfinite(loss) and not math.isfinite(norm) and scaler.overflowed():
             return loss, False

@@ -280,6 +280,9 @@ class OneBatch:
     """By what the loss of a part is multiplied: how many items a mean is of."""
     is_whole: bool = False
     """Whether it cannot be cut."""
+    ranges: list[tuple[int, int]] | None = None
+    """The first row and the number of rows of each range that is computed here, one after the
+    other; `None`: all rows are."""
 
     def __post_init__(self) -> None:
         owner = self.owner
@@ -293,6 +296,13 @@ class OneBatch:
         """Buffers that a pass changes once, as they were at first; `None`: nothing has begun."""
         self._at_first = self._now = Snapshot([])
         """Those to which it adds something of each sample."""
+
+    def extend(self, first: int, rows: int) -> None:
+        """Compute this range of its rows as well, after the others."""
+        assert self.ranges is not None  # noqa: S101 - it was made for ranges
+        self.ranges.append((first, rows))
+        if self._each_pass is not None:
+            self.owner.sums.extend(rows)
 
     @property
     def is_done(self) -> bool:
@@ -310,21 +320,23 @@ class OneBatch:
         """
         owner, sums = self.owner, self.owner.sums
         fits, most_rows = most_rows, min(most_rows, owner.most_rows or most_rows)
-        each_pass = self._each_pass or self._begin(fits, is_cut=most_rows < self.rows)
-        if self._whole_only is not None and most_rows < self.rows:
+        is_cut = most_rows < self.rows or self.ranges is not None
+        each_pass = self._each_pass or self._begin(fits, is_cut=is_cut)
+        if self._whole_only is not None and is_cut:
             raise self._whole_only
         if sums.is_torn and not owner.repeats:
-            sums.begin(self.rows, self.items)
+            self._begin_sums()
         rows, at = sums.next_rows(most_rows), sums.done
         if rows:
+            first = self._place(at)
             owner.parts = owner.parts if at else []
 
             def add() -> None:
                 # Undo what a failed part has changed, and what the part before did once for all.
                 each_pass.restore()
                 (self._now if at else self._at_first).restore()
-                part = self.batch if self.is_whole else part_of(self.batch, at, rows)
-                total, weight = self.value(part, at, rows), self.weight
+                part = self.batch if self.is_whole else part_of(self.batch, first, rows)
+                total, weight = self.value(part, first, rows), self.weight
                 if weight is not None:
                     items = weight(part)
                     # The mean of no items is not a number, and adds nothing.
@@ -353,6 +365,11 @@ class OneBatch:
             self._each_pass.restore()
             self._at_first.restore()
             self._each_pass = None
+
+    def changed(self) -> list[Place]:
+        """Return the buffers and numbers of the model that its parts so far have changed."""
+        kept = () if self._each_pass is None else (self._each_pass, self._at_first)
+        return [place for each in kept for place in each.changed()]
 
     def _reaches_further(self) -> bool:
         """Whether losses were computed with parameters or operators that no batch before had."""
@@ -391,13 +408,27 @@ class OneBatch:
         owner.hold()
         if not self.is_whole:
             self._whole_only = owner.look_at(self, most_rows, is_cut=is_cut)
-        owner.sums.begin(self.rows, self.items)
+        self._begin_sums()
         self._used, self._operators = len(owner.sums.used), len(owner.operators)
         once, self._adding = owner.buffers
         self._passed = dict[Place, Kept]()
         self._at_first = self._now = Snapshot(self._adding)
         self._each_pass = Snapshot(once)
         return self._each_pass
+
+    def _begin_sums(self) -> None:
+        sums, ranges = self.owner.sums, self.ranges
+        sums.begin(self.rows if ranges is None else 0, self.items)
+        for _, rows in ranges or ():
+            sums.extend(rows)
+
+    def _place(self, at: int) -> int:
+        """Return the row of the batch that comes after so many that are computed here."""
+        for first, rows in self.ranges or ():
+            if at < rows:
+                return first + at
+            at -= rows
+        return at
 
 
 class LoopBatches(BatchInParts):

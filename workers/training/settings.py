@@ -56,7 +56,7 @@ _ALWAYS: Final = {key: repr(_GONE[key][0]) for key in ("attention", "channels_la
 #: with other values. `documents` does; it is in the fingerprint of the text, and so not in that of
 #: trainings without one.
 _FREE: Final = {
-    "slots", "documents", "steps", "epochs", "validate_every", "micro", "recompute",
+    "slots", "team", "split", "documents", "steps", "epochs", "validate_every", "micro", "recompute",
     "states_on_host", "compile", "loader_workers", "prefetch", "pin",
     "activations_on_host", "ema_on", "save_every_s", "checkpoints",
 }  # fmt: skip
@@ -79,6 +79,16 @@ def _valid_preset(preset: str) -> str:
             "package.module:name"
         )
     return preset
+
+
+def _data_alone(split: object) -> object:
+    """Refuse the ways to divide a training over a team that are not there yet."""
+    if split in {"layers", "auto"}:
+        raise ValueError(
+            f"split: {split} would cut the model over the cards of a team, which this version "
+            "cannot; valid: split: data, where each member holds the whole model"
+        )
+    return split
 
 
 def _off(value: object) -> object:
@@ -108,6 +118,10 @@ class TrainSettings(BaseModel):
     """How many slots train, each by its own seed; `None`: the first alone trains a folder, and all
     train what is no folder.
     """
+    team: Literal["all"] | list[Annotated[str, Field(min_length=1)]] | None = None
+    """PCs, or slots, that share one training; `all`: every PC. `None`: each slot trains alone."""
+    split: Annotated[Literal["data"], BeforeValidator(_data_alone)] = "data"
+    """What the members of a team divide: the samples of each optimiser step."""
     weights: Literal["fp32", "as-stored", "nf4"] = "fp32"
     """What that folder's weights become: fp32 masters, the type that they are stored in, or 4 bits
     below adapters.
@@ -211,6 +225,16 @@ class TrainSettings(BaseModel):
             "makes them equal; valid: also set train.dropout, such as 0.1",
         )
         _refuse_if(
+            self.team is not None and self.slots is not None,
+            f"slots: {self.slots} are trainings by themselves, and team makes one training of its "
+            "members; valid: one of them",
+        )
+        _refuse_if(
+            self.team is not None and self.r_drop,
+            f"r_drop: {self.r_drop} compares two passes over whole batches, and a member of a team "
+            "computes a part of each; valid: one of them",
+        )
+        _refuse_if(
             self.exact and self.compile != "off",
             "exact: true promises the same bits at any memory, and where the compiler fails a "
             "training goes on without what it compiled; valid: compile: off, or exact: false",
@@ -268,7 +292,9 @@ class TrainSettings(BaseModel):
 
     @property
     def most_slots(self) -> int | None:
-        """How many slots may train; `None`: all."""
+        """How many slots may train; `None`: all, or those of the team."""
+        if self.team is not None:
+            return None
         return self.slots or (1 if self.preset in FOLDER_PRESETS else None)
 
     @property

@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -33,7 +33,7 @@ from workers.training.batch_in_parts import BatchInParts, Look, OneBatch
 from workers.training.batches import Batch, on_device, part_of, rows_of, tensors_in
 from workers.training.checkpoints import Identity, Lever, weights_sha256
 from workers.training.earlier import begun_model
-from workers.training.errors import StateMismatchError
+from workers.training.errors import StateMismatchError, TaskError
 from workers.training.host_memory import Parking
 from workers.training.host_states import HostStates
 from workers.training.loader import Feed
@@ -61,8 +61,23 @@ from workers.training.time_shares import Part, TimeShares
 
 _STATE_VERSION: Final = 2
 
+#: What makes the result depend on which rows are computed together, and so on who computes them.
+_NOT_SHARED: Final = {"batch statistics", "unknown"}
+_OF_A_TEAM: Final = "this training cannot be shared by a team"
+
 #: The keys that make each hazard harmless.
 _KEEP: Final = "train.exact: true, and a number as train.micro"
+
+
+def refuse_batch_norm(task: TrainTask, model: nn.Module) -> None:
+    """Raise a `TaskError` if a model normalises over the samples that are computed together."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
+            raise TaskError(
+                f"{_OF_A_TEAM}: {name} of {task.name} ({type(module).__name__}) normalises over the "
+                "samples that are computed together, and keeps statistics of them; use GroupNorm "
+                "or LayerNorm, or put it into eval mode"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,14 +102,20 @@ class Trainer:
         device: torch.device,
         seed: int,
         tell: Callable[..., None] = lambda _, **__: None,
+        *,
+        is_shared: bool = False,
     ) -> None:
         """Make the model and allocate all that outlives a step. `tell` gets events of the compiler
         and of the loader, and hazards: a name, and figures or text by keyword.
+
+        `is_shared`: others compute rows of the same batches. Then `give` says which are computed
+        here, and `finish` updates with the sums of all.
 
         Raises:
             TaskError: There is nothing to train, or no data.
         """
         self._feed, self._tell = Feed(task, settings, device, seed, tell), tell
+        self._is_shared = is_shared
         self.loader_numbers = self._feed.numbers
         precision.set_up(
             settings.precision,
@@ -154,6 +175,8 @@ class Trainer:
         self._shares = TimeShares(device)
         self._last = MicroBatch(rows=0, level=0, updated=False)
         self._accumulation = 0
+        if is_shared:
+            refuse_batch_norm(task, self.model)
         self.course = Course()
         self.hazards: list[str] = []
         """What makes the result depend on the micro-batch, as far as that was found."""
@@ -205,11 +228,60 @@ class Trainer:
         level = level_of(self.settings.recompute, level, self._recomputation.most)
         self._recomputation.level = level
         rows = batch.advance(most_rows, self._scaler.scale)
-        updated = batch.is_done
+        if self._is_shared and self._last.rows == 0:
+            self._refuse_changes(batch)
+        updated = batch.is_done and not self._is_shared
         if updated:
             self._finish()
         self._last = MicroBatch(rows=rows, level=level, updated=updated)
         return self._last
+
+    def give(self, first: int, rows: int) -> None:
+        """Have these rows of the batch computed here, after those that were given before."""
+        self._begun().extend(first, rows)
+
+    @property
+    def done_rows(self) -> int:
+        """Rows of the batch that are in the own sums."""
+        return self._accumulator.done
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether rows were given that are not computed yet."""
+        return self._batch is not None and not self._batch.is_done
+
+    @property
+    def flat_sums(self) -> Tensor:
+        """What `read_sums` fills, without data."""
+        return self._accumulator.flat
+
+    def read_sums(self, into: Tensor) -> tuple[float, list[bool]]:
+        """Copy the sums of the gradients of the own rows to the host; return that of the losses,
+        and for each parameter whether it has a gradient.
+        """
+        return self._accumulator.read(into)
+
+    def write_sums(self, total: Tensor, loss: float, used: Sequence[bool]) -> None:
+        """Have the sums of all rows, as `read_sums` gives them, in the place of the own ones."""
+        self._begun()  # also where no row was computed here
+        self._accumulator.write(total, loss, used)
+
+    def finish(self, agreed: Callable[[float, float], tuple[float, float]]) -> None:
+        """Update with the sums that are there. Until the update itself begins this can be run again.
+
+        `agreed`: as in `Accumulator.finish`.
+
+        Raises:
+            NotFiniteError, UpdateInterruptedError: As `micro_batch`.
+        """
+        self._update.check()
+        self._finish(agreed)
+        self._last = replace(self._last, updated=True)
+
+    def drop_sums(self) -> None:
+        """Forget what was computed of the batch under way; it begins again."""
+        self._batch = None
+        self._accumulator.begin(0, 1)
 
     def progress(self) -> Progress:
         """Say how far the training is, as far as that needs no clock."""
@@ -300,7 +372,8 @@ class Trainer:
         Raises:
             RuntimeError: A part of an effective batch is under way.
         """
-        if not self.at_boundary:
+        # Passes of a shared training change nothing, so that each state belongs to a step.
+        if not self.at_boundary and (self._update.cut or not self._is_shared):
             raise RuntimeError("a training has a state only between two optimiser steps")
         return {
             "version": _STATE_VERSION,
@@ -394,8 +467,10 @@ class Trainer:
     def _begun(self) -> OneBatch:
         """Return the batch under way, or the next one."""
         if self._batch is None:
-            self._feed.take()
-            self._accumulator.begin(self.settings.batch, self._feed.count)
+            if self._feed.batch is None:
+                self._feed.take()
+            rows = 0 if self._is_shared else self.settings.batch
+            self._accumulator.begin(rows, self._feed.count)
             self._batch = OneBatch(
                 owner=self._in_parts,
                 batch=self._feed.batch,
@@ -404,6 +479,7 @@ class Trainer:
                 first=self.course.samples_used,
                 items=self._feed.count,
                 weight=self.task.count if self.task.loss_is == "mean" else None,
+                ranges=[] if self._is_shared else None,
             )
         return self._batch
 
@@ -432,6 +508,8 @@ class Trainer:
         """Return a sentence for each kind of thing that makes the training depend on how its
         batches are split, with what removes it. A training with them is still a training.
         """
+        if self._is_shared and (wrong := [each for each in found if each.cause in _NOT_SHARED]):
+            raise TaskError(f"{_OF_A_TEAM}: {wrong[0]}")
         # Parts that stay leave random numbers alone, which are not those of before a kill.
         return {
             each.cause: str(each)
@@ -445,7 +523,18 @@ class Trainer:
         self.hazards.append(sentence)
         self._tell("hazard", reason=sentence)
 
-    def _finish(self) -> None:
+    def _refuse_changes(self, batch: OneBatch) -> None:
+        """Raise a `TaskError` where a pass changes the model: each member would have its own."""
+        if self.settings.preset not in PRESETS and (places := batch.changed()):
+            module, name = places[0]
+            raise TaskError(
+                f"{_OF_A_TEAM}: each pass changes {name} of {type(module).__name__}, of which each "
+                "member would have its own; change it after the step, or train on one card"
+            )
+
+    def _finish(
+        self, agreed: Callable[[float, float], tuple[float, float]] = lambda *own: own
+    ) -> None:
         """Update the weights. Until the update itself begins this can be run again."""
         rates = self._rates.at(self.step)
         with self._shares.timing(Part.OPTIMIZER):
@@ -455,6 +544,7 @@ class Trainer:
                 step=self.step,
                 clip=self.settings.clip,
                 rates=rates,
+                agreed=agreed,
             )
         self.course.finished_step(loss, self.settings.batch, updated=updated)
         self._accumulation = len(self._in_parts.parts)

@@ -19,9 +19,9 @@ from typing import Final
 import torch
 
 from workers.elastic.loop import Loop
-from workers.messages import Cause, IncompatibleError, Progress
+from workers.messages import Cause, IncompatibleError, Progress, TeamOrders, TeamStatus
 from workers.policy.base import Run, Stages
-from workers.settings import MemorySettings, Scalar
+from workers.settings import MemorySettings, Scalar, TeamSpec
 from workers.verification.check import Check
 
 _BUILT_IN: Final = {
@@ -32,6 +32,10 @@ _BUILT_IN: Final = {
 
 def _no_log(name: str, **detail: Scalar) -> None:
     """Drop the event."""
+
+
+def _no_pause(*, tells: bool) -> None:
+    """Go on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +70,13 @@ class WorkloadContext:
     """The section `memory:` of cluster.yaml, for a workload that fills its share of the device."""
     tell: Callable[..., None] = _no_log
     """Adds an event to the run's event log: its name, and figures or text by keyword."""
+    team: TeamSpec | None = None
+    """With whom the slot shares its work; `None`: it works by itself."""
+    team_orders: Callable[[], TeamOrders | None] = lambda: None
+    """Returns the newest orders of that team; `None`: there are none yet."""
+    pause: Callable[..., None] = _no_pause
+    """Called within a step, between two parts, while it waits for others. With `tells=True` the
+    head hears at once how the slot is. What it raises ends the turn, as in `run`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +128,9 @@ class Workload(ABC):
     #: What the table says of it while it works, such as a checkpoint that cannot be written; empty:
     #: nothing.
     notice: str = ""
+
+    #: How it stands in its team; `None`: it has none. A class may make it a property.
+    team: TeamStatus | None = None
 
     @classmethod
     def prepare(cls, settings: Mapping[str, Scalar]) -> None:

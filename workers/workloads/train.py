@@ -13,20 +13,26 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import ValidationError
 
 from workers import oom
 from workers.elastic.loop import Loop
 from workers.hf.folder import load_code
-from workers.messages import BadInputError, Cause, IncompatibleError, Progress
+from workers.messages import (
+    BadInputError,
+    Cause,
+    IncompatibleError,
+    Progress,
+    TeamStatus,
+)
 from workers.policy.base import Run, Stages
-from workers.settings import FailureKind, Scalar
+from workers.settings import FailureKind, Scalar, TeamSpec
 from workers.training import earlier
 from workers.training.checkpoints import (
     FROM_HEAD,
@@ -50,6 +56,12 @@ from workers.training.tasks import find_task, import_task, refuse_without_data
 from workers.training.trainer import Trainer
 from workers.workloads.base import StepResult, Workload, WorkloadContext
 
+if TYPE_CHECKING:
+    from workers.team.member import Member
+
+#: How long a member of a team waits for something to compute before it looks at its orders.
+_LOOK_S: Final = 0.02
+
 #: The speed that is told is that of the last so many seconds.
 _SPEED_WINDOW_S: Final = 20.0
 
@@ -71,6 +83,9 @@ class Train(Workload):
             refuse_without_data(self._task)
         except (ValidationError, TrainingError) as error:
             raise self._incompatible(error) from error
+        self._team: Member | None = None
+        if context.team is not None:
+            self._team = self._member(context.team)
         self._trainer: Trainer | None = None
         self._checkpoints: Checkpoints | None = None
         self._flop_per_unit = 0.0
@@ -94,6 +109,8 @@ class Train(Workload):
         self._told_place: Mapping[str, int] | None = None
         self._computed = 0
         self._computed_items = 0.0
+        self._rows_of_step = 0
+        """Computed here since the last update."""
 
     @classmethod
     def prepare(cls, settings: Mapping[str, Scalar]) -> None:
@@ -118,6 +135,11 @@ class Train(Workload):
         since.
         """
         return self._save_soon and self._trainer is not None and self._checkpoints is not None
+
+    @property
+    def team(self) -> TeamStatus | None:  # type: ignore[override]
+        """How this member stands in its team; `None`: it trains by itself."""
+        return None if self._team is None else self._team.status()
 
     @property
     def notice(self) -> str:  # type: ignore[override]
@@ -151,6 +173,7 @@ class Train(Workload):
         """
         is_done, was_finished = False, self._trainer is not None and self._trainer.finished
         while not is_done:
+            self._await_team()
             try:
                 is_done = loop.run(partial(self._part, loop))
             except NotFiniteError as error:
@@ -167,7 +190,17 @@ class Train(Workload):
         trainer = self._trained
         self._tell_move(loop.peak_bytes)
         flop_per_sample = self._flop_per_unit * self._units_per_sample(trainer)
-        return StepResult(flop=flop_per_sample * self._settings.batch)
+        rows, self._rows_of_step = self._rows_of_step, 0
+        return StepResult(
+            flop=flop_per_sample * (self._settings.batch if self._team is None else rows)
+        )
+
+    def _await_team(self) -> None:
+        """Wait until this member of a team has something to compute."""
+        if self._team is not None and self._trainer is not None and not self._trainer.finished:
+            self._team.obey(self.context.team_orders())
+            while not self._team.wait(_LOOK_S):
+                self.context.pause(tells=self._team.has_news)
 
     def _part(self, loop: Loop[Run], run: Run) -> bool:
         """Compute a part of at most so many samples; say whether it was the last of the batch."""
@@ -180,7 +213,14 @@ class Train(Workload):
             _, room_bytes = host_share()
             trainer.host_states.move(level.states_on_host_pct, room_bytes)
         try:
-            part = trainer.micro_batch(run.batch, trainer.most_level if level.recomputes else 0)
+            level_of_part = trainer.most_level if level.recomputes else 0
+            if self._team is None:
+                part = trainer.micro_batch(run.batch, level_of_part)
+            elif (shared := self._team.part(run.batch, level_of_part)) is not None:
+                part = shared
+            else:
+                loop.was_partial()
+                return False  # what there was to do is void, or the training was only opened
         except UpdateInterruptedError as error:
             self._interrupted = str(error)
             return True
@@ -190,6 +230,7 @@ class Train(Workload):
             "states_on_host_pct": trainer.host_states.share_pct,
         }
         self._computed += part.rows
+        self._rows_of_step += part.rows
         self._computed_items += part.rows * trainer.items_per_sample
         if part.rows < run.batch:
             loop.was_partial()
@@ -214,10 +255,17 @@ class Train(Workload):
 
         Wait for one that was asked for.
         """
+        with nullcontext() if self._team is None else self._team.busy():
+            self._save()
+        if self._team is not None and self.finished:
+            self._team.close()
+
+    def _save(self) -> None:
         trainer, checkpoints = self._trainer, self._checkpoints
         if trainer is None or not trainer.at_boundary:
             return
-        self._validate(trainer)
+        if self._team is None or not self._team.is_computing:
+            self._validate(trainer)
         waits = trainer.finished or self._save_soon
         if checkpoints is not None and waits:
             checkpoints.wait()
@@ -260,6 +308,8 @@ class Train(Workload):
 
     def release(self) -> None:
         """Drop model and state; the next step goes on from the last checkpoint."""
+        if self._team is not None:
+            self._team.leave()
         if self._trainer is not None:
             self._trainer.close()
         self._trainer = None
@@ -285,15 +335,33 @@ class Train(Workload):
             return Progress(saved_step=saved, redone_steps=self._redone_steps)
         samples_per_s, items_per_s = self._speeds()
         left = self._settings.batch * (self._trainer.steps - self._trainer.step)
+        share = 1.0 if self._team is None else self._team.share
         return replace(
             self._trainer.progress(),
             redone_steps=self._redone_steps,
             saved_step=saved,
             samples_per_s=samples_per_s,
             tokens_per_s=items_per_s if self._task.items == "tokens" else None,
-            eta_s=left / samples_per_s if samples_per_s else None,
+            eta_s=left * share / samples_per_s if samples_per_s else None,
             weights_sha256=self._sha256,
         )
+
+    def _member(self, team: TeamSpec) -> Member:
+        """Take a place in the team.
+
+        Raises:
+            IncompatibleError: Its address cannot be listened at.
+        """
+        from workers.team.member import Member  # noqa: PLC0415 - most trainings have no team
+
+        try:
+            return Member(team, self.context.slot, self.context.tell)
+        except OSError as error:
+            raise IncompatibleError(
+                f"{self.context.slot}: {team.listen} cannot be listened at for the others of the "
+                f"team: {error.strerror}; name another port of this PC in cluster.yaml",
+                cause=Cause.BAD_CONFIG,
+            ) from error
 
     def _incompatible(self, error: Exception) -> BadInputError:
         is_code = isinstance(error, NotLoadedError)
@@ -316,7 +384,10 @@ class Train(Workload):
         settings = self._settings
         if settings.states_on_host == "auto":
             settings = settings.model_copy(update={"states_on_host": level.states_on_host_pct})
-        trainer = Trainer(self._task, settings, self.context.device, self.context.seed, self._tell)
+        trainer = Trainer(
+            self._task, settings, self.context.device, self.context.seed, self._tell,
+            is_shared=self._team is not None,
+        )  # fmt: skip
         if self.context.state_dir is not None:
             self._go_on(trainer, self.context.state_dir)
         if not self._restored:
@@ -340,6 +411,8 @@ class Train(Workload):
         if ran := trainer.attention_kernels():
             self.context.tell("attention", ran=ran)
         self._trainer = trainer
+        if self._team is not None:
+            self._team.open(trainer)
         return trainer
 
     def _flop(self, trainer: Trainer) -> float:

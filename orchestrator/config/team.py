@@ -1,0 +1,80 @@
+"""The team of `train.team`: which slots are its members, and the configuration of a run that trains
+nothing else.
+
+Pure. Does not decide who leads (`core/team.py`), and words no refusal (`load`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from orchestrator.config.schema import Config, NodeConfig
+from workers.units import GIB
+
+#: `cpus_per_worker` goes no further.
+_MOST_CPUS = 1024
+
+
+def named(config: Config) -> tuple[str, ...]:
+    """Return what `train.team` names, PCs and slots; nothing where no team trains."""
+    team = config.train.team if config.workload.name == "train" else None
+    return tuple(config.nodes if team == "all" else team or ())
+
+
+def slots_of(name: str, config: Config) -> tuple[str, ...]:
+    """Return the slots that one name of a team means: of a PC, a member for each of its cards, and
+    one where it has none. There are none of a name that is unknown.
+    """
+    if (node := config.nodes.get(name)) is not None:
+        return tuple(f"{name}/{index}" for index in range(max(1, node.gpus)))
+    return (name,) if name in set(slots(config)) else ()
+
+
+def slots(config: Config) -> Iterator[str]:
+    """Yield every slot of the configuration."""
+    for name, node in config.nodes.items():
+        yield from (f"{name}/{index}" for index in range(node.workers))
+
+
+def members(config: Config) -> tuple[str, ...]:
+    """Return the slots of the team in the order in which they are named; none without a team."""
+    return tuple(slot for name in named(config) for slot in slots_of(name, config))
+
+
+def without_team(config: Config) -> Config:
+    """Return the configuration with slots that work each by itself, as jobs and `tune` have them."""
+    train = config.train.model_copy(update={"team": None})
+    return config.model_copy(update={"train": train})
+
+
+def with_team_alone(config: Config) -> Config:
+    """Return the configuration of a run that trains the team of this one and nothing else; without
+    a team as it is.
+
+    The team names slots then. A PC that was named itself has a member for each card, with what all
+    workers of that card had. Other PCs are left out, but for the one that runs the head.
+    """
+    if not (names := named(config)):
+        return config
+    team = members(config)
+    of_team = {slot.partition("/")[0] for slot in team} | {config.head_node}
+    nodes = {
+        name: _whole(node) if name in names else node
+        for name, node in config.nodes.items()
+        if name in of_team
+    }
+    train = config.train.model_copy(update={"team": list(team)})
+    return config.model_copy(update={"nodes": nodes, "train": train})
+
+
+def _whole(node: NodeConfig) -> NodeConfig:
+    """Return a node with one worker on each card, which has what all of that card's had."""
+    cards, each = max(1, node.gpus), node.workers_per_card
+    return node.model_copy(
+        update={
+            "workers": cards,
+            "cpus_per_worker": min(_MOST_CPUS, node.cpus_per_worker * node.workers // cards),
+            "gpu_share": min(1.0, each * node.gpu_share),
+            "vram_per_worker_gib": each * node.budget_bytes / GIB,
+        }
+    )

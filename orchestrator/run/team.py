@@ -1,0 +1,138 @@
+"""The team of a run: what its members tell becomes the orders that all of them get.
+
+Keeps who leads, the secret of this head, and the generation in the store, so that it rises also
+after a crash of the head. Decides nothing about who leads (`core/team.py`).
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from orchestrator.core.placement import SlotPlan
+from orchestrator.core.slot import Phase, Slot
+from orchestrator.core.team import NO_STATE, Election, Member, elect
+from orchestrator.record.events import EventLog
+from orchestrator.record.store import RunStore
+from workers.messages import TeamOrders, TeamState
+
+_SECRET_BYTES: Final = 32
+
+
+class Team:
+    """The members of one run, under one head."""
+
+    def __init__(
+        self,
+        plans: Sequence[SlotPlan],
+        generation: int,
+        patience_s: float,
+        events: EventLog,
+        store: RunStore,
+    ) -> None:
+        """Begin after `generation`, the last one of the heads before this one; `patience_s` as in
+        `core.team.elect`.
+        """
+        self._poll_s = {plan.spec.slot: plan.spec.poll_s for plan in plans}
+        """Of each member, in the order of the team."""
+        self._patience_s = patience_s
+        self._events, self._store = events, store
+        self._secret = secrets.token_bytes(_SECRET_BYTES)
+        self._election = Election(generation=generation)
+        self._saved: dict[str, float] = {}
+        """The newest step that each member is known to have saved."""
+
+    def look(self, slots: Mapping[str, Slot], now_s: float) -> bool:
+        """Take in how the members are, and say whether there are other orders. The generation is to
+        be stored before they go out.
+        """
+        for name in self._poll_s:
+            saved_step = slots[name].training.last.saved_step
+            if saved_step is not None:  # a process that has just begun knows of none
+                self._saved[name] = saved_step
+        if any(slots[name].phase is Phase.DONE for name in self._poll_s):
+            return False  # it is finished: another leader would do the end of it again
+        before = self._election
+        members = [self._member(slots[name], now_s) for name in self._poll_s]
+        self._election = now = elect(before, members, now_s, self._patience_s)
+        if now.generation != before.generation:
+            self._store.team(now.generation)
+            self._events.write(
+                "team_leader",
+                slot=now.leader,
+                generation=now.generation,
+                step=now.step,
+                address=now.address,
+                cause=now.why,
+            )
+        elif now.leader is None and before.leader is not None:
+            self._events.write("team_without_leader", slot=before.leader, cause=now.why)
+        return (now.generation, now.leader) != (before.generation, before.leader)
+
+    @property
+    def orders(self) -> TeamOrders | None:
+        """What every member is told; `None` while none leads."""
+        now = self._election
+        if now.leader is None:
+            return None
+        return TeamOrders(
+            generation=now.generation,
+            leader=now.leader,
+            address=now.address,
+            secret=self._secret,
+        )
+
+    def notices(self) -> tuple[str, ...]:
+        """Return why no member leads although one could."""
+        waits_for = self._election.waits_for
+        return () if waits_for is None else (f"the team has no leader: {waits_for}",)
+
+    def is_finished(self, slots: Mapping[str, Slot]) -> bool:
+        """Say whether a member is done, and no other is about to be: those that were not together
+        with it at the end cannot learn the rest.
+        """
+        of_team = [slots[name] for name in self._poll_s]
+        if not any(slot.phase is Phase.DONE for slot in of_team):
+            return False
+        return not any(slot.phase is Phase.WORKING and _is_together(slot) for slot in of_team)
+
+    def _member(self, slot: Slot, now_s: float) -> Member:
+        is_up = slot.phase is Phase.WORKING and slot.ready
+        status = slot.status if slot.ready else None
+        team = None if status is None else status.team
+        # What an earlier head has seen of it, it may not have stored.
+        is_unheard = slot.incarnation > 0 and slot.status is None
+        return Member(
+            slot=slot.slot,
+            process=slot.incarnation,
+            gone=None if is_up else _why_gone(slot),
+            may_begin=team is not None and team.step is not None and slot.orders.hold is None,
+            is_awaited=slot.phase in {Phase.WORKING, Phase.PAUSING} and not slot.ready,
+            late_s=_silent_s(slot, now_s) - self._poll_s[slot.slot],
+            stored_step=math.inf if is_unheard else self._saved.get(slot.slot, NO_STATE),
+            team=team,
+        )
+
+
+def _is_together(slot: Slot) -> bool:
+    team = slot.status.team if slot.ready and slot.status is not None else None
+    return team is not None and team.lost is None and team.state is not TeamState.REJOINING
+
+
+def _why_gone(slot: Slot) -> str:
+    if slot.phase is Phase.STOPPED:
+        return "it rests, since the run ends"
+    if slot.phase is Phase.HELD:
+        return "it is held"
+    return "its PC is lost" if slot.phase is Phase.ABSENT else "its process has ended"
+
+
+def _silent_s(slot: Slot, now_s: float) -> float:
+    """Return for how long the slot's process has told nothing, and was not seen to compute."""
+    if slot.unreached_since_s is not None or slot.heard_at_s is None or slot.news_at_s is None:
+        return math.inf
+    if slot.quiet is None:
+        return now_s - slot.news_at_s
+    return now_s - slot.heard_at_s + slot.quiet.idle_s

@@ -1,0 +1,132 @@
+"""One training over two rehearsed PCs on real Ray: as one process computes it, also when the process
+that leads and the head are killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from tests.cluster.conftest import Head, Starter, at_unix_s, short_folder, starting
+from tests.reaper import Reaper
+from tests.scene import python
+from workers.learned_limits import STATE_DIR_VARIABLE
+
+pytestmark = pytest.mark.ray
+
+#: Who computes which rows stays as it is, so that a kill changes no bit.
+KEYS: dict[str, Any] = {
+    "steps": 120, "batch": 8, "micro": 2, "exact": True, "seq": 16, "precision": "fp32", "dropout": 0.1,
+    "save_every_s": 0.5,
+}  # fmt: skip
+TEAM = (
+    "--workload=train",
+    "--set=train.team=[pc1, pc2]",
+    *(f"--set=train.{key}={json.dumps(value)}" for key, value in KEYS.items()),
+)
+
+#: Trains alone without the engine, and prints the last loss.
+ALONE = f"""
+import torch
+from workers.training.settings import TrainSettings
+from workers.training.tasks import find_task
+from workers.training.trainer import Trainer
+torch.set_num_threads(1)
+settings = TrainSettings(**{KEYS})
+trainer = Trainer(find_task(settings, 0), settings, torch.device("cpu"), 0)
+while not trainer.finished:
+    trainer.micro_batch(2)
+print(trainer.progress().loss)
+"""
+
+
+@dataclass
+class Trained:
+    """A training of a team, and what it told."""
+
+    summary: dict[str, Any]
+    events: list[dict[str, Any]]
+
+    @property
+    def rows(self) -> dict[str, dict[str, Any]]:
+        return {row["slot"]: row for row in self.summary["workers"]}
+
+    def named(self, name: str) -> list[dict[str, Any]]:
+        return [event for event in self.events if event["event"] == name]
+
+
+def steps_of(head: Head) -> int:
+    """The step of the member that is furthest."""
+    return max((row["train_step"] or 0 for row in head.rows().values()), default=0)
+
+
+def together(head: Head, after: int) -> bool:
+    """Whether both members make the steps after that one."""
+    states = [row["team_state"] for row in head.rows().values()]
+    return states == ["TOGETHER"] * 2 and steps_of(head) > after
+
+
+def finished(head: Head) -> Trained:
+    code, out, err = head.finish()
+    assert code == 0, out + err
+    return Trained(summary=json.loads(out), events=head.events())
+
+
+@pytest.fixture(scope="module")
+def start(session_reaper: Reaper, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Starter]:
+    with pytest.MonkeyPatch.context() as patch, short_folder(session_reaper) as folder:
+        patch.setenv(STATE_DIR_VARIABLE, str(tmp_path_factory.mktemp("state")))
+        with starting(folder) as starter:
+            yield starter
+
+
+@pytest.fixture(scope="module")
+def undisturbed(start: Starter) -> Trained:
+    return finished(start("--rehearse", "--duration", "30m", "--json", *TEAM))
+
+
+@pytest.fixture(scope="module")
+def disturbed(start: Starter) -> Trained:
+    """The leader's process is killed, then the head, and the run goes on."""
+    head = start("--rehearse", "--duration", "30m", "--json", *TEAM)
+    head.wait(lambda: together(head, 10), "both members")
+    leader = [event["slot"] for event in head.events() if event["event"] == "team_leader"][-1]
+    at_step = steps_of(head)
+    os.kill(head.opened(leader)[-1], signal.SIGKILL)
+    head.wait(lambda: together(head, at_step + 10), "both members again")
+    head.kill()
+    return finished(start("--resume", head.folder().name, "--json", runs=head.runs))
+
+
+def test_a_team_trains_as_one_process_does(undisturbed: Trained) -> None:
+    rows = undisturbed.rows
+    assert {row["state"] for row in rows.values()} == {"DONE"}
+    assert len({row["weights_sha256"] for row in rows.values()}) == 1
+    alone = float(python("-c", ALONE).stdout)
+    assert [row["loss"] for row in rows.values()] == pytest.approx([alone] * 2, abs=1e-6)
+    assert sum(row["team_share_pct"] for row in rows.values()) == pytest.approx(100, abs=25)
+    # A step that all make is one step.
+    assert undisturbed.summary["steps_ok"] == KEYS["steps"]
+
+
+def test_neither_the_leader_nor_the_head_is_needed(
+    undisturbed: Trained, disturbed: Trained
+) -> None:
+    assert {row["train_step"] for row in disturbed.rows.values()} == {KEYS["steps"]}
+    shas = {row["weights_sha256"] for run in (undisturbed, disturbed) for row in run.rows.values()}
+    assert len(shas) == 1
+    leaders = disturbed.named("team_leader")
+    assert [event["generation"] for event in leaders] == list(range(1, len(leaders) + 1))
+    assert len(leaders) >= 3
+    # The other one goes on with what was trained, and waits for no process.
+    assert leaders[1]["slot"] != leaders[0]["slot"]
+    assert leaders[1]["step"] > 0
+    (ended,) = disturbed.named("process_ended")[:1]
+    opened = [event for event in disturbed.named("device_opened") if event["slot"] == ended["slot"]]
+    assert at_unix_s(ended) <= at_unix_s(leaders[1]) < at_unix_s(opened[1])

@@ -1,0 +1,229 @@
+"""A team under the real supervisor, on a scripted fleet in virtual time: leaders and heads that die, members that are
+held, and what a person and another head see of it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from orchestrator.config.load import config_from_data
+from orchestrator.config.team import with_team_alone
+from orchestrator.core.fleet import Fleet
+from orchestrator.core.placement import Target, plan_slots
+from orchestrator.core.slot import HeadState
+from orchestrator.record.archive import read_run
+from orchestrator.record.command_file import put
+from orchestrator.record.model import Row
+from orchestrator.run.resume import Past, past_of
+from tests.run.scene import HeadScene
+from tests.run.scripted_fleet import Process, ScriptedFleet, VirtualClock
+from workers.messages import Orders, TeamOrders, TeamState, TeamStatus, WorkerState
+from workers.settings import WorkerSpec
+
+STEPS = 400
+
+
+class TeamFleet(ScriptedFleet):
+    """Members tell that they lead, follow a leader that lives, or have lost it."""
+
+    def __init__(self, clock: VirtualClock) -> None:
+        super().__init__(clock)
+        self.specs: list[WorkerSpec] = []
+        self.ordered: list[tuple[float, str, TeamOrders]] = []
+        """When, of which slot, and what: each time that it was something else."""
+        self.on_order = self._note
+
+    def place(self, spec: WorkerSpec, num_cpus: float, num_gpus: float) -> None:
+        self.specs.append(spec)
+        self.trains.add(spec.slot)
+        super().place(spec, num_cpus, num_gpus)
+
+    def end_program(self, slot: str, text: str = "killed by signal 9") -> None:
+        super().end_program(slot, text)
+        for other in self.trains - {slot}:
+            if self.has_process(other):
+                self._answer_soon(other)
+
+    def _note(self, slot: str, orders: Orders) -> None:
+        last = [told for _, name, told in self.ordered if name == slot][-1:]
+        if orders.team is not None and last != [orders.team]:
+            self.ordered.append((self.clock.now_s - self.began_s, slot, orders.team))
+
+    def _more(self, slot: str, process: Process) -> dict[str, Any]:
+        orders = self._actors[slot].orders
+        team = None if orders is None else orders.team
+        generation = None if team is None else team.generation
+        leads = team is not None and team.leader == slot
+        is_lost = team is not None and not leads and not self.has_process(team.leader)
+        state = TeamState.REJOINING if team is None or is_lost else TeamState.TOGETHER
+        return {
+            "team": TeamStatus(
+                state=state,
+                listens=f"{slot}:1",
+                generation=generation,
+                step=process.train_step,
+                lost=generation if is_lost else None,
+                share_pct=50.0,
+                wire_s=0.25,
+            )
+        }
+
+
+class TeamRun(HeadScene):
+    """A run of a team of two PCs; its script is written on `fleet`."""
+
+    def __init__(self, folder: Path, past: Past | None = None, duration: str = "30s") -> None:
+        nodes = {
+            name: {"gpu": "rtx-3090", "workers": 2, "vram_per_worker_gib": 2.0}
+            for name in ("pc1", "pc2")
+        }
+        sections = {
+            "workload": {"name": "train"},
+            "train": {"team": "all", "steps": STEPS},
+            "run": {"duration": duration},
+        }
+        config = with_team_alone(config_from_data({"nodes": nodes, **sections}, "scene"))
+        super().__init__(folder, config, VirtualClock(), past or Past())
+        self.fleet = TeamFleet(self.clock)
+        for name in nodes:
+            self.fleet.join(name)
+        self._begin(
+            cast("Fleet", self.fleet),
+            plan_slots(config, Target(device="cpu")),
+            interrupted=lambda: False,
+            strict=True,
+        )
+
+    def finish(self) -> dict[str, Row]:
+        """Run to the end, and return the last row of each slot."""
+        snapshot = self.supervisor.run()
+        self.store.end("good", 0, None, ())
+        return {row.slot: row for row in snapshot.rows}
+
+    def leaders(self) -> list[tuple[str, int]]:
+        """Who was named to lead, in which generation."""
+        return [(event["slot"], event["generation"]) for event in self.events("team_leader")]
+
+
+Maker = Callable[..., TeamRun]
+
+
+@pytest.fixture
+def new_team(tmp_path: Path) -> Iterator[Maker]:
+    runs: list[TeamRun] = []
+
+    def make(folder: Path = tmp_path / "run", **more: Any) -> TeamRun:
+        folder.mkdir(exist_ok=True)
+        runs.append(TeamRun(folder, **more))
+        return runs[-1]
+
+    yield make
+    for run in runs:
+        run.close()
+
+
+def test_the_first_that_comes_up_leads_and_all_get_the_same_orders(new_team: Maker) -> None:
+    run = new_team()
+    run.fleet.start_s["pc1/0"] = 6.0
+    rows = run.finish()
+    assert run.leaders() == [("pc2/0", 1)]
+    told = {orders for _, _, orders in run.fleet.ordered}
+    assert len(told) == 1
+    (orders,) = told
+    assert (orders.leader, orders.address, len(orders.secret)) == ("pc2/0", "pc2/0:1", 32)
+    # The fleet's PCs have one address.
+    assert [spec.team.listen for spec in run.fleet.specs if spec.team] == ["10.0.0.1:6390"] * 2
+    assert {(row.team_state, row.team_share_pct, row.team_wire_s) for row in rows.values()} == {
+        (TeamState.TOGETHER, 50.0, 0.25)
+    }
+
+
+def test_when_the_leader_dies_the_other_leads_at_once(new_team: Maker) -> None:
+    run = new_team()
+    run.fleet.at(15, lambda: run.fleet.end_program("pc1/0"))
+    run.finish()
+    assert run.leaders() == [("pc1/0", 1), ("pc2/0", 2)]
+    at_s = [at_s for at_s, _, orders in run.fleet.ordered if orders.generation == 2]
+    assert 15 <= min(at_s) < 15.2
+    assert run.events("team_leader")[1]["cause"] == "pc1/0: its process has ended"
+
+
+def test_a_held_leader_hands_over_and_comes_back_as_a_helper(new_team: Maker) -> None:
+    run = new_team()
+
+    def typed(do: str) -> None:
+        told = {"id": do, "do": do, "slots": ["pc1/0"], "by": "test"}
+        put(run.folder, json.dumps(told).encode(), identity=do)
+
+    run.fleet.at(10, lambda: typed("pause"))
+    run.fleet.at(20, lambda: typed("unpause"))
+    run.finish()
+    (first, second, *_) = run.events("team_leader")
+    assert (first["slot"], second["slot"]) == ("pc1/0", "pc2/0")
+    assert second["cause"] == "pc1/0: it is held"
+    shown = [row for each in run.recorder.shown for row in each.rows if row.slot == "pc1/0"]
+    states = [(row.state, row.team_state) for row in shown]
+    assert (HeadState.HELD, None) in states
+    assert (WorkerState.RUNNING, TeamState.TOGETHER) in states[
+        states.index((HeadState.HELD, None)) :
+    ]
+
+
+def test_a_lost_pc_leaves_the_training_to_the_others(new_team: Maker) -> None:
+    run = new_team()
+    run.fleet.at(10, lambda: run.fleet.lose("pc1"))
+    rows = run.finish()
+    assert run.leaders() == [("pc1/0", 1), ("pc2/0", 2)]
+    assert rows["pc1/0"].state is HeadState.LOST
+    assert rows["pc1/0"].team_state is None
+    assert (rows["pc2/0"].progress.train_step or 0) > 300
+
+
+def test_the_generation_rises_after_a_head_was_killed(new_team: Maker, tmp_path: Path) -> None:
+    first, copy = new_team(duration="60s"), tmp_path / "killed"
+    first.fleet.at(10, lambda: first.fleet.end_program("pc1/0"))
+    first.fleet.at(14, lambda: shutil.copytree(first.folder, copy))
+    first.finish()
+    left = read_run(copy)
+    assert left.team_generation == 2
+    run = new_team(copy, past=past_of(left), duration="60s")
+    # The other may come with a newer state: it is waited for.
+    run.fleet.start_s["pc2/0"] = 5.0
+    run.fleet.saved |= {"pc1/0": 100, "pc2/0": 500}
+    run.finish()
+    assert run.leaders()[2] == ("pc2/0", 3)
+    assert first.fleet.ordered[-1][2].secret != run.fleet.ordered[-1][2].secret
+    records = [path.read_bytes() for path in copy.rglob("*") if path.is_file()]
+    for _, _, orders in (*first.fleet.ordered, *run.fleet.ordered):
+        assert not any(orders.secret in record for record in records)
+        assert not any(orders.secret.hex().encode() in record for record in records)
+        assert "secret" not in repr(orders)
+
+
+def test_it_is_over_once_one_is_done_whom_the_others_cannot_follow(new_team: Maker) -> None:
+    run = new_team(duration="10m")
+    run.fleet.finished_after |= {"pc1/0": STEPS, "pc2/0": STEPS}
+    run.fleet.at(15, lambda: run.fleet.lose("pc2"))
+    rows = run.finish()
+    assert rows["pc1/0"].state is WorkerState.DONE
+    assert run.leaders() == [("pc1/0", 1)]
+    assert run.recorder.shown[-1].elapsed_s < 60
+    (missed,) = run.supervisor.shortfalls()
+    assert missed == "pc2/0: ended in LOST: its node does not answer"
+    assert read_run(run.folder).is_done
+
+
+def test_a_step_of_a_team_counts_once(new_team: Maker) -> None:
+    run = new_team(duration="10m")
+    run.fleet.finished_after |= {"pc1/0": STEPS, "pc2/0": STEPS}
+    rows = run.finish()
+    assert [row.state for row in rows.values()] == [WorkerState.DONE] * 2
+    assert run.recorder.shown[-1].counts.steps_ok == STEPS
+    assert sum(row.counts.steps_ok for row in rows.values()) == 2 * STEPS
+    assert run.supervisor.shortfalls() == ()

@@ -1,0 +1,126 @@
+"""A member of a team as a process: the real engine, whose orders come from a file."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.team import tasks
+from workers.engine.engine import Engine
+from workers.messages import Begin, Orders, TeamOrders, Verdict
+from workers.team.desk import Desk
+from workers.training.checkpoints import weights_sha256
+from workers.training.trainer import MicroBatch, Trainer
+
+CODE = "import sys\nfrom tests.team.process import main\nmain(sys.argv[1])\n"
+
+
+class Channel:
+    """Orders that are read from a file, and statuses that are written to one."""
+
+    def __init__(self, folder: Path, slot: str) -> None:
+        self._orders, self._status = folder / "orders.json", folder / f"{slot}.json"
+        self._read = 0
+
+    def orders(self) -> Orders:
+        """Return the newest."""
+        try:
+            self._read = self._orders.stat().st_mtime_ns
+            said = json.loads(self._orders.read_text())
+        except OSError:
+            return Orders()
+        return Orders(team=TeamOrders(**{**said, "secret": bytes.fromhex(said["secret"])}))
+
+    def wait(self, seconds: float) -> bool:
+        """Wait at most so long for others."""
+        until_s = time.monotonic() + seconds
+        while True:
+            try:
+                if self._orders.stat().st_mtime_ns != self._read:
+                    return True
+            except OSError:
+                pass
+            if time.monotonic() >= until_s:
+                return False
+            time.sleep(min(0.005, max(0.0, until_s - time.monotonic())))
+
+    def tell(self, status: dict[str, Any]) -> None:
+        """Write it."""
+        half = self._status.with_suffix(".half")
+        half.write_text(json.dumps(status))
+        half.replace(self._status)
+
+
+def main(given: str) -> None:
+    """Work until all is done."""
+    folder, spec, pace, incarnation, seed = pickle.loads(Path(given).read_bytes())  # noqa: S301 - ours
+    os.environ["ORCHESTRATOR_STATE_DIR"] = str(folder / "state")
+    torch.set_num_threads(1)
+    vars(tasks.PACE).update(pace)
+    name = spec.slot.replace("/", "-")
+    log = (folder / f"{name}.log").open("a", buffering=1)
+    _observe(log, seed, folder / f"{name}.planted")
+    channel = Channel(folder, name)
+    engine = Engine(spec, Begin(fresh=not incarnation), incarnation)
+    while True:
+        status = engine.turn(channel.orders(), 0.1, channel.wait)
+        for event in status.events:
+            log.write(json.dumps({"t": time.time(), "event": event.name, **event.detail}) + "\n")
+        if status.error:
+            log.write(json.dumps({"error": status.error}) + "\n")
+        team = None if status.team is None else asdict(status.team)
+        channel.tell(
+            {
+                "pid": os.getpid(), "verdict": status.verdict, "reason": status.reason, "team": team,
+                "t": time.time(), "ooms": status.counts.steps_oom,
+            }
+        )  # fmt: skip
+        if status.verdict is not Verdict.OK:
+            break
+    log.write(json.dumps({"end": status.verdict, "reason": status.reason}) + "\n")
+
+
+def _observe(log: Any, seed: int | None, planted: Path) -> None:
+    """Write down each update; draw the sizes of parts anew if there is a seed; change a weight where
+    a file asks for it.
+    """
+    finish, part, rng = Trainer.finish, Desk.part, random.Random(seed)  # noqa: S311
+
+    def finished(self: Trainer, agreed: Any) -> None:
+        rows = self.done_rows
+        finish(self, agreed)
+        if planted.exists():
+            planted.unlink()
+            with torch.no_grad():
+                self.parameters[0].view(-1)[3] += 1e-3
+        sha = weights_sha256(self.model.state_dict())[:16]
+        log.write(
+            json.dumps(
+                {
+                    "t": time.time(),
+                    "step": self.step,
+                    "loss": self.course.losses[-1],
+                    "sha": sha,
+                    "rows": rows,
+                }
+            )
+            + "\n"
+        )
+
+    def drawn(self: Desk, most_rows: int, level: int) -> MicroBatch | None:
+        return part(self, rng.randint(1, most_rows) if seed else most_rows, level)
+
+    Trainer.finish, Desk.part = finished, drawn  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

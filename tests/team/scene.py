@@ -1,0 +1,206 @@
+"""Teams of real processes, and a stand-in for their head: who has the newest step leads."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.fork_server import Child, ForkServer
+from tests.scene import MIB, ROOT, Patience, spec_of
+from tests.team.process import CODE
+from workers.settings import TeamSpec, WorkerSpec
+from workers.training.settings import TrainSettings
+
+#: What a member imports beside torch.
+MODULES = ("torch._dynamo", "pydantic", "psutil")
+
+SECRET = bytes(range(32))
+
+
+def member_spec(slot: str, members: Sequence[str], keys: dict[str, Any]) -> WorkerSpec:
+    """Return the spec of one member."""
+    settings = {
+        "preset": "tests.team.tasks:gpt", "batch": 32, "steps": 40, "precision": "fp32",
+        "save_every_s": 1e6, **keys,
+    }  # fmt: skip
+    usual = spec_of(name="train", policy="adaptive", budget_bytes=400 * MIB)
+    return replace(
+        usual,
+        slot=slot,
+        run_id="r",
+        workers_on_host=64,
+        team=TeamSpec(members=tuple(members), listen="127.0.0.1:0"),
+        workload=replace(
+            usual.workload, settings=TrainSettings.model_validate(settings).model_dump()
+        ),
+    )
+
+
+class Team:
+    """The processes of one training, and their head."""
+
+    def __init__(
+        self, server: ForkServer, folder: Path, members: int = 2, seed: int | None = None,
+        paces: dict[int, dict[str, Any]] | None = None, **keys: Any,
+    ) -> None:  # fmt: skip
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self.members = folder, [f"pc{number}/0" for number in range(members)]
+        self._server, self._seed, self._keys, self._paces = server, seed, keys, paces or {}
+        self.children: dict[str, Child] = {}
+        self._incarnations = dict.fromkeys(self.members, -1)
+        self.generation, self.leader = 0, ""
+        self.stopped: set[str] = set()
+        self._logs: dict[str, tuple[int, list[dict[str, Any]]]] = {}
+
+    def __enter__(self) -> Team:
+        for slot in self.members:
+            self.start(slot)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for child in self.children.values():
+            with suppress(ProcessLookupError):
+                os.kill(child.pid, signal.SIGCONT)
+            child.close()
+
+    def start(self, slot: str) -> None:
+        """Start the next process of a slot."""
+        self._incarnations[slot] += 1
+        given = self.folder / f"{self._name(slot)}.given"
+        number = self.members.index(slot)
+        spec = member_spec(slot, self.members, self._keys)
+        seed = None if self._seed is None else self._seed + 10 * number + self._incarnations[slot]
+        pace = self._paces.get(number, {})
+        given.write_bytes(pickle.dumps((self.folder, spec, pace, self._incarnations[slot], seed)))
+        (self.folder / f"{self._name(slot)}.json").unlink(missing_ok=True)
+        if slot in self.children:
+            self.children.pop(slot).close()
+        self.children[slot] = self._server.start(CODE, str(given), cwd=ROOT)
+
+    def kill(self, slot: str, number: int = signal.SIGKILL) -> None:
+        """Send a signal."""
+        os.kill(self.children[slot].pid, number)
+        if number == signal.SIGSTOP:
+            self.stopped.add(slot)
+        if number == signal.SIGCONT:
+            self.stopped.discard(slot)
+
+    def status(self, slot: str) -> dict[str, Any] | None:
+        """Return the last status of the present process."""
+        with suppress(OSError, ValueError):
+            said = json.loads((self.folder / f"{self._name(slot)}.json").read_text())
+            return said if said["pid"] == self.children[slot].pid else None
+        return None
+
+    def alive(self, slot: str) -> bool:
+        """Whether its process is there."""
+        with suppress(psutil.Error):
+            return psutil.Process(self.children[slot].pid).status() != psutil.STATUS_ZOMBIE
+        return False
+
+    def look(self) -> None:
+        """Do what a head does: name another leader where there is none."""
+        teams = {
+            slot: said["team"]
+            for slot in self.members
+            if self.alive(slot) and slot not in self.stopped
+            and (said := self.status(slot)) is not None
+            and said["team"] and said["team"]["step"] is not None
+        }  # fmt: skip
+        if self.generation == 0 and len(teams) < len(self.members):
+            return
+        is_lost = self.leader not in teams or any(
+            team["lost"] == self.generation for team in teams.values()
+        )
+        waiting = {
+            slot: team for slot, team in teams.items()
+            if team["lost"] == self.generation or team["state"] == "REJOINING"
+        }  # fmt: skip
+        if not is_lost or not waiting or (self.leader in teams and self.leader not in waiting):
+            return
+        self.generation += 1
+        self.leader = max(
+            waiting, key=lambda slot: (waiting[slot]["step"], -self.members.index(slot))
+        )
+        self.order(self.leader, waiting[self.leader]["listens"])
+
+    def order(self, leader: str, address: str) -> None:
+        """Name a leader."""
+        said = {
+            "generation": self.generation, "leader": leader, "address": address,
+            "secret": SECRET.hex(),
+        }  # fmt: skip
+        half = self.folder / "orders.half"
+        half.write_text(json.dumps(said))
+        half.replace(self.folder / "orders.json")
+
+    def step(self) -> int:
+        """Return the newest step that was logged."""
+        return max([0, *(each["step"] for slot in self.members for each in self.steps(slot))])
+
+    def log(self, slot: str) -> list[dict[str, Any]]:
+        """Return what a slot has written down."""
+        at, known = self._logs.setdefault(slot, (0, []))
+        with suppress(OSError), (self.folder / f"{self._name(slot)}.log").open("rb") as file:
+            file.seek(at)
+            whole = file.read().rpartition(b"\n")[0]
+            known += [json.loads(line) for line in whole.splitlines()]
+            self._logs[slot] = at + len(whole) + bool(whole), known
+        return known
+
+    def steps(self, slot: str) -> list[dict[str, Any]]:
+        """Return its updates."""
+        return [each for each in self.log(slot) if "step" in each and "sha" in each]
+
+    def events(self, *names: str) -> list[dict[str, Any]]:
+        """Return the events of these names, of all slots."""
+        return [
+            each for slot in self.members for each in self.log(slot) if each.get("event") in names
+        ]
+
+    def until(self, is_so: Callable[[], bool], turn: Callable[[], None] = lambda: None) -> None:
+        """Be their head until something is so."""
+        patience = Patience(self._computed, 60.0)
+        while not is_so():
+            assert not patience.is_over(), self._told()
+            self.look()
+            turn()
+            time.sleep(0.05)
+
+    def run(self, turn: Callable[[], None] = lambda: None) -> None:
+        """Be their head until all have ended, but those that began anew after the first has."""
+        self.until(lambda: any(map(self._has_ended, self.members)), turn)
+        self.until(
+            lambda: all(self._has_ended(slot) or self._is_new(slot) for slot in self.members)
+        )
+
+    def _has_ended(self, slot: str) -> bool:
+        return any("end" in each for each in self.log(slot))
+
+    def _is_new(self, slot: str) -> bool:
+        said = self.status(slot)
+        return not self.alive(slot) or said is None or said["team"]["state"] == "REJOINING"
+
+    def _computed(self) -> float:
+        return float(self.step())
+
+    def _told(self) -> str:
+        return "\n".join(
+            f"{slot}: {self.status(slot)} {str(self.log(slot)[-3:])[-900:]} "
+            f"{self.children[slot].err[-900:]}"
+            for slot in self.members
+        )
+
+    @staticmethod
+    def _name(slot: str) -> str:
+        return slot.replace("/", "-")

@@ -1,0 +1,55 @@
+"""A small training for teams. How fast a process computes, and how much it bears, is set in it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from functools import partial
+
+from torch import Tensor, nn
+
+from tests.training.scene import GPT, task
+from workers.settings import FailureKind
+from workers.testing import injected_error
+from workers.training.settings import TrainSettings
+from workers.training.tasks import TrainTask, next_token_loss
+
+
+@dataclass
+class Pace:
+    """Of this process."""
+
+    row_s: float = 0.0
+    most_rows: int | None = None
+    """More at once run out of memory."""
+
+
+PACE = Pace()
+
+
+def _loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    if PACE.most_rows is not None and len(tokens) > PACE.most_rows:
+        raise injected_error(FailureKind.DEFINITE)
+    began_s = time.perf_counter()
+    loss = next_token_loss(model, tokens)
+    if PACE.row_s:
+        time.sleep(max(0.0, len(tokens) * PACE.row_s - (time.perf_counter() - began_s)))
+    return loss
+
+
+def gpt(settings: TrainSettings) -> TrainTask:
+    """Return a GPT of 14,000 parameters on made text, with dropout."""
+    small = task(GPT, 0.1, width=24, heads=2, seq=8)
+    return replace(small, name="team-gpt", loss=_loss)
+
+
+def wide(settings: TrainSettings) -> TrainTask:
+    """Return the same with 560,000 parameters, whose sums take several chunks."""
+    big = task(GPT, 0.1, width=144, heads=2, seq=8)
+    return replace(big, name="team-gpt", loss=_loss)
+
+
+def with_batch_norm(settings: TrainSettings) -> TrainTask:
+    """Return one that keeps statistics of what is computed together."""
+    model = partial(nn.Sequential, nn.Linear(1, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    return replace(gpt(settings), model=model, blocks=lambda _: ())

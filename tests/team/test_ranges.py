@@ -1,0 +1,108 @@
+"""Rows of a batch that are computed in two trainings add up to the batch, whatever their places and parts."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from tests.training.scene import CPU, GPT, settings, task, trainer
+from tests.training.test_accumulator import FullAfter
+from workers.team.tensors import OwnSums, checksum
+from workers.training.errors import TaskError
+from workers.training.trainer import Trainer
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def shared(seed: int = 7, **keys: object) -> Trainer:
+    """Return a training whose batches others compute as well."""
+    chosen = settings(**keys)
+    return Trainer(task(GPT, chosen.dropout), chosen, CPU, seed, is_shared=True)
+
+
+def compute(run: Trainer, ranges: list[tuple[int, int]], draw: random.Random) -> None:
+    """Compute ranges in parts of drawn sizes, some of which run out of memory in their sums."""
+    for first, rows in ranges:
+        run.give(first, rows)
+        while run.has_rows:
+            try:
+                with FullAfter(run, draw.choice([3, 10_000])):
+                    assert run.micro_batch(draw.randint(1, 12)).rows <= rows
+            except torch.OutOfMemoryError:
+                continue
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_ranges_in_two_trainings_are_the_training(seed: int) -> None:
+    draw = random.Random(seed)  # noqa: S311 - sizes, not secrets
+    alone, members = trainer(steps=8), [shared(steps=8), shared(steps=8)]
+    own = [OwnSums(run) for run in members]
+    while not alone.finished:
+        while not alone.micro_batch(12).updated:
+            pass
+        cut, other = sorted(draw.sample(range(1, 12), 2))
+        ranges = [[(other, 12 - other), (0, cut)], [(cut, other - cut)]]
+        for run, sums, places in zip(members, own, ranges, strict=True):
+            compute(run, places, draw)
+            sums.take(0)
+        parts = [sums.units[0] for sums in own]
+        assert sum(part.rows for part in parts) == 12
+        total, loss = parts[0].flat + parts[1].flat, parts[0].loss + parts[1].loss
+        for run in members:
+            run.write_sums(total, loss, parts[0].used)
+            run.finish(lambda *own: own)
+            assert run.course.losses[-1] == pytest.approx(alone.course.losses[-1], abs=2e-6)
+    assert checksum(members[0].parameters) == checksum(members[1].parameters)
+
+
+def test_no_part_reaches_across_two_ranges() -> None:
+    run = shared()
+    run.give(8, 3)
+    run.give(0, 5)
+    parts = []
+    while run.has_rows:
+        parts.append(run.micro_batch(12).rows)
+    assert parts == [3, 5]
+
+
+def test_a_member_without_rows_does_the_same_update() -> None:
+    one, other = shared(steps=2), shared(steps=2)
+    sums = OwnSums(one)
+    for _ in range(2):
+        one.give(0, 12)
+        while one.has_rows:
+            one.micro_batch(5)
+        sums.take(0)
+        own = sums.units[0]
+        for run in (one, other):
+            run.write_sums(own.flat, own.loss, own.used)
+            run.finish(lambda *own: own)
+    assert one.weights_sha256() == other.weights_sha256()
+    assert one.course == other.course
+
+
+def test_a_training_whose_passes_change_the_model_is_refused() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(17, 1)
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            self.seen += 1
+            made: torch.Tensor = self.inner(tokens.float())
+            return made
+
+    chosen = settings(preset="x:y")
+    usual = task(GPT, 0.0)
+    changed = type(usual)(
+        name="counting", model=Counting, dataset=usual.dataset,
+        loss=lambda model, tokens: model(tokens).square().sum(),
+    )  # fmt: skip
+    run = Trainer(changed, chosen, CPU, 7, is_shared=True)
+    run.give(0, 6)
+    with pytest.raises(TaskError, match="cannot be shared by a team"):
+        run.micro_batch(6)

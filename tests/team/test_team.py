@@ -1,0 +1,274 @@
+"""Teams of real processes: they train as one process would, whatever happens to them."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.fork_server import ForkServer
+from tests.team.scene import MODULES, SECRET, Team, member_spec
+from workers.team import wire
+from workers.team.wire import Kind, LostError
+from workers.training.settings import TrainSettings
+from workers.training.tasks import find_task
+from workers.training.trainer import Trainer
+
+pytestmark = pytest.mark.torch
+
+Start = Callable[..., Team]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    """The same as `fork_server`, with what a training imports."""
+    forks = ForkServer(*MODULES)
+    yield forks
+    forks.close()
+
+
+@pytest.fixture
+def start(server: ForkServer, tmp_path: Path) -> Iterator[Start]:
+    """Start the processes of a team, which are ended with the test."""
+    teams: list[Team] = []
+
+    def begun(members: int = 2, **how: Any) -> Team:
+        teams.append(Team(server, tmp_path / str(len(teams)), members, **how).__enter__())
+        return teams[-1]
+
+    yield begun
+    for team in teams:
+        team.__exit__()
+
+
+def alone(micro: int, **keys: Any) -> list[float]:
+    """Return the losses of one process that computes so many samples at once."""
+    settings = TrainSettings.model_validate(member_spec("pc0/0", ["pc0/0"], keys).workload.settings)
+    training = Trainer(find_task(settings, 7), settings, torch.device("cpu"), 7)
+    losses = []
+    while not training.finished:
+        if training.micro_batch(micro).updated:
+            losses.append(training.course.losses[-1])
+    return losses
+
+
+def refuse_gap(team: Team, **keys: Any) -> None:
+    """Compare all losses with those of one process, and that with its own with other parts."""
+    one, control = alone(32, **keys), alone(5, **keys)
+    by_chance = max(abs(a - b) for a, b in zip(one, control, strict=True))
+    seen = [(each["step"], each["loss"]) for slot in team.members for each in team.steps(slot)]
+    assert {step for step, _ in seen} == set(range(1, len(one) + 1))
+    gap = max(abs(loss - one[step - 1]) for step, loss in seen)
+    assert gap <= max(1e-6, 3 * by_chance), (gap, by_chance)
+
+
+def last_weights(team: Team) -> set[str]:
+    """Return the SHA-256 of the weights of all members that have done the last step."""
+    last = team.step()
+    return {each["sha"] for slot in team.members for each in team.steps(slot)[-1:] if each["step"] == last}  # fmt: skip
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("members", [2, 3])
+def test_members_with_drawn_parts_train_as_one(start: Start, members: int) -> None:
+    team = start(members, seed=5, steps=100)
+    team.run()
+    by_step: dict[int, list[dict[str, Any]]] = {}
+    for slot in team.members:
+        for each in team.steps(slot):
+            by_step.setdefault(each["step"], []).append(each)
+    for each in by_step.values():
+        assert len({one["sha"] for one in each}) == 1
+    together = [each for each in by_step.values() if len(each) == members]
+    assert len(together) > 80
+    assert all(sum(one["rows"] for one in each) == 32 for each in together)
+    refuse_gap(team, steps=100)
+
+
+@pytest.mark.parametrize("slow", [0, 1], ids=["as leader", "as helper"])
+def test_a_slow_member_gets_its_share(start: Start, slow: int) -> None:
+    paces = {slow: {"row_s": 0.03}, 1 - slow: {"row_s": 0.01}}
+    team = start(paces=paces, steps=30, batch=24)
+    team.run()
+    rows = [sum(each["rows"] for each in team.steps(slot)[10:]) for slot in team.members]
+    assert 0.15 <= rows[slow] / sum(rows) <= 0.4, rows
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("small", [0, 1], ids=["leader", "helper"])
+def test_memory_of_one_member_shrinks_its_own_parts_alone(start: Start, small: int) -> None:
+    team = start(paces={small: {"most_rows": 3}}, steps=30)
+    team.run()
+    ooms = [len([each for each in team.log(slot) if each.get("event") == "oom"]) for slot in team.members]  # fmt: skip
+    assert ooms[small] > 0
+    assert ooms[1 - small] == 0
+    assert team.events("team_lost") == []
+    refuse_gap(team, steps=30)
+
+
+class Killer:
+    """Kills members at drawn moments, and starts them again."""
+
+    def __init__(self, team: Team, kills: int, who: str, seed: int) -> None:
+        self.team, self.left, self.who = team, kills, who
+        self._draw = random.Random(seed)  # noqa: S311 - moments, not secrets
+        self._dead: str | None = None
+        self._at_step = 3.0
+
+    def __call__(self) -> None:
+        """Look whether it is time."""
+        team = self.team
+        if self._dead is not None:
+            if team.step() >= self._at_step:
+                team.start(self._dead)
+                self._dead, self._at_step = None, team.step() + self._draw.uniform(2, 6)
+            return
+        if not self.left or team.step() < self._at_step:
+            return
+        joined = [slot for slot in team.members if self._is_in(slot)]
+        chosen = [slot for slot in joined if (slot == team.leader) == (self.who == "leader")]
+        if len(joined) > 1 and chosen:
+            time.sleep(self._draw.uniform(0, 0.03))  # anywhere in a step
+            self._dead = self._draw.choice(chosen)
+            team.kill(self._dead)
+            self.left -= 1
+            self._at_step = team.step() + 2
+
+    def _is_in(self, slot: str) -> bool:
+        said = self.team.status(slot)
+        return said is not None and said["team"]["state"] != "REJOINING"
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("who", ["helper", "leader"])
+def test_killed_members_cost_no_step(start: Start, who: str) -> None:
+    keys = {"steps": 80, "preset": "tests.team.tasks:wide", "batch": 8, "save_every_s": 0.5}
+    team = start(3, paces={number: {"row_s": 0.01} for number in range(3)}, **keys)
+    killer = Killer(team, 4, who, 3)
+    team.run(killer)
+    assert killer.left == 0
+    assert len(last_weights(team)) == 1
+    assert any(each["state_sent"] for each in team.events("team_joined")), "a newcomer's state"
+    refuse_gap(team, steps=80, preset="tests.team.tasks:wide", batch=8)
+
+
+@pytest.mark.parametrize("who", ["helper", "leader"])
+def test_a_stopped_member_returns_by_itself(start: Start, who: str) -> None:
+    team = start(3, paces={number: {"row_s": 0.002} for number in range(3)}, steps=100_000)
+    team.until(lambda: team.step() > 10)
+    leader = team.leader
+    stopped = leader if who == "leader" else next(each for each in team.members if each != leader)
+    others = [each for each in team.members if each != stopped]
+    team.kill(stopped, signal.SIGSTOP)
+    before = team.step()
+    team.until(lambda: team.step() > before + 20)
+    assert all(team.steps(each)[-1]["step"] > before + 10 for each in others)
+    team.kill(stopped, signal.SIGCONT)
+    joined = len(team.events("team_joined"))
+    team.until(lambda: len(team.events("team_joined")) > joined)
+    at = team.step()
+    team.until(lambda: min(team.steps(each)[-1]["step"] for each in team.members) > at)
+    by_step = [{each["step"]: each["sha"] for each in team.steps(slot)} for slot in team.members]
+    assert len({each[at + 1] for each in by_step}) == 1
+
+
+@pytest.mark.parametrize("who", ["nobody", "nobody again", "helper", "leader"])
+def test_exact_trainings_have_the_same_bits(start: Start, exact: set[str], who: str) -> None:
+    keys = {"steps": 30, "exact": True, "micro": 4, "save_every_s": 0.3}
+    team = start(paces={0: {"row_s": 0.003}, 1: {"row_s": 0.001}}, **keys)
+    killer = Killer(team, 0 if "nobody" in who else 2, who, 1)
+    team.run(killer)
+    assert killer.left == 0
+    exact |= last_weights(team)
+    assert len(exact) == 1
+
+
+@pytest.fixture(scope="module")
+def exact() -> set[str]:
+    """What the trainings before have had as weights."""
+    return set()
+
+
+def test_a_planted_difference_is_found_told_and_repaired(start: Start) -> None:
+    team = start(steps=100_000)
+    team.until(lambda: team.step() > 5)
+    helper = next(each for each in team.members if each != team.leader)
+    (team.folder / f"{helper.replace('/', '-')}.planted").touch()
+    team.until(lambda: bool(team.events("team_differs")))
+    (told,) = team.events("team_differs")
+    wrong, right = (
+        {each["step"]: each["sha"] for each in team.steps(slot)} for slot in (helper, team.leader)
+    )
+    planted = min(step for step in wrong if step in right and wrong[step] != right[step])
+    assert told["step"] - planted <= 10
+    at = told["step"]
+    team.until(lambda: min(team.steps(each)[-1]["step"] for each in team.members) > at + 3)
+    again = [{each["step"]: each["sha"] for each in team.steps(slot)} for slot in team.members]
+    assert again[0][at + 3] == again[1][at + 3]
+
+
+def test_strangers_are_refused_while_the_training_goes_on(start: Start) -> None:
+    team = start(steps=100_000)
+    team.until(lambda: team.step() > 5)
+    said = team.status(team.leader)
+    assert said is not None
+    address = said["team"]["listens"]
+    host, port = address.split(":")
+    noise = os.urandom(1 << 16)
+    for length in range(0, 120, 4):
+        with closing(socket.create_connection((host, int(port)))) as end, suppress(OSError):
+            end.sendall(noise[:length] if length < 110 else noise * 16)
+    with pytest.raises(LostError):
+        wire.connect(address, b"another secret")
+    old = wire.connect(address, SECRET)
+    old.tell(Kind.HELLO, 0, slot="pc1/0", generation=0, identity="", version=[0, 0], constant=0)
+    assert "generation 0" in old.said(old.head())["reason"]
+    old.release()
+    other = wire.connect(address, SECRET)
+    other.tell(Kind.HELLO, 0, slot="pc1/0", generation=1, identity="", version=[0, 0], constant=0)
+    assert "settings, data or model" in other.said(other.head())["reason"]
+    other.release()
+    before = team.step()
+    team.until(lambda: team.step() > before + 20)
+    assert sum(each["count"] for each in team.events("team_refused")) >= 25
+    assert team.events("team_lost") == []
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"ema_decay": 0.9, "states_on_host": 50, "adapter": "lora"},
+        {"precision": "fp16", "optimizer": "adamw-foreach"},
+    ],
+    ids=["adapter, average and states on the host", "fp16"],
+)
+def test_a_newcomer_takes_all_of_the_state(start: Start, keys: dict[str, Any]) -> None:
+    team = start(paces={0: {"row_s": 0.003}}, steps=60, **keys)
+    team.until(lambda: team.step() > 5)
+    team.kill("pc1/0")
+    team.until(lambda: team.step() > 15)
+    team.start("pc1/0")
+    team.run()
+    assert any(each["state_sent"] and each["step"] > 15 for each in team.events("team_joined"))
+    assert [team.steps(slot)[-1]["step"] for slot in team.members] == [60, 60]
+    assert len(last_weights(team)) == 1
+    assert team.events("team_differs") == []
+
+
+def test_what_cannot_be_shared_is_refused_in_words(start: Start) -> None:
+    team = start(preset="tests.team.tasks:with_batch_norm")
+    team.run()
+    for slot in team.members:
+        said = team.status(slot)
+        assert said is not None
+        assert said["verdict"] == "bad input"
+        assert "cannot be shared by a team" in said["reason"]

@@ -1,0 +1,152 @@
+"""The wire: nobody is heard before the proof, and nothing but frames after it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
+from typing import Any
+
+import pytest
+
+from workers.team import wire
+from workers.team.wire import Connection, Kind, LostError
+
+SECRET = b"s" * 32
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with closing(wire.listen("127.0.0.1:0")) as listening:
+        yield listening
+
+
+def address_of(listener: socket.socket) -> str:
+    host, port = listener.getsockname()
+    return f"{host}:{port}"
+
+
+def in_thread(work: Callable[[], Any]) -> Callable[[], Any]:
+    """Begin some work; return what waits for it, and returns or raises what it does."""
+    done: list[Any] = []
+
+    def run() -> None:
+        try:
+            done.append(work())
+        except LostError as error:
+            done.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+
+    def result() -> Any:
+        thread.join()
+        if isinstance(done[0], Exception):
+            raise done[0]
+        return done[0]
+
+    return result
+
+
+@pytest.fixture
+def ends(listener: socket.socket) -> Iterator[tuple[Connection, Connection]]:
+    """Return the leader's end of a proven connection, and the other's."""
+    theirs = in_thread(lambda: wire.connect(address_of(listener), SECRET))
+    ours = wire.accepted(listener.accept()[0], SECRET)
+    yield ours, theirs()
+    ours.release()
+    theirs().release()
+
+
+def test_frames_arrive_as_they_were_sent(ends: tuple[Connection, Connection]) -> None:
+    ours, theirs = ends
+    data = os.urandom(wire.CHUNK_BYTES)
+    theirs.ping()
+    theirs.tell(Kind.CLAIM, 3, most=7, loss=float("inf"))
+    sent = in_thread(lambda: theirs.send(Kind.CHUNK, 4, data))
+    head = ours.head()
+    assert (head.kind, head.round) == (Kind.CLAIM, 3)
+    assert ours.said(head) == {"most": 7, "loss": float("inf")}
+    head, received = ours.head(), bytearray(len(data))
+    ours.into(memoryview(received), head)
+    assert received == data
+    sent()
+    theirs.close()
+    with pytest.raises(LostError, match="closed"):
+        ours.head()
+
+
+@pytest.mark.parametrize("secret", [b"t" * 32, b""])
+def test_a_wrong_secret_is_refused_at_both_ends(listener: socket.socket, secret: bytes) -> None:
+    theirs = in_thread(lambda: wire.connect(address_of(listener), secret))
+    with pytest.raises(LostError, match="does not know the secret"):
+        wire.accepted(listener.accept()[0], SECRET)
+    with pytest.raises(LostError):
+        theirs()
+
+
+def test_who_only_repeats_is_no_leader(listener: socket.socket) -> None:
+    theirs = in_thread(lambda: wire.connect(address_of(listener), SECRET))
+    with closing(listener.accept()[0]) as end:
+        end.sendall(wire._MARK + bytes(32))
+        said = end.recv(64, socket.MSG_WAITALL)
+        end.sendall(said[32:])
+        with pytest.raises(LostError, match="does not know the secret"):
+            theirs()
+
+
+def recorded(listener: socket.socket) -> bytes:
+    """Return what a member says until it has joined, as somebody on the line sees it."""
+    said = bytearray()
+    with closing(wire.listen("127.0.0.1:0")) as door:
+        theirs = in_thread(lambda: wire.connect(address_of(door), SECRET))
+        end = door.accept()[0]
+        with closing(end), closing(socket.create_connection(listener.getsockname())) as on:
+            ours = in_thread(lambda: wire.accepted(listener.accept()[0], SECRET))
+            end.sendall(on.recv(40, socket.MSG_WAITALL))
+            said += end.recv(64, socket.MSG_WAITALL)
+            on.sendall(said)
+            end.sendall(on.recv(32, socket.MSG_WAITALL))
+            theirs().tell(Kind.HELLO, 0, slot="pc1/0", generation=1)
+            end.settimeout(0.2)
+            with suppress(TimeoutError):
+                while True:
+                    said += end.recv(4096)
+            ours().release()
+            theirs().release()
+    return bytes(said)
+
+
+def test_what_was_said_once_opens_nothing_and_cut_at_any_byte_neither(
+    listener: socket.socket,
+) -> None:
+    said = recorded(listener)
+    for length in (*range(0, 70, 3), len(said)):
+        with closing(socket.create_connection(listener.getsockname())) as end:
+            end.sendall(said[:length])
+            end.shutdown(socket.SHUT_WR)
+            with pytest.raises(LostError):
+                wire.accepted(listener.accept()[0], SECRET)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        os.urandom(64),
+        b"GET / HTTP/1.1\r\n\r\n",
+        wire._HEAD.pack(wire._MARK, 99, 0, 0),
+        wire._HEAD.pack(wire._MARK, Kind.CHUNK, 0, wire.CHUNK_BYTES + 1),
+        wire._HEAD.pack(wire._MARK, Kind.HELLO, 0, 1 << 40),
+    ],
+    ids=["noise", "http", "no kind", "a long chunk", "a long text"],
+)
+def test_what_is_no_frame_ends_the_connection(
+    ends: tuple[Connection, Connection], sent: bytes
+) -> None:
+    ours, theirs = ends
+    theirs._out.sendall(sent)
+    theirs.end_sending()
+    with pytest.raises(LostError):
+        ours.head()

@@ -1,0 +1,185 @@
+"""The tensors of a training on their way to another member: its state, and its sums of gradients.
+
+Tensors travel as their own bytes in the order of their elements, whatever their layout or device;
+JSON describes what is around them. They wait in host memory that no cap counts.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from workers.team.wire import CHUNK_BYTES, Connection, Kind, LostError
+from workers.training.batches import tensors_in
+from workers.training.errors import TaskError
+from workers.training.host_memory import like_all, wait_asleep
+from workers.training.trainer import Trainer
+
+#: Numbers of a tensor that are added up at once on a CPU, where that takes a copy of twice the bytes.
+_ADDED: Final = 1 << 20
+_INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_MASK: Final = (1 << 63) - 1
+
+
+def checksum(tensors: Iterable[Tensor]) -> int:
+    """Return a number that differs where a bit of the tensors does, but for rare chances; equal on
+    every device. Waits for the device once.
+    """
+    sums = []
+    for place, tensor in enumerate(tensors):
+        if tensor.numel():
+            whole = tensor.detach().reshape(-1).view(_INTEGERS[tensor.element_size()])
+            size = _ADDED if tensor.device.type == "cpu" else whole.numel()
+            parts = [part.sum(dtype=torch.int64) for part in torch.split(whole, size)]
+            sums.append(torch.stack(parts).sum() * (2 * place + 1))
+    if not sums:
+        return 0
+    total = torch.stack(sums).sum()
+    wait_asleep(total.device)
+    return int(total) & _MASK
+
+
+def split_weights(trainer: Trainer) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the weights that are trained, and those that always stay as they are."""
+    trained = {weight.data_ptr() for weight in trainer.parameters}
+    weights = trainer.model.state_dict()
+    return (
+        {name: each for name, each in weights.items() if each.data_ptr() in trained},
+        {name: each for name, each in weights.items() if each.data_ptr() not in trained},
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """The sums of some rows, and what belongs to them."""
+
+    flat: Tensor
+    """Those of all gradients, on the host; empty where another member has them."""
+    rows: int
+    loss: float
+    used: list[bool]
+    """For each parameter whether it has a gradient."""
+
+
+class OwnSums:
+    """The sums that this member has to offer, by their places among all. Memory is used again."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        """Allocate what the total needs."""
+        self._trainer, self._on_card = trainer, trainer.device.type == "cuda"
+        self.total = self._new()
+        """Of all members."""
+        self._free: list[Tensor] = []
+        self.units: dict[int, Sums] = {}
+
+    def clear(self) -> None:
+        """Forget them: another step begins."""
+        self._free += [each.flat for each in self.units.values()]
+        self.units = {}
+
+    def take(self, unit: int) -> None:
+        """Copy the present sums of the training."""
+        if (before := self.units.pop(unit, None)) is not None:
+            self._free.append(before.flat)
+        flat = self._free.pop() if self._free else self._new()
+        loss, used = self._trainer.read_sums(flat)
+        self.units[unit] = Sums(flat, self._trainer.done_rows, loss, used)
+
+    def said(self) -> list[list[Any]]:
+        """Describe them for another member."""
+        return [
+            [unit, each.rows, each.loss, each.used] for unit, each in sorted(self.units.items())
+        ]
+
+    def _new(self) -> Tensor:
+        return like_all([self._trainer.flat_sums], pinned=self._on_card)[0]
+
+
+def pieces(flat: Tensor) -> Iterator[Tensor]:
+    """Yield a flat tensor in pieces of one chunk."""
+    yield from torch.split(flat, CHUNK_BYTES // flat.element_size())
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return the bytes of a tensor on the host without gaps; it must outlive them. No NumPy."""
+    if not tensor.nbytes:
+        return memoryview(b"")
+    memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    return memoryview(memory).cast("B")
+
+
+def described(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state as JSON can hold it, with the form of each tensor in its place.
+
+    Raises:
+        TaskError: It holds something else than tensors, numbers, texts, lists and mappings.
+    """
+    forms = [[str(each.dtype)[6:], list(each.shape)] for each in tensors_in(state)]
+    return {"forms": forms, "tree": _plain(state)}
+
+
+def send(connection: Connection, state: Mapping[str, Any]) -> None:
+    """Send the tensors of a state.
+
+    Raises:
+        LostError: They do not arrive.
+    """
+    for tensor in tensors_in(state):
+        host = tensor.detach().cpu().contiguous()
+        data = bytes_of(host)
+        for at in range(0, len(data), CHUNK_BYTES):
+            connection.send(Kind.CHUNK, 0, data[at : at + CHUNK_BYTES])
+
+
+def receive(connection: Connection, said: Mapping[str, Any]) -> Any:  # noqa: ANN401 - a state
+    """Return a state that was `described`, with the tensors that follow.
+
+    Raises:
+        LostError: They do not come, or it is no state.
+    """
+    try:
+        layouts = [
+            torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+            for dtype, shape in said["forms"]
+        ]
+        tensors = like_all(layouts)
+        state = _made(said["tree"], iter(tensors))
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise LostError(f"it sent no state: {error}") from error
+    for tensor in tensors:
+        data = bytes_of(tensor)
+        for at in range(0, len(data), CHUNK_BYTES):
+            connection.into(data[at : at + CHUNK_BYTES], connection.head())
+    return state
+
+
+def _plain(tree: Any) -> Any:  # noqa: ANN401 - any state
+    if isinstance(tree, Tensor):
+        return {"tensor": 0}
+    if isinstance(tree, Mapping):  # whose keys may be numbers
+        return {"map": [[key, _plain(value)] for key, value in tree.items()]}
+    if isinstance(tree, list | tuple):
+        return {type(tree).__name__: [_plain(value) for value in tree]}
+    if isinstance(tree, str | int | float | bool | None):
+        return tree
+    raise TaskError(
+        f"this training cannot be shared by a team: its state holds a {type(tree).__name__}, which "
+        "cannot be sent to the others; keep tensors, numbers, texts, lists and mappings in it"
+    )
+
+
+def _made(tree: Any, tensors: Iterator[Tensor]) -> Any:  # noqa: ANN401 - any state
+    if not isinstance(tree, dict):
+        return tree
+    ((kind, inner),) = tree.items()
+    if kind == "tensor":
+        return next(tensors)
+    if kind == "map":
+        return {key: _made(value, tensors) for key, value in inner}
+    values = [_made(value, tensors) for value in inner]
+    return tuple(values) if kind == "tuple" else values
