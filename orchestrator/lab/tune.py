@@ -134,14 +134,12 @@ class Tuning:
             workload: `train` or `matmul`.
 
         Raises:
-            UsageError: A lever is named that there is none of, or this machine leaves a worker no
-                memory.
+            UsageError: There is no lever of a name, or this machine leaves a worker no memory.
         """
         if workload not in {"train", "matmul"}:
             raise UsageError(f"--workload {workload} has no levers; valid: train, matmul")
         self._config = config
-        make_environment = in_rehearsal if rehearse else on_this_machine
-        environment = make_environment(without_team(config))
+        environment = (in_rehearsal if rehearse else on_this_machine)(without_team(config))
         spec = plan_slots(environment.config, environment.target)[0].spec
         on_card = spec.device == "cuda"
         if on_card:  # the arm that waits keeps its context on the card
