@@ -179,12 +179,13 @@ class Team:
 
     def run(self, turn: Callable[[], None] = lambda: None) -> None:
         """Be their head until all have ended, but those that began anew after the first has."""
-        self.until(lambda: any(map(self._has_ended, self.members)), turn)
+        self.until(lambda: any(map(self.has_ended, self.members)), turn)
         self.until(
-            lambda: all(self._has_ended(slot) or self._is_new(slot) for slot in self.members)
+            lambda: all(self.has_ended(slot) or self._is_new(slot) for slot in self.members)
         )
 
-    def _has_ended(self, slot: str) -> bool:
+    def has_ended(self, slot: str) -> bool:
+        """Whether a process of it has come to an end by itself."""
         return any("end" in each for each in self.log(slot))
 
     def _is_new(self, slot: str) -> bool:

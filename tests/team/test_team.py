@@ -266,7 +266,7 @@ def test_a_newcomer_takes_all_of_the_state(start: Start, keys: dict[str, Any]) -
 
 def test_what_cannot_be_shared_is_refused_in_words(start: Start) -> None:
     team = start(preset="tests.team.tasks:with_batch_norm")
-    team.run()
+    team.until(lambda: all(map(team.has_ended, team.members)))
     for slot in team.members:
         said = team.status(slot)
         assert said is not None
