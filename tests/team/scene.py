@@ -180,9 +180,7 @@ class Team:
     def run(self, turn: Callable[[], None] = lambda: None) -> None:
         """Be their head until all have ended, but those that began anew after the first has."""
         self.until(lambda: any(map(self.has_ended, self.members)), turn)
-        self.until(
-            lambda: all(self.has_ended(slot) or self._is_new(slot) for slot in self.members)
-        )
+        self.until(lambda: all(self.has_ended(slot) or self._is_new(slot) for slot in self.members))
 
     def has_ended(self, slot: str) -> bool:
         """Whether a process of it has come to an end by itself."""
