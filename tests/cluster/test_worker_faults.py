@@ -181,7 +181,10 @@ def test_a_worker_that_eats_the_ram_is_replaced(start: Starter, short_tmp: Path)
     # Ray may also end those who only stand beside it, and does not tell the head why it did.
     head.wait(lambda: head.rows()["pc1/0"]["restarts"] >= 1, "a death for want of RAM")
     summary = head.interrupt_when(
-        lambda: {slot.row.state for slot in read_run(head.folder()).slots} == {"RUNNING"},
+        lambda: all(
+            slot.row.state == "RUNNING" and slot.row.counts.steps_ok
+            for slot in read_run(head.folder()).slots
+        ),
         "work of all slots",
     )
     rows = {row["slot"]: row for row in summary["workers"]}
