@@ -42,7 +42,7 @@ def members(config: Config) -> tuple[str, ...]:
 
 
 def without_team(config: Config) -> Config:
-    """Return the configuration with slots that work each by itself, as jobs and `tune` have them."""
+    """Return the configuration without its team, as jobs and `tune` have it."""
     train = config.train.model_copy(update={"team": None})
     return config.model_copy(update={"train": train})
 

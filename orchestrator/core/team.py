@@ -1,7 +1,7 @@
 """Who leads a team of slots that share one training: an election by what the head hears. Pure.
 
-    who leads stays so until        its process has ended, is held, or its PC is lost; or a helper has
-                                    lost it, no helper is with it, and the head hears nothing of it
+    who leads stays so until        its process has ended, is held, or its PC is lost; or a helper
+                                    has lost it, none is with it, and the head hears nothing of it
     who may lead                    a member that is heard, whose state is the newest that is known
     what is waited for meanwhile    helpers that may not know yet that their leader is gone; members
                                     that may come with a newer state; any state, where one was saved

@@ -42,7 +42,7 @@ class Member:
     """The team as a training's slot sees it."""
 
     def __init__(self, spec: TeamSpec, slot: str, tell: Callable[..., None]) -> None:
-        """Listen, and neither lead nor follow yet. `tell` gets events, in the computing thread alone.
+        """Listen, and neither lead nor follow yet. `tell` gets events in the computing thread.
 
         Raises:
             OSError: The address cannot be listened at.

@@ -20,7 +20,7 @@ from workers.training.errors import TaskError
 from workers.training.host_memory import like_all, wait_asleep
 from workers.training.trainer import Trainer
 
-#: Numbers of a tensor that are added up at once on a CPU, where that takes a copy of twice the bytes.
+#: Numbers that are added up at once on a CPU, where that takes a copy of twice the bytes.
 _ADDED: Final = 1 << 20
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MASK: Final = (1 << 63) - 1

@@ -208,7 +208,7 @@ class BatchInParts:
         return compare(rows=rows)
 
     def _can_widen(self, one: OneBatch) -> bool:
-        """Whether this loss computes in half precision, and can do so in fp32, as two samples show."""
+        """Whether this loss computes in half precision and could in fp32, as two samples show."""
         if self._widens is None:
             mode, self._widens = Widened(), False
             try:

@@ -1,5 +1,5 @@
-"""What operators do while a loss is computed to see whether parts add up: what they return, what they
-draw at random, and in which precision they compute.
+"""What operators do while parts are compared: what they return, what they draw at random, and in
+which precision they compute.
 
 Compares nothing (`parts.py` does).
 """
@@ -7,7 +7,7 @@ Compares nothing (`parts.py` does).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,36 +15,54 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from workers.training.batches import tensors_in
 
+#: Of torch, which has no types for them.
+Operator: TypeAlias = Any
+Returned: TypeAlias = Any
+
 _HALF: Final = frozenset({torch.bfloat16, torch.float16})
 
 
-class Widened(TorchDispatchMode):
-    """Has `torch.autocast`, and what else turns fp32 into half precision, leave it as it is, so that
-    a comparison sees less rounding.
-    """
+class _Mode(TorchDispatchMode):
+    """Sees each operator."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # missing in torch's stubs
+
+    def __torch_dispatch__(
+        self,
+        func: Operator,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Returned:
+        return self.run(func, args, dict(kwargs or {}))
+
+    def run(self, func: Operator, args: tuple[Any, ...], given: dict[str, Any]) -> Returned:
+        """Return what an operator returns; here as it is."""
+        return func(*args, **given)
+
+
+class Widened(_Mode):
+    """Has operators compute in fp32 where `torch.autocast` asks for half precision, so that a
+    comparison sees less rounding.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
         self.did = False
         """Whether anything was left in fp32."""
 
     def __enter__(self) -> Widened:
         torch.clear_autocast_cache()  # weights in half precision
-        super().__enter__()  # type: ignore[no-untyped-call]  # as above
+        super().__enter__()  # type: ignore[no-untyped-call]  # missing in torch's stubs
         return self
 
     def __exit__(self, *raised: object) -> None:
         super().__exit__(*raised)  # type: ignore[no-untyped-call]  # as above
         torch.clear_autocast_cache()  # weights in fp32
 
-    def __torch_dispatch__(
-        self,
-        func: Any,  # noqa: ANN401 - an operator of torch
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 - whatever the operator returns
-        given = dict(kwargs or {})
+    def run(self, func: Operator, args: tuple[Any, ...], given: dict[str, Any]) -> Returned:
+        """Leave out a cast from fp32 to half precision."""
         if (
             func is torch.ops.aten._to_copy.default
             and given.get("dtype") in _HALF
@@ -54,42 +72,32 @@ class Widened(TorchDispatchMode):
         return func(*args, **given)
 
 
-class Results(TorchDispatchMode):
+class Results(_Mode):  # type: ignore[no-untyped-call]  # as above
     """Has `look` see what operators return."""
 
     def __init__(self, look: Callable[[Tensor], object]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # missing in torch's stubs
+        super().__init__()
         self._look = look
 
-    def __torch_dispatch__(
-        self,
-        func: Any,  # noqa: ANN401 - an operator of torch
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 - whatever the operator returns
-        result = func(*args, **(kwargs or {}))
+    def run(self, func: Operator, args: tuple[Any, ...], given: dict[str, Any]) -> Returned:
+        """Show each tensor that an operator returns."""
+        result = func(*args, **given)
         for each in tensors_in([result]):
             self._look(each)
         return result
 
 
-class Draws(TorchDispatchMode):
+class Draws(_Mode):  # type: ignore[no-untyped-call]  # as above
     """Sees what operators draw at random; `constant`: has all samples get the same."""
 
     def __init__(self, *, constant: bool) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # missing in torch's stubs
+        super().__init__()
         self._constant = constant
         self.shapes: list[torch.Size] = []
 
-    def __torch_dispatch__(
-        self,
-        func: Any,  # noqa: ANN401 - an operator of torch
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 - whatever the operator returns
-        result = func(*args, **(kwargs or {}))
+    def run(self, func: Operator, args: tuple[Any, ...], given: dict[str, Any]) -> Returned:
+        """Take note of the shape of what is drawn."""
+        result = func(*args, **given)
         # A fused kernel (`_scaled_dot_product_...`, `_cudnn_rnn`) has the tag and may draw nothing.
         fused = func._schema.name.startswith(("aten::_", "aten::miopen"))
         if torch.Tag.nondeterministic_seeded in func.tags and not fused:

@@ -148,6 +148,12 @@ def check_losses(
     return _found(model, batch, of, rows, {}, counted)
 
 
+def normalises_over_samples(module: nn.Module) -> bool:
+    """Whether it is a batch norm that takes its statistics from what is computed together now."""
+    is_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
+    return is_norm and (module.training or module.running_mean is None)
+
+
 def _found(
     model: nn.Module,
     batch: Batch,
@@ -165,8 +171,7 @@ def _found(
     norms = {
         module: _named(module, name)
         for name, module in model.named_modules()
-        if isinstance(module, nn.modules.batchnorm._BatchNorm)
-        and (module.training or module.running_mean is None)
+        if normalises_over_samples(module)
     }
     by_norms = [PartsError(f"{', '.join(norms.values())} {_NORM}", "batch statistics")]
     if norms and rows < ROWS:  # which refuse to normalise over a single sample

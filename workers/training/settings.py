@@ -56,7 +56,8 @@ _ALWAYS: Final = {key: repr(_GONE[key][0]) for key in ("attention", "channels_la
 #: with other values. `documents` does; it is in the fingerprint of the text, and so not in that of
 #: trainings without one.
 _FREE: Final = {
-    "slots", "team", "split", "documents", "steps", "epochs", "validate_every", "micro", "recompute",
+    "slots", "team", "split", "documents",
+    "steps", "epochs", "validate_every", "micro", "recompute",
     "states_on_host", "compile", "loader_workers", "prefetch", "pin",
     "activations_on_host", "ema_on", "save_every_s", "checkpoints",
 }  # fmt: skip

@@ -53,7 +53,7 @@ from workers.training.optimizers import (
     decay_rates,
     load_states,
 )
-from workers.training.parts import PartsError, unchanged
+from workers.training.parts import PartsError, normalises_over_samples, unchanged
 from workers.training.schedule import Course
 from workers.training.settings import PRESETS, TrainSettings
 from workers.training.tasks import TrainTask, Validation, trained_parameters
@@ -72,10 +72,10 @@ _KEEP: Final = "train.exact: true, and a number as train.micro"
 def refuse_batch_norm(task: TrainTask, model: nn.Module) -> None:
     """Raise a `TaskError` if a model normalises over the samples that are computed together."""
     for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
+        if normalises_over_samples(module):
             raise TaskError(
-                f"{_OF_A_TEAM}: {name} of {task.name} ({type(module).__name__}) normalises over the "
-                "samples that are computed together, and keeps statistics of them; use GroupNorm "
+                f"{_OF_A_TEAM}: {name} of {task.name} ({type(module).__name__}) normalises over "
+                "the samples that are computed together, and keeps statistics of them; use GroupNorm "
                 "or LayerNorm, or put it into eval mode"
             )
 
@@ -267,7 +267,7 @@ class Trainer:
         self._accumulator.write(total, loss, used)
 
     def finish(self, agreed: Callable[[float, float], tuple[float, float]]) -> None:
-        """Update with the sums that are there. Until the update itself begins this can be run again.
+        """Update with the sums that are there. Can be run again until the update itself begins.
 
         `agreed`: as in `Accumulator.finish`.
 
