@@ -171,6 +171,20 @@ class TeamOrders:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TeamPace:
+    """What a step takes at a member of a team, by its last steps with the same number of members."""
+
+    steps: int
+    """How many these are."""
+    step_s: float
+    """Of the whole team."""
+    alone_s: float
+    """If it computed all samples by itself, which nothing goes over the wire for."""
+    update_s: float
+    """Of both, the update of the weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TeamStatus:
     """How a member of a team stands."""
 
@@ -191,6 +205,8 @@ class TeamStatus:
     """Of the rows of the last steps, those that it computed."""
     wire_s: float | None = None
     """Time of a step for sums on the wire, of the last steps."""
+    pace: TeamPace | None = None
+    """`None`: too few steps were done."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,7 @@ from orchestrator.core.node_commands import firewall_lines
 from orchestrator.core.placement import NodeBudget, Target, idle_line, node_budget, plan_slots
 from orchestrator.errors import UsageError, one_line
 from orchestrator.run.prediction import memory_plan
+from orchestrator.run.team_forecast import forecast
 from orchestrator.view.tables import Cell, Column, Table, TableRow, row_of
 from workers.hf.folder_files import check_folder
 from workers.settings import ASSUMED_CONTEXT_BYTES
@@ -81,7 +82,7 @@ def plan_object(config: Config) -> dict[str, Any]:
         "workload": config.workload.name,
         "policy": config.memory.policy,
         **({} if training is None else {"training": training}),
-        **({} if (team := _team(config)) is None else {"team": team}),
+        **({} if (team := _team(config, training)) is None else {"team": team}),
         "nodes": [_node(budget, config) for budget in budgets],
     }
 
@@ -98,19 +99,25 @@ def plan_parts(plan: _Told) -> Iterator[Part]:
     yield f"The cap is the budget less the CUDA context, about {context}; each measures its own."
     if (team := plan.get("team")) is not None:
         yield from ("", f"{team['sentence']}. {_ON_NAMED_PORTS}", *team["firewall"])
+        yield from ("", f"Does it pay? {team['forecast']['sentence']}")
     if (training := plan.get("training")) is not None:
         yield ""
         yield from _training_parts(training)
 
 
-def _team(config: Config) -> dict[str, Any] | None:
+def _team(config: Config, training: _Told | None) -> dict[str, Any] | None:
     """Return the key `team` of `plan --json`; `None` where no team trains."""
     if not members(config):
         return None
     plans = plan_slots(config, Target())
     hosts = {name: node.host for name, node in config.nodes.items() if node.host is not None}
     firewall = list(firewall_lines(plans, hosts))
-    return {"sentence": idle_line(config, plans), "firewall": firewall}
+    sums_bytes = None if training is None else training["sums_bytes"]
+    return {
+        "sentence": idle_line(config, plans),
+        "firewall": firewall,
+        "forecast": forecast(config, sums_bytes),
+    }
 
 
 def _row(node: _Told) -> TableRow:
@@ -169,6 +176,7 @@ def _training(config: Config, budgets: Sequence[NodeBudget]) -> dict[str, Any] |
     return {
         **config.train.model_dump(include={"preset", "batch", "precision", "recompute"}),
         "blocks": told.get("blocks"),
+        "sums_bytes": told.get("sums_bytes"),
         "not_planned": told.get("not_planned"),
         "caps": [{**cap, **_judged(cap, config, told["blocks"])} for cap in told.get("caps", ())],
     }

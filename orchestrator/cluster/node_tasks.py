@@ -2,6 +2,7 @@
 too.
 
 - `survey` asks every node for facts about its machine, its clock, and the ports that it reaches.
+- `measure_links` has nodes send to one of them, by the wire of a team.
 - `with_cards_set` has an actor set the cards of each node that needs it, and put them back.
 
 Needs a connection (`connect.py`) and judges nothing: `orchestrator.doctor` and `run/node_setup.py`
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shlex
 import socket
 import time
@@ -23,10 +25,11 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from orchestrator.core.fleet import NodeAnswer
+from orchestrator.core.fleet import Link, NodeAnswer
 from workers.card_settings import CardSettingError, WantedSettings, put_back_own, set_cards
 from workers.host.facts import MachineFacts
 from workers.host.machine import look_around
+from workers.team import link
 
 #: The label that names a node. Set by `ray start --labels=node=pc1`.
 NODE_LABEL = "node"
@@ -39,6 +42,9 @@ _AUTH_SETTINGS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")
 _ANSWER_S = 180.0
 
 _DOOR_S = 2.0
+
+#: For a process on each end to start; measuring takes a second.
+_LINK_S = 60.0
 
 
 def survey(answer_s: float = _ANSWER_S) -> tuple[NodeAnswer, ...]:
@@ -105,6 +111,27 @@ def _opens(door: str) -> bool:
     except OSError:
         return False
     return True
+
+
+def measure_links(to: str, listen: str, nodes: Sequence[str]) -> tuple[Link, ...]:
+    """Measure the links of some nodes to one that listens at this address, one after the other."""
+    links = []
+    for node in nodes:
+        given, until_s = (listen, secrets.token_bytes(32), _LINK_S), time.monotonic() + _ANSWER_S
+        first, second = (
+            ray.remote(end)
+            .options(num_cpus=0, max_retries=0, label_selector={NODE_LABEL: where})
+            .remote(*given)
+            for where, end in ((to, link.listened), (node, link.connected))
+        )
+        ended, _ = ray.wait([first, second], num_returns=1, timeout=_ANSWER_S)
+        rate, error = None, _answered(first, until_s)[1] if first in ended else None
+        if error is None:
+            rate, error = _answered(second, until_s)
+        else:  # it cannot listen there
+            ray.cancel(second, force=True)
+        links.append(Link(node=node, to=to, bytes_per_s=rate, error=error))
+    return tuple(links)
 
 
 #: A process starts, and another run puts its cards back.

@@ -55,6 +55,17 @@ class NodeAnswer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """The link of a node to the one whose member of a team leads first."""
+
+    node: str
+    to: str
+    bytes_per_s: float | None = None
+    """Each way at the same time; `None`: it could not be measured, see `error`."""
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
     """An actor answered a poll."""
 

@@ -19,7 +19,7 @@ from typing import Final, TypeVar
 
 from orchestrator.config.gpu_specs import key_of
 from orchestrator.config.schema import Config, NodeConfig
-from orchestrator.core.fleet import NodeAnswer
+from orchestrator.core.fleet import Link, NodeAnswer
 from orchestrator.core.node_commands import node_command
 from orchestrator.core.placement import Refusal
 from orchestrator.doctor.report import Finding, fail, ok, skip, warn
@@ -38,6 +38,9 @@ _MUCH_USED = 0.15
 _CLEVER_DRIVERS = ("intel_pstate", "amd-pstate-epp")
 _LITTLE_DISK_BYTES: Final = 1 * GIB
 _NO_DISK_BYTES: Final = 64 * MIB
+
+#: 200 Mb/s: between a cable of 100 Mb/s and one of 1 Gb/s.
+_SLOW_LINK_BYTES_PER_S: Final = 25e6
 
 #: Those of Ray's workers, and those from which Linux takes the ports that Ray picks at random.
 _RAY_PORTS = "10002:19999,32768:60999"
@@ -279,6 +282,8 @@ class Cluster:
     """As `placement.refusals` says."""
     answers: Sequence[NodeAnswer]
     """One for each live node."""
+    links: Sequence[Link] = ()
+    """Of a team's PCs, as far as they are there."""
 
 
 def _nodes(cluster: Cluster) -> Iterator[Finding]:
@@ -346,8 +351,35 @@ def _versions(cluster: Cluster) -> Iterator[Finding]:
         yield ok("the same on every node: Python, Ray, torch, this project")
 
 
+def _link(cluster: Cluster) -> Iterator[Finding]:
+    """Yield how fast the members of a team reach each other."""
+    for link in cluster.links:
+        if link.bytes_per_s is None:
+            is_used = "already in use" in str(link.error)
+            yield (skip if is_used else warn)(
+                f"the link to {link.to} is not measured: {link.error}",
+                hint="a run's table shows its wire s/step"
+                if is_used
+                else "`plan` prints what to type on each PC that has a firewall",
+                node=link.node,
+            )
+            continue
+        found = f"{link.bytes_per_s * 8e-6:.0f} Mb/s to {link.to}"
+        sums = f"100 MB of sums, 25 million trained weights, take {1e8 / link.bytes_per_s:.2g} s"
+        if link.bytes_per_s < _SLOW_LINK_BYTES_PER_S:
+            yield warn(
+                f"{found}: a cable, a switch or a port of 100 Mb/s, or wireless",
+                hint=f"{sums} a step; they would take 0.9 s at 1 Gb/s and 0.36 s at 2.5 Gb/s, "
+                "with a cable of category 5e and ports of that speed at both ends",
+                fix="grep . /sys/class/net/*/speed",
+                node=link.node,
+            )
+        else:
+            yield ok(f"{found}: {sums} a step", node=link.node)
+
+
 OF_CLUSTER: Final[Mapping[str, Callable[[Cluster], Iterable[Finding]]]] = MappingProxyType(
-    {"nodes": _nodes, "network": _network, "versions": _versions}
+    {"nodes": _nodes, "network": _network, "versions": _versions, "link": _link}
 )
 """What is checked on a cluster as a whole."""
 

@@ -1,6 +1,7 @@
 """The verb `doctor`: looks here or at every node of a running cluster, and runs the checks.
 
-Connects the checks to machines. Changes nothing, and prints nothing of what they find.
+Connects the checks to machines. Changes nothing but what is known of links, and prints nothing of
+what they find.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ import psutil
 from orchestrator.cluster.connect import connected, head_address
 from orchestrator.config.load import load_config
 from orchestrator.config.schema import Config
-from orchestrator.core.placement import refusals
+from orchestrator.config.team import members, with_team_alone
+from orchestrator.core.fleet import Link, NodeFact
+from orchestrator.core.placement import Target, listening_at, plan_slots, refusals
 from orchestrator.doctor.checks import (
     OF_CLUSTER,
     OF_HERE,
@@ -29,6 +32,7 @@ from orchestrator.doctor.checks import (
 )
 from orchestrator.doctor.report import Diagnosis, Finding, Verdict, fail, ok, skip, warn
 from orchestrator.errors import ConfigError, NoClusterError, UsageError
+from orchestrator.run.team_forecast import link_of, remember_links
 from orchestrator.run.terminal import own_screen
 from orchestrator.view.phrases import counted
 from workers.host.machine import look_around
@@ -124,8 +128,10 @@ def _of_cluster(config: Config | None, address: str, findings: Sequence[Finding]
     with connected(address, config.cluster.auth) as fleet:
         from orchestrator.cluster.node_tasks import survey  # noqa: PLC0415 - imports ray
 
-        missing, answers = refusals(config, fleet.nodes()), survey()
-    cluster = Cluster(config=config, address=address, missing=missing, answers=answers)
+        nodes = fleet.nodes()
+        missing, answers = refusals(config, nodes), survey()
+        links = _links(config, nodes)
+    cluster = Cluster(config=config, address=address, missing=missing, answers=answers, links=links)
     found = [*findings, *found_by(OF_HERE, Here(config=config, is_cluster=True))]
     found += found_by(OF_CLUSTER, cluster)
     for answer in answers:
@@ -139,6 +145,26 @@ def _of_cluster(config: Config | None, address: str, findings: Sequence[Finding]
         has_config=True,
         findings=tuple(found),
     )
+
+
+def _links(config: Config, nodes: Sequence[NodeFact]) -> tuple[Link, ...]:
+    """Measure the links of a team's PCs to that of its first member, where all are there."""
+    from orchestrator.cluster.node_tasks import measure_links  # noqa: PLC0415 - imports ray
+
+    addresses = {str(fact.name): fact.address for fact in nodes}
+    of_team = [slot.partition("/")[0] for slot in members(config)]
+    others = list(dict.fromkeys(node for node in of_team if node != of_team[0]))
+    if not others or not set(of_team) <= set(addresses):
+        return ()
+    plans = plan_slots(with_team_alone(config), Target())
+    (first,) = (plan.spec for plan in plans if plan.spec.slot == members(config)[0])
+    spec = listening_at(first, addresses[first.node])
+    assert spec.team is not None  # noqa: S101 - it is a member
+    links = measure_links(first.node, spec.team.listen, others)
+    remember_links(
+        {link_of(link.node, link.to): link.bytes_per_s for link in links if link.bytes_per_s}
+    )
+    return links
 
 
 def _of_this_machine(config: Config | None, node: str | None, findings: list[Finding]) -> Diagnosis:

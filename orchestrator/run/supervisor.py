@@ -213,6 +213,7 @@ class Supervisor:
             self.config.run.start_timeout_s,
             self.outlets.events,
             self.outlets.store,
+            may_rest=self.config.train.split == "auto",
         )
 
     def run(self) -> Snapshot:
@@ -261,7 +262,7 @@ class Supervisor:
                 *self.outlets.problems,
                 *filter(None, kept),
                 *self._hazards,
-                *(() if self._team is None else self._team.notices()),
+                *(() if self._team is None else self._team.notices(self._slots)),
                 *(() if self.dispatcher is None else self.dispatcher.notices()),
             ),
             jobs=None if self.dispatcher is None else self.dispatcher.headline(rows),
@@ -301,6 +302,8 @@ class Supervisor:
         self._tick()
         self._obey()
         self._dispatch(now_s)
+        for name, why in () if self._team is None else self._team.surplus(self._slots):
+            self._feed(name, slots.Held(hold=slots.Hold.DRAIN, why=why))
         self._quarantine_cards(now_s)
         self._begin_counting()
         self._send_out()

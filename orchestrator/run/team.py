@@ -1,7 +1,8 @@
 """The team of a run: what its members tell becomes the orders that all of them get.
 
 Keeps who leads, the secret of this head, and the generation in the store, so that it rises also
-after a crash of the head. Decides nothing about who leads (`core/team.py`).
+after a crash of the head. Decides nothing about who leads (`core/team.py`), nor what a team gains
+(`core/team_time.py`).
 """
 
 from __future__ import annotations
@@ -9,16 +10,21 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Final
 
 from orchestrator.core.placement import SlotPlan
 from orchestrator.core.slot import Phase, Slot
 from orchestrator.core.team import NO_STATE, Election, Member, elect
+from orchestrator.core.team_time import StepTimes
 from orchestrator.record.events import EventLog
 from orchestrator.record.store import RunStore
 from workers.messages import TeamOrders, TeamState
 
 _SECRET_BYTES: Final = 32
+
+#: So many steps of all members together tell what the team gains.
+_JUDGED_STEPS: Final = 5
 
 
 class Team:
@@ -31,9 +37,11 @@ class Team:
         patience_s: float,
         events: EventLog,
         store: RunStore,
+        *,
+        may_rest: bool,
     ) -> None:
         """Begin after `generation`, the last one of the heads before this one; `patience_s` as in
-        `core.team.elect`.
+        `core.team.elect`. `may_rest`: one member trains alone where the others gain nothing.
         """
         self._poll_s = {plan.spec.slot: plan.spec.poll_s for plan in plans}
         """Of each member, in the order of the team."""
@@ -41,6 +49,9 @@ class Team:
         self._events, self._store = events, store
         self._secret = secrets.token_bytes(_SECRET_BYTES)
         self._election = Election(generation=generation)
+        self._may_rest = may_rest
+        self._is_judged = False
+        self._advice: str | None = None
         self._saved: dict[str, float] = {}
         """The newest step that each member is known to have saved."""
 
@@ -71,6 +82,38 @@ class Team:
             self._events.write("team_without_leader", slot=before.leader, cause=now.why)
         return (now.generation, now.leader) != (before.generation, before.leader)
 
+    def surplus(self, slots: Mapping[str, Slot]) -> Sequence[tuple[str, str]]:
+        """Return the members that are to rest, each with why: `split: auto`, and a team of all has
+        been measured to gain too little. Once: who is let go on then goes on.
+        """
+        leader = self._election.leader
+        if self._is_judged or leader is None:
+            return ()
+        of_team = [slots[name] for name in self._poll_s]
+        teams = {
+            slot.slot: slot.status.team
+            for slot in of_team
+            if slot.phase is Phase.WORKING and slot.ready and slot.status and slot.status.team
+        }
+        paces = {name: team.pace for name, team in teams.items() if team.pace is not None}
+        is_whole = all(team.members == len(of_team) for team in teams.values())
+        if len(paces) < len(of_team) or not is_whole or paces[leader].steps < _JUDGED_STEPS:
+            return ()
+        self._is_judged = True
+        fastest = min(paces, key=lambda name: paces[name].alone_s)
+        wire_s = teams[leader].wire_s or 0.0
+        compute_s = paces[leader].step_s - wire_s
+        times = StepTimes(fastest, paces[fastest].alone_s, compute_s, wire_s)
+        figures = {**asdict(times), "gain_pct": 100 * times.gain}
+        self._events.write("team_times", cause=times.sentence, **figures)
+        if times.pays:
+            return ()
+        if not self._may_rest:
+            self._advice = f"{times.sentence}; with train.split: auto the others would rest"
+            return ()
+        why = f"{times.sentence}; `unpause` has it train all the same"
+        return [(name, why) for name in self._poll_s if name != fastest]
+
     @property
     def orders(self) -> TeamOrders | None:
         """What every member is told; `None` while none leads."""
@@ -84,10 +127,12 @@ class Team:
             secret=self._secret,
         )
 
-    def notices(self) -> tuple[str, ...]:
-        """Return why no member leads although one could."""
+    def notices(self, slots: Mapping[str, Slot]) -> tuple[str, ...]:
+        """Return why no member leads although one could, and what a team does not gain."""
         waits_for = self._election.waits_for
-        return () if waits_for is None else (f"the team has no leader: {waits_for}",)
+        no_leader = None if waits_for is None else f"the team has no leader: {waits_for}"
+        rests = (slots[name].orders.why for name in self._poll_s)
+        return tuple(dict.fromkeys(filter(None, [no_leader, self._advice, *rests])))
 
     def is_finished(self, slots: Mapping[str, Slot]) -> bool:
         """Say whether a member is done, and no other is about to be: those that were not together

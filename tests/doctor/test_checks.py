@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from orchestrator.config.schema import NodeConfig
-from orchestrator.core.fleet import NodeAnswer
+from orchestrator.core.fleet import Link, NodeAnswer
 from orchestrator.core.placement import Missing, Refusal
 from orchestrator.doctor import checks
 from orchestrator.doctor.checks import (
@@ -228,6 +228,27 @@ def nodes(*answers: NodeAnswer, missing: tuple[Refusal, ...] = ()) -> dict[str, 
 
 
 PAIR = (answer(), answer("pc2", address="192.168.1.11"))
+
+
+@pytest.mark.parametrize(
+    ("told", "verdict", "words"),
+    [
+        ({"bytes_per_s": 117e6}, OK, "936 Mb/s to pc1: 100 MB of sums, 25 million trained weights, take 0.85 s"),
+        ({"bytes_per_s": 11.7e6}, WARN, "94 Mb/s to pc1: a cable, a switch or a port of 100 Mb/s"),
+        ({"error": "[Errno 98] Address already in use"}, SKIP, "is not measured: [Errno 98] Address already in use"),
+        ({"error": "10.0.0.1:6390 cannot be reached: timed out"}, WARN, "cannot be reached"),
+    ],
+)  # fmt: skip
+def test_the_link_of_a_team(told: dict[str, Any], verdict: Verdict, words: str) -> None:
+    links = (Link(node="pc2", to="pc1", **told),)
+    cluster = Cluster(config=REFERENCE, address="a:1", missing=(), answers=PAIR, links=links)
+    found = only(found_by(OF_CLUSTER, cluster), "link")
+    assert (found.node, found.verdict) == ("pc2", verdict)
+    assert words in found.found
+    if told.get("bytes_per_s") == 11.7e6:
+        assert "take 8.5 s a step; they would take 0.9 s at 1 Gb/s and 0.36 s at 2.5 Gb/s" in str(
+            found.hint
+        )
 
 
 def unlike(**facts: Any) -> tuple[NodeAnswer, NodeAnswer]:

@@ -23,7 +23,7 @@ from orchestrator.record.model import Row
 from orchestrator.run.resume import Past, past_of
 from tests.run.scene import HeadScene
 from tests.run.scripted_fleet import Process, ScriptedFleet, VirtualClock
-from workers.messages import Orders, TeamOrders, TeamState, TeamStatus, WorkerState
+from workers.messages import Orders, TeamOrders, TeamPace, TeamState, TeamStatus, WorkerState
 from workers.settings import WorkerSpec
 
 STEPS = 400
@@ -38,6 +38,8 @@ class TeamFleet(ScriptedFleet):
         self.ordered: list[tuple[float, str, TeamOrders]] = []
         """When, of which slot, and what: each time that it was something else."""
         self.on_order = self._note
+        self.paces: dict[str, TeamPace] = {}
+        """What members tell of their pace, once they are together."""
 
     def place(self, spec: WorkerSpec, num_cpus: float, num_gpus: float) -> None:
         self.specs.append(spec)
@@ -71,6 +73,8 @@ class TeamFleet(ScriptedFleet):
                 lost=generation if is_lost else None,
                 share_pct=50.0,
                 wire_s=0.25,
+                members=sum(map(self.has_process, self.trains)),
+                pace=self.paces.get(slot),
             )
         }
 
@@ -78,14 +82,16 @@ class TeamFleet(ScriptedFleet):
 class TeamRun(HeadScene):
     """A run of a team of two PCs; its script is written on `fleet`."""
 
-    def __init__(self, folder: Path, past: Past | None = None, duration: str = "30s") -> None:
+    def __init__(
+        self, folder: Path, past: Past | None = None, duration: str = "30s", split: str = "data"
+    ) -> None:
         nodes = {
             name: {"gpu": "rtx-3090", "workers": 2, "vram_per_worker_gib": 2.0}
             for name in ("pc1", "pc2")
         }
         sections = {
             "workload": {"name": "train"},
-            "train": {"team": "all", "steps": STEPS},
+            "train": {"team": "all", "steps": STEPS, "split": split},
             "run": {"duration": duration},
         }
         config = with_team_alone(config_from_data({"nodes": nodes, **sections}, "scene"))
@@ -105,6 +111,18 @@ class TeamRun(HeadScene):
         snapshot = self.supervisor.run()
         self.store.end("good", 0, None, ())
         return {row.slot: row for row in snapshot.rows}
+
+    def told_pace(self, step_s: float, **alone_s: float) -> None:
+        """Have members tell what a step takes, together and alone."""
+        for name, each_s in alone_s.items():
+            self.fleet.paces[f"{name}/0"] = TeamPace(
+                steps=9, step_s=step_s, alone_s=each_s, update_s=0.0
+            )
+
+    def typed(self, do: str, slot: str) -> None:
+        """Have the user type a command."""
+        told = {"id": do, "do": do, "slots": [slot], "by": "test"}
+        put(self.folder, json.dumps(told).encode(), identity=do)
 
     def leaders(self) -> list[tuple[str, int]]:
         """Who was named to lead, in which generation."""
@@ -156,13 +174,8 @@ def test_when_the_leader_dies_the_other_leads_at_once(new_team: Maker) -> None:
 
 def test_a_held_leader_hands_over_and_comes_back_as_a_helper(new_team: Maker) -> None:
     run = new_team()
-
-    def typed(do: str) -> None:
-        told = {"id": do, "do": do, "slots": ["pc1/0"], "by": "test"}
-        put(run.folder, json.dumps(told).encode(), identity=do)
-
-    run.fleet.at(10, lambda: typed("pause"))
-    run.fleet.at(20, lambda: typed("unpause"))
+    run.fleet.at(10, lambda: run.typed("pause", "pc1/0"))
+    run.fleet.at(20, lambda: run.typed("unpause", "pc1/0"))
     run.finish()
     (first, second, *_) = run.events("team_leader")
     assert (first["slot"], second["slot"]) == ("pc1/0", "pc2/0")
@@ -227,3 +240,49 @@ def test_a_step_of_a_team_counts_once(new_team: Maker) -> None:
     assert run.recorder.shown[-1].counts.steps_ok == STEPS
     assert sum(row.counts.steps_ok for row in rows.values()) == 2 * STEPS
     assert run.supervisor.shortfalls() == ()
+
+
+NO_GAIN = "pc2/0 alone 1 s a step, together 0.75 + 0.25 s on the wire: no gain, pc2/0 alone"
+
+
+@pytest.mark.parametrize(
+    ("split", "step_s", "rests"), [("auto", 1.0, True), ("auto", 0.9, False), ("data", 1.0, False)]
+)
+def test_one_member_trains_alone_where_the_team_gains_too_little(
+    new_team: Maker, split: str, step_s: float, rests: bool
+) -> None:
+    run = new_team(split=split, duration="10m")
+    run.fleet.finished_after |= {"pc1/0": STEPS, "pc2/0": STEPS}
+    run.told_pace(step_s, pc1=1.6, pc2=1.0)
+    rows = run.finish()
+    (measured,) = run.events("team_times")
+    assert measured["gain_pct"] == pytest.approx(100 * (1.0 / step_s - 1))
+    assert (measured["cause"] == NO_GAIN) is (step_s == 1.0)
+    assert rows["pc2/0"].state is WorkerState.DONE
+    # The one that led was the slower: the other goes on from the same state.
+    assert [slot for slot, _ in run.leaders()] == ["pc1/0", "pc2/0"][: 1 + rests]
+    notices = " ".join(run.recorder.shown[-1].notices)
+    assert (NO_GAIN in notices) is (step_s == 1.0)
+    if rests:
+        assert rows["pc1/0"].state is HeadState.HELD
+        assert rows["pc1/0"].reason == f"{NO_GAIN}; `unpause` has it train all the same"
+    else:
+        assert rows["pc1/0"].state is WorkerState.DONE
+    assert run.supervisor.shortfalls() == ()
+    assert read_run(run.folder).is_done
+
+
+def test_who_rests_does_so_under_the_next_head_until_a_person_lets_it_go_on(
+    new_team: Maker, tmp_path: Path
+) -> None:
+    first, copy = new_team(split="auto", duration="60s"), tmp_path / "killed"
+    first.told_pace(1.0, pc1=1.0, pc2=1.6)
+    first.fleet.at(14, lambda: shutil.copytree(first.folder, copy))
+    first.finish()
+    run = new_team(copy, past=past_of(read_run(copy)), split="auto", duration="60s")
+    run.fleet.at(20, lambda: run.typed("unpause", "pc2/0"))
+    rows = run.finish()
+    held = [row for each in run.recorder.shown for row in each.rows if row.slot == "pc2/0"]
+    assert held[0].state is HeadState.HELD
+    assert "`unpause` has it train all the same" in {row.reason.partition("; ")[2] for row in held}
+    assert rows["pc2/0"].team_state is TeamState.TOGETHER

@@ -101,6 +101,10 @@ def test_a_slow_member_gets_its_share(start: Start, slow: int) -> None:
     team.run()
     rows = [sum(each["rows"] for each in team.steps(slot)[10:]) for slot in team.members]
     assert 0.15 <= rows[slow] / sum(rows) <= 0.4, rows
+    told = [team.status(slot) for slot in team.members]
+    alone_s = [each["team"]["pace"]["alone_s"] for each in told if each is not None]
+    assert 1.5 <= alone_s[slow] / alone_s[1 - slow] <= 4.0, "without the waits for the other"
+    assert alone_s[slow] >= 24 * 0.03
 
 
 @pytest.mark.usefixtures("one_thread")

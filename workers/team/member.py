@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from statistics import median
 from typing import Any, Final
 
 from workers.messages import TeamOrders, TeamState, TeamStatus
@@ -23,6 +24,7 @@ from workers.team import wire
 from workers.team.desk import Desk, LeftError
 from workers.team.following import Following
 from workers.team.leader import Leader, Stepped
+from workers.team.pace import Pace
 from workers.team.wire import LostError
 from workers.training.trainer import MicroBatch, Trainer
 
@@ -54,6 +56,7 @@ class Member:
         self._listens = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._events: deque[tuple[str, dict[str, Any]]] = deque()
         self._steps: deque[Stepped] = deque(maxlen=_STEPS)
+        self._pace = Pace()
         self._leader: Leader | None = None
         self._state = TeamState.REJOINING
         self._generation: int | None = None
@@ -99,11 +102,19 @@ class Member:
         while self._events:
             name, figures = self._events.popleft()
             self._tell(name, **figures)
-        return self._desk.wait(seconds)
+        began_s = time.monotonic()
+        has_work = self._desk.wait(seconds)
+        self._pace.waited_s += time.monotonic() - began_s
+        return has_work
 
     def part(self, most_rows: int, level: int) -> MicroBatch | None:
         """Compute some of the rows that this member holds, or update; `None`: nothing is to do."""
-        return self._desk.part(most_rows, level)
+        began_s = time.monotonic()
+        done = self._desk.part(most_rows, level)
+        if done is not None:
+            ended_s = time.monotonic()
+            self._pace.did(done.rows, updated=done.updated, began_s=began_s, ended_s=ended_s)
+        return done
 
     def busy(self) -> AbstractContextManager[None]:
         """Return the region in which the computing thread saves, or judges itself."""
@@ -137,7 +148,8 @@ class Member:
             lost=lost,
             members=steps[-1].members if steps else 1,
             share_pct=100 * self.share if steps else None,
-            wire_s=sum(each.wire_s for each in steps) / len(steps) if steps else None,
+            wire_s=median(each.wire_s for each in steps) if steps else None,
+            pace=None if trainer is None else self._pace.told(trainer.settings.batch),
         )
 
     def _event(self, name: str, **figures: Any) -> None:  # noqa: ANN401 - of an event
@@ -243,5 +255,8 @@ class Member:
             self._lost = orders.generation
 
     def _stepped(self, step: Stepped) -> None:
+        if self._steps and self._steps[-1].members != step.members:
+            self._steps.clear()
+            self._pace.clear()
         self._steps.append(step)
         self._state = TeamState.TOGETHER if step.members > 1 else TeamState.ALONE

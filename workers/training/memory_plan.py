@@ -193,6 +193,11 @@ class MemoryPlanner:
         """How many blocks can be recomputed."""
         return self._recomputation.most
 
+    @property
+    def sums_bytes(self) -> int:
+        """Of the sums of a step, as a member of a team sends them."""
+        return self._accumulator.flat.nbytes
+
     def level_of(self, offered: int) -> int:
         """Return how many blocks a step recomputes; `auto` takes what is offered."""
         return level_of(self._settings.recompute, offered, self.most_level)
@@ -369,6 +374,7 @@ def answer(question: Mapping[str, Any]) -> dict[str, Any]:
             "tokens": settings.seq or GPTS[settings.preset].seq
             if settings.preset in GPTS
             else None,
+            "sums_bytes": next(planner.sums_bytes for planner in planners.values()),
             "caps": [
                 {**cap, "steps": _steps(planners[cap["device"]], settings, cap["cap_bytes"])}
                 for cap in question["caps"]

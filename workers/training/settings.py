@@ -82,12 +82,12 @@ def _valid_preset(preset: str) -> str:
     return preset
 
 
-def _data_alone(split: object) -> object:
-    """Refuse the ways to divide a training over a team that are not there yet."""
-    if split in {"layers", "auto"}:
+def _no_layers(split: object) -> object:
+    """Refuse the way to divide a training over a team that is not there yet."""
+    if split == "layers":
         raise ValueError(
-            f"split: {split} would cut the model over the cards of a team, which this version "
-            "cannot; valid: split: data, where each member holds the whole model"
+            "split: layers would cut the model over the cards of a team, which this version "
+            "cannot; valid: split: data, where each member holds the whole model, or auto"
         )
     return split
 
@@ -121,8 +121,10 @@ class TrainSettings(BaseModel):
     """
     team: Literal["all"] | list[Annotated[str, Field(min_length=1)]] | None = None
     """PCs, or slots, that share one training; `all`: every PC. `None`: each slot trains alone."""
-    split: Annotated[Literal["data"], BeforeValidator(_data_alone)] = "data"
-    """What the members of a team divide: the samples of each optimiser step."""
+    split: Annotated[Literal["data", "auto"], BeforeValidator(_no_layers)] = "data"
+    """What the members of a team divide: `data`, the samples of each optimiser step; `auto`: them
+    as well, unless the fastest alone is measured to be about as fast.
+    """
     weights: Literal["fp32", "as-stored", "nf4"] = "fp32"
     """What that folder's weights become: fp32 masters, the type that they are stored in, or 4 bits
     below adapters.

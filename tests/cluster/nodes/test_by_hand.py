@@ -18,11 +18,15 @@ from tests.scene import COMMAND, ROOT, ran, wait_for
 pytestmark = pytest.mark.ray
 
 
-def doctor(by_hand: ByHand) -> dict[tuple[str | None, str], dict[str, Any]]:
+#: Between its members `doctor` measures the link.
+TEAM = ("--set=workload.name=train", "--set=train.team=[pc1, pc2]")
+
+
+def doctor(by_hand: ByHand, *more: str) -> dict[tuple[str | None, str], dict[str, Any]]:
     """Run `doctor --json`, which fails here: cluster.yaml gives both nodes a card. Return its findings."""
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     done = ran(
-        [*COMMAND, "doctor", "--json", *by_hand.arguments],
+        [*COMMAND, "doctor", "--json", *by_hand.arguments, *more],
         cwd=ROOT,
         env={**environment, **by_hand.environment},
     )
@@ -149,11 +153,12 @@ def test_nodes_by_hand_are_named_awaited_asked_and_used(
         if path.suffix in {".jsonl", ".json", ".log"}:
             assert token_of(by_hand) not in path.read_text(errors="replace")
 
-    found = doctor(by_hand)
+    found = doctor(by_hand, *TEAM)
     verdicts = {key: row["verdict"] for key, row in found.items()}
     expected = {(node, check): "ok" for node in ("pc1", "pc2") for check in ("torch", "network")}
     expected |= {(node, "plan"): "fail" for node in ("pc1", "pc2")}
     expected |= {(None, check): "ok" for check in ("versions", "token")}
+    expected[("pc2", "link")] = "ok"
     # Where a node gave no answer, its findings say why.
     assert expected.items() <= verdicts.items(), json.dumps([*found.values()], indent=1)
     for node in ("pc1", "pc2"):
