@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Final, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 from workers.units import MIB
 
@@ -273,6 +273,10 @@ class TeamSpec:
     """All slots of it, in the order in which their sums are added up."""
     listen: str
     """`host:port` of this member, at which it listens and nowhere else; port 0: any free one."""
+    split: Literal["data", "layers"] = "data"
+    """Whether members divide the samples of each step, or the blocks of the model."""
+    budgets_bytes: tuple[int, ...] = ()
+    """What each member may hold, in the order of the members."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

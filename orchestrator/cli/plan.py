@@ -99,10 +99,20 @@ def plan_parts(plan: _Told) -> Iterator[Part]:
     yield f"The cap is the budget less the CUDA context, about {context}; each measures its own."
     if (team := plan.get("team")) is not None:
         yield from ("", f"{team['sentence']}. {_ON_NAMED_PORTS}", *team["firewall"])
-        yield from ("", f"Does it pay? {team['forecast']['sentence']}")
+        if team["forecast"] is not None:
+            yield from ("", f"Does it pay? {team['forecast']['sentence']}")
+        else:
+            yield from ("", _OF_THE_WHOLE)
     if (training := plan.get("training")) is not None:
         yield ""
         yield from _training_parts(training)
+
+
+#: Where a team divides the model.
+_OF_THE_WHOLE = (
+    "The figures below are of the whole model. Each member holds a part of it: as many blocks are "
+    "lent as leave the fuller one least full by its budget."
+)
 
 
 def _team(config: Config, training: _Told | None) -> dict[str, Any] | None:
@@ -116,7 +126,8 @@ def _team(config: Config, training: _Told | None) -> dict[str, Any] | None:
     return {
         "sentence": idle_line(config, plans),
         "firewall": firewall,
-        "forecast": forecast(config, sums_bytes),
+        # Members that divide a model gain memory, and no time.
+        "forecast": None if config.train.split == "layers" else forecast(config, sums_bytes),
     }
 
 

@@ -250,6 +250,9 @@ def _team_problems(source: YamlSource, config: Config) -> Iterator[Problem]:
             text = f"{name} has {twice[0]}, which {seen[twice[0]]} has named already"
             problems.append(source.problem(at, text, "each member once"))
         seen |= dict.fromkeys(slots, name)
+    if config.train.split == "layers" and not problems and len(seen) > 2:
+        text = f"split: layers divides a model over two members, and this team has {len(seen)}"
+        problems.append(source.problem(path, text, "two PCs or slots, or split: data"))
     if config.train.team is not None and not problems and len(seen) < 2:
         text = f"a team needs two members or more, and this one has {', '.join(seen) or 'none'}"
         problems.append(source.problem(path, text, "two PCs or slots, or null"))

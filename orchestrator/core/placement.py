@@ -6,7 +6,7 @@ nor what to type to cure a refusal (`node_commands.py`). Pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -154,7 +154,11 @@ def plan_slots(config: Config, target: Target) -> tuple[SlotPlan, ...]:
         config.thermal.settings(),
         config.train.model_dump(),
     )
-    members = team.members(config)
+    of_node = {budget.node: budget.budget_bytes for budget in budgets}
+    sizes = {slot: of_node[slot.partition("/")[0]] for slot in team.members(config)}
+    members = list(sizes)
+    if config.train.split == "layers":  # the first one leads: it has logits and loss as well
+        members.sort(key=lambda slot: -sizes[slot])
     plans: list[SlotPlan] = []
     for budget in budgets:
         node, name = config.nodes[budget.node], budget.node
@@ -192,25 +196,33 @@ def plan_slots(config: Config, target: Target) -> tuple[SlotPlan, ...]:
                 thermal=thermal,
                 check_share=config.verify.share,
                 poll_s=config.run.poll_s,
-                team=_team_of(slot, members, config, target),
+                team=_team_of(slot, {each: sizes[each] for each in members}, config, target),
             )
             cpus, gpus = budget.cpus_per_worker, budget.gpu_fraction
             plans.append(SlotPlan(spec=spec, num_cpus=cpus, num_gpus=gpus, gpu=node.gpu))
     return tuple(plans[: config.train.most_slots if workload.name == "train" else None])
 
 
-def _team_of(slot: str, members: Sequence[str], config: Config, target: Target) -> TeamSpec | None:
-    """Return what a slot is told of its team; an address without a host is one of its PC's, which
-    is known once that has joined.
+def _team_of(
+    slot: str, members: Mapping[str, int], config: Config, target: Target
+) -> TeamSpec | None:
+    """Return what a slot is told of its team, of which each member may hold so many bytes; an
+    address without a host is one of its PC's, which is known once that has joined.
     """
     if not members:
         return None
     node = slot.partition("/")[0]
     of_node = [each for each in members if each.partition("/")[0] == node]
-    if target.one_machine or len(of_node) == len(members):
-        return TeamSpec(members=tuple(members), listen="127.0.0.1:0")
-    host, _, port = (config.nodes[node].team_listen or f":{TEAM_PORT}").rpartition(":")
-    return TeamSpec(members=tuple(members), listen=f"{host}:{int(port) + of_node.index(slot)}")
+    listen = "127.0.0.1:0"
+    if not target.one_machine and len(of_node) < len(members):
+        host, _, port = (config.nodes[node].team_listen or f":{TEAM_PORT}").rpartition(":")
+        listen = f"{host}:{int(port) + of_node.index(slot)}"
+    return TeamSpec(
+        members=tuple(members),
+        listen=listen,
+        split="layers" if config.train.split == "layers" else "data",
+        budgets_bytes=tuple(members.values()),
+    )
 
 
 def listening_at(spec: WorkerSpec, address: str) -> WorkerSpec:
@@ -230,7 +242,8 @@ def idle_line(config: Config, plans: Sequence[SlotPlan]) -> str | None:
     if not idle and not has_team:
         return None
     names = ", ".join(plan.spec.slot for plan in plans)
-    said = f"Trained by {names}{', which share each step' if has_team else ''}"
+    what = "divide the model" if config.train.split == "layers" else "share each step"
+    said = f"Trained by {names}{f', which {what}' if has_team else ''}"
     by = "train.team names those that train" if has_team else "train.slots says how many"
     return f"{said}; {idle} more stay without a process ({by})" if idle else said
 

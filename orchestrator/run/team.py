@@ -45,6 +45,9 @@ class Team:
         """
         self._poll_s = {plan.spec.slot: plan.spec.poll_s for plan in plans}
         """Of each member, in the order of the team."""
+        spec = plans[0].spec.team
+        self._leads = spec.members[0] if spec is not None and spec.split == "layers" else None
+        """Who alone can lead; `None`: every member can."""
         self._patience_s = patience_s
         self._events, self._store = events, store
         self._secret = secrets.token_bytes(_SECRET_BYTES)
@@ -153,7 +156,10 @@ class Team:
             slot=slot.slot,
             process=slot.incarnation,
             gone=None if is_up else _why_gone(slot),
-            may_begin=team is not None and team.step is not None and slot.orders.hold is None,
+            may_begin=team is not None
+            and team.step is not None
+            and slot.orders.hold is None
+            and self._leads in {None, slot.slot},
             is_awaited=slot.phase in {Phase.WORKING, Phase.PAUSING} and not slot.ready,
             late_s=_silent_s(slot, now_s) - self._poll_s[slot.slot],
             stored_step=math.inf if is_unheard else self._saved.get(slot.slot, NO_STATE),

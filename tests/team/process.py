@@ -86,18 +86,21 @@ def main(given: str) -> None:
         )  # fmt: skip
         if status.verdict is not Verdict.OK:
             break
-    log.write(json.dumps({"end": status.verdict, "reason": status.reason}) + "\n")
+    weights = None if status.progress is None else status.progress.weights_sha256
+    log.write(
+        json.dumps({"end": status.verdict, "reason": status.reason, "weights": weights}) + "\n"
+    )
 
 
 def _observe(log: Any, seed: int | None, planted: Path) -> None:
     """Write down each update; draw the sizes of parts anew if there is a seed; change a weight where
     a file asks for it.
     """
-    finish, part, rng = Trainer.finish, Desk.part, random.Random(seed)  # noqa: S311
+    finish, part, rng = Trainer._finish, Desk.part, random.Random(seed)  # noqa: S311
 
-    def finished(self: Trainer, agreed: Any) -> None:
+    def finished(self: Trainer, *agreed: Any) -> None:
         rows = self.done_rows
-        finish(self, agreed)
+        finish(self, *agreed)
         if planted.exists():
             planted.unlink()
             with torch.no_grad():
@@ -119,7 +122,7 @@ def _observe(log: Any, seed: int | None, planted: Path) -> None:
     def drawn(self: Desk, most_rows: int, level: int) -> MicroBatch | None:
         return part(self, rng.randint(1, most_rows) if seed else most_rows, level)
 
-    Trainer.finish, Desk.part = finished, drawn  # type: ignore[method-assign]
+    Trainer._finish, Desk.part = finished, drawn  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

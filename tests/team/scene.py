@@ -39,7 +39,12 @@ def member_spec(slot: str, members: Sequence[str], keys: dict[str, Any]) -> Work
         slot=slot,
         run_id="r",
         workers_on_host=64,
-        team=TeamSpec(members=tuple(members), listen="127.0.0.1:0"),
+        team=TeamSpec(
+            members=tuple(members),
+            listen="127.0.0.1:0",
+            split=keys.get("split", "data"),
+            budgets_bytes=tuple(range(len(members), 0, -1)),
+        ),
         workload=replace(
             usual.workload, settings=TrainSettings.model_validate(settings).model_dump()
         ),
@@ -58,7 +63,9 @@ class Team:
         self._server, self._seed, self._keys, self._paces = server, seed, keys, paces or {}
         self.children: dict[str, Child] = {}
         self._incarnations = dict.fromkeys(self.members, -1)
-        self.generation, self.leader = 0, ""
+        self.generation, self.leader, self.address = 0, "", ""
+        self.able = self.members[:1] if keys.get("split") == "layers" else self.members
+        """Who may lead."""
         self.stopped: set[str] = set()
         self._logs: dict[str, tuple[int, list[dict[str, Any]]]] = {}
 
@@ -112,15 +119,17 @@ class Team:
         """Do what a head does: name another leader where there is none."""
         teams = {
             slot: said["team"]
-            for slot in self.members
+            for slot in self.able
             if self.alive(slot) and slot not in self.stopped
             and (said := self.status(slot)) is not None
             and said["team"] and said["team"]["step"] is not None
         }  # fmt: skip
-        if self.generation == 0 and len(teams) < len(self.members):
+        if self.generation == 0 and len(teams) < len(self.able):
             return
-        is_lost = self.leader not in teams or any(
-            team["lost"] == self.generation for team in teams.values()
+        is_lost = (
+            self.leader not in teams
+            or teams[self.leader]["listens"] != self.address
+            or any(team["lost"] == self.generation for team in teams.values())
         )
         waiting = {
             slot: team for slot, team in teams.items()
@@ -136,6 +145,7 @@ class Team:
 
     def order(self, leader: str, address: str) -> None:
         """Name a leader."""
+        self.address = address
         said = {
             "generation": self.generation, "leader": leader, "address": address,
             "secret": SECRET.hex(),

@@ -53,3 +53,13 @@ def with_batch_norm(settings: TrainSettings) -> TrainTask:
     """Return one that keeps statistics of what is computed together."""
     model = partial(nn.Sequential, nn.Linear(1, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
     return replace(gpt(settings), model=model, blocks=lambda _: ())
+
+
+def deep(settings: TrainSettings) -> TrainTask:
+    """Return one with four blocks."""
+    return replace(task(GPT, 0.1, width=24, heads=2, seq=8, layers=4), name="deep", loss=_loss)
+
+
+def called_twice(settings: TrainSettings) -> TrainTask:
+    """Return one whose loss calls the model twice."""
+    return replace(deep(settings), loss=lambda model, rows: _loss(model, rows) + _loss(model, rows))

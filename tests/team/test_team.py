@@ -7,16 +7,14 @@ import random
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.fork_server import ForkServer
-from tests.team.scene import MODULES, SECRET, Team, member_spec
+from tests.team.conftest import Start
+from tests.team.scene import SECRET, Team, member_spec
 from workers.team import wire
 from workers.team.wire import Kind, LostError
 from workers.training.settings import TrainSettings
@@ -24,30 +22,6 @@ from workers.training.tasks import find_task
 from workers.training.trainer import Trainer
 
 pytestmark = pytest.mark.torch
-
-Start = Callable[..., Team]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    """The same as `fork_server`, with what a training imports."""
-    forks = ForkServer(*MODULES)
-    yield forks
-    forks.close()
-
-
-@pytest.fixture
-def start(server: ForkServer, tmp_path: Path) -> Iterator[Start]:
-    """Start the processes of a team, which are ended with the test."""
-    teams: list[Team] = []
-
-    def begun(members: int = 2, **how: Any) -> Team:
-        teams.append(Team(server, tmp_path / str(len(teams)), members, **how).__enter__())
-        return teams[-1]
-
-    yield begun
-    for team in teams:
-        team.__exit__()
 
 
 def alone(micro: int, **keys: Any) -> list[float]:

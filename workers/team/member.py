@@ -41,7 +41,11 @@ _MOST_STRANGERS: Final = 16
 
 
 class Member:
-    """The team as a training's slot sees it."""
+    """The team as a training's slot sees it, where members divide the samples of each step."""
+
+    #: As `layers.Place` has them: each member has the whole model, and is done after the last step.
+    lends = is_needed = False
+    portion = None
 
     def __init__(self, spec: TeamSpec, slot: str, tell: Callable[..., None]) -> None:
         """Listen, and neither lead nor follow yet. `tell` gets events in the computing thread.

@@ -63,6 +63,8 @@ class Kind(IntEnum):
     VOID = 8
     #: All update with the total.
     COMMIT = 9
+    #: What one process asks of the other, or answers; its tensors follow in chunks.
+    CALL = 10
 
 
 class LostError(Exception):

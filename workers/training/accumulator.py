@@ -46,6 +46,8 @@ class Accumulator:
         """For each sum the last row whose gradient is in it; 0: what it holds means nothing."""
         #: A list, so that it can be parked like the gradients.
         self.loss: list[Tensor] = []
+        self.beginnings = 0
+        """Counts the calls of `begin`."""
         self.hold(parameters)
         self.begin(0, 1)
 
@@ -99,6 +101,7 @@ class Accumulator:
 
     def begin(self, rows: int, count: float) -> None:
         """Begin an effective batch of so many rows and items; what was there is forgotten."""
+        self.beginnings += 1
         self._rows = rows
         self._ends: list[int] = []
         """Where each range of its rows ends: no part reaches across."""
@@ -139,11 +142,13 @@ class Accumulator:
         loss: Tensor,
         scale: float = 1.0,
         changed: Callable[[nn.Parameter, Tensor], Tensor] = lambda _, gradient: gradient,
+        inputs: Sequence[Tensor] = (),
     ) -> None:
         """Add a part, of which this is the summed loss. It may fail at any place: then the part,
         or smaller ones that end where it ends, are added instead.
 
-        `changed` sees each gradient of a parameter, and returns what is added.
+        `changed` sees each gradient of a parameter, and returns what is added. `inputs` get their
+        gradients as well, as `backward` of torch leaves them.
 
         Raises:
             TaskError: A gradient is sparse.
@@ -160,16 +165,23 @@ class Accumulator:
                 own.copy_(gradient)
             self._held[place] = end
 
-        self.backward(loss, scale, take)
+        self.backward(loss, scale, take, inputs)
         with torch.no_grad():
             total = loss.detach()
             self.loss[0].copy_(self.loss[0] + total if self.done else total)
         self._follows = self._follows or any(self._held)
         self.done = end
 
-    def backward(self, loss: Tensor, scale: float, take: Callable[[int, Tensor], object]) -> None:
+    def backward(
+        self,
+        loss: Tensor,
+        scale: float,
+        take: Callable[[int, Tensor], object],
+        inputs: Sequence[Tensor] = (),
+    ) -> None:
         """Compute the gradients of a part's summed loss, and hand over each, with the place of its
-        parameter, when it is there. Gradients and hooks of the parameters stay as they were.
+        parameter, when it is there. Gradients and hooks of the parameters stay as they were;
+        `inputs` get theirs.
 
         Raises:
             TaskError: A gradient is sparse.
@@ -201,7 +213,7 @@ class Accumulator:
         try:
             for parameter, *_ in before:
                 parameter.grad = parameter._backward_hooks = None
-            torch.autograd.backward(loss, seed, inputs=self.parameters)
+            torch.autograd.backward(loss, seed, inputs=[*self.parameters, *inputs])
         except RuntimeError:
             _refuse_reentrant(loss)
             raise

@@ -11,7 +11,9 @@ blocks, and `give_back` returns the free ones to the system.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable, Sequence
+import resource
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Final
 
 import torch
@@ -83,6 +85,19 @@ def power_of_two(size: int) -> int:
 def host_bytes(sizes: Sequence[int], *, on_card: bool) -> int:
     """Return what `like_all` takes for tensors of so many bytes."""
     return sum(blocks_for(sizes)[0]) if on_card else sum(sizes)
+
+
+@contextmanager
+def uncapped() -> Iterator[None]:
+    """Have the kernel refuse no memory meanwhile, as no cap of a card counts what a model is made in
+    before it goes there.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 def give_back(device: torch.device) -> None:

@@ -125,9 +125,14 @@ class Dropouts:
                 module.name = name
                 self._layers.append(module)
         self._seed = seed
+        self.passes = 0
+        """Counts the calls of `key`: each begins a forward pass."""
+        self.samples = 0, 0
+        """The first of the last pass, and how many."""
 
     def key(self, first: int, rows: int, device: torch.device) -> None:
         """Prepare for the samples `first` and following, by their numbers in the whole training."""
+        self.passes, self.samples = self.passes + 1, (first, rows)
         if self._layers:
             numbers = torch.arange(first, first + rows, device=device)
             keys = row_keys(self._seed, range(len(self._layers)), numbers)

@@ -374,14 +374,15 @@ class Update:
         self.cut = False
         """Whether weights, moments and average belong to no step: an update began and did not end.
         """
+        self.why_cut = "an update of the weights was cut off"
         self._average = average
 
     def check(self) -> None:
         """Raise `UpdateInterruptedError` if weights belong to no step."""
         if self.cut:
             raise UpdateInterruptedError(
-                "an update of the weights was cut off, so the training cannot go on from them; "
-                "load the last checkpoint"
+                f"{self.why_cut}, so the training cannot go on from its weights; load the last "
+                "checkpoint"
             )
 
     def run(

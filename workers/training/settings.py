@@ -63,6 +63,10 @@ _FREE: Final = {
 }  # fmt: skip
 
 
+#: Keys that need the whole model in one process, each with the value that does not.
+_NOT_IN_LAYERS: Final = {"start": None, "compile": "off", "ema_decay": None, "layer_decay": 1.0}
+
+
 class GoneKeyError(ValueError):
     """A key of an earlier version, with a value other than what holds always now."""
 
@@ -80,16 +84,6 @@ def _valid_preset(preset: str) -> str:
             "package.module:name"
         )
     return preset
-
-
-def _no_layers(split: object) -> object:
-    """Refuse the way to divide a training over a team that is not there yet."""
-    if split == "layers":
-        raise ValueError(
-            "split: layers would cut the model over the cards of a team, which this version "
-            "cannot; valid: split: data, where each member holds the whole model, or auto"
-        )
-    return split
 
 
 def _off(value: object) -> object:
@@ -121,9 +115,10 @@ class TrainSettings(BaseModel):
     """
     team: Literal["all"] | list[Annotated[str, Field(min_length=1)]] | None = None
     """PCs, or slots, that share one training; `all`: every PC. `None`: each slot trains alone."""
-    split: Annotated[Literal["data", "auto"], BeforeValidator(_no_layers)] = "data"
+    split: Literal["data", "auto", "layers"] = "data"
     """What the members of a team divide: `data`, the samples of each optimiser step; `auto`: them
-    as well, unless the fastest alone is measured to be about as fast.
+    as well, unless the fastest alone is measured to be about as fast; `layers`: the blocks of a
+    model that fits on no card alone.
     """
     weights: Literal["fp32", "as-stored", "nf4"] = "fp32"
     """What that folder's weights become: fp32 masters, the type that they are stored in, or 4 bits
@@ -237,6 +232,13 @@ class TrainSettings(BaseModel):
             f"r_drop: {self.r_drop} compares two passes over whole batches, and a member of a team "
             "computes a part of each; valid: one of them",
         )
+        if self.team is not None and self.split == "layers":
+            for key, usual in _NOT_IN_LAYERS.items():
+                _refuse_if(
+                    (value := getattr(self, key)) != usual,
+                    f"split: layers divides the model over two members, which train.{key}: {value} "
+                    f"cannot be used with yet; valid: leave it out, or split: data",
+                )
         _refuse_if(
             self.exact and self.compile != "off",
             "exact: true promises the same bits at any memory, and where the compiler fails a "

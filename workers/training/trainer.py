@@ -13,8 +13,9 @@ on these numbers, but for rounding; with the same ones in the same order it is t
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain
@@ -32,11 +33,12 @@ from workers.training.accumulator import Accumulator
 from workers.training.batch_in_parts import BatchInParts, Look, OneBatch
 from workers.training.batches import Batch, on_device, part_of, rows_of, tensors_in
 from workers.training.checkpoints import Identity, Lever, weights_sha256
+from workers.training.cut import Cut, OtherPart, Pass, Portion
 from workers.training.earlier import begun_model
 from workers.training.errors import StateMismatchError, TaskError
-from workers.training.host_memory import Parking
+from workers.training.host_memory import Parking, uncapped
 from workers.training.host_states import HostStates
-from workers.training.loader import Feed
+from workers.training.loader import Feed, host_share
 from workers.training.lora import load_weights, new_model
 from workers.training.model_levers import (
     FLOP_OF_ATTENTION,
@@ -104,12 +106,14 @@ class Trainer:
         tell: Callable[..., None] = lambda _, **__: None,
         *,
         is_shared: bool = False,
+        portion: Portion | None = None,
     ) -> None:
         """Make the model and allocate all that outlives a step. `tell` gets events of the compiler
         and of the loader, and hazards: a name, and figures or text by keyword.
 
         `is_shared`: others compute rows of the same batches. Then `give` says which are computed
-        here, and `finish` updates with the sums of all.
+        here, and `finish` updates with the sums of all. With a `portion` another process has the
+        other blocks of the model: `cut` says which, and `other` asks it.
 
         Raises:
             TaskError: There is nothing to train, or no data.
@@ -130,9 +134,13 @@ class Trainer:
         if settings.epochs is not None:
             self.steps = -(-settings.epochs * len(task.dataset) // settings.batch)
 
-        self.model = self._made(new_model).to(device).train()
+        with nullcontext() if portion is None else uncapped():  # the whole is here for a moment
+            model = self._made(new_model)
+            self.cut = None if portion is None else Cut(task, settings, model, portion)
+        """How the model is divided; `None`: it is here as a whole."""
+        self.model = model.to(device).train()
         self.parameters = trained_parameters(task, self.model)
-        blocks = task.blocks(self.model)
+        blocks = task.blocks(self.model) if self.cut is None else self.cut.blocks
         self._levers = ModelLevers(
             settings, self.model, device_type=device.type, on_card=device.type == "cuda"
         )
@@ -162,11 +170,7 @@ class Trainer:
         if settings.layer_decay < 1:
             decay_rates(optimizer, self.model, blocks, settings.layer_decay)
         self.host_states = HostStates(optimizer, self.parameters, settings.first_share_pct)
-        self._average = None
-        if settings.ema_decay is not None:
-            self._average = Average(
-                self.parameters, settings.ema_decay, on_host=settings.ema_on == "host"
-            )
+        self._average = self._new_average()
         self._rates = Rates(optimizer, task.scheduler, task.schedule or self._usual_rate)
         self._update = Update(optimizer, self._average, self.host_states.step)
         self._scaler = precision.LossScaler(enabled=settings.precision == "fp16")
@@ -175,7 +179,11 @@ class Trainer:
         self._shares = TimeShares(device)
         self._last = MicroBatch(rows=0, level=0, updated=False)
         self._accumulation = 0
-        if is_shared:
+        self.other: OtherPart | None = None
+        """The process that has the other blocks; `None`: it is not there yet, or there is none."""
+        self.lent_state: Mapping[str, Any] | None = None
+        """The state of that process at this step, where it was loaded or asked for."""
+        if is_shared or portion is not None:
             refuse_batch_norm(task, self.model)
         self.course = Course()
         self.hazards: list[str] = []
@@ -188,8 +196,8 @@ class Trainer:
 
     @property
     def finished(self) -> bool:
-        """Whether all steps are done."""
-        return self.step >= self.steps
+        """Whether all steps are done, and the weights are those after them."""
+        return self.step >= self.steps and not self._update.cut
 
     @property
     def at_boundary(self) -> bool:
@@ -232,9 +240,60 @@ class Trainer:
             self._refuse_changes(batch)
         updated = batch.is_done and not self._is_shared
         if updated:
-            self._finish()
+            self._finish(*() if self.other is None else (self.other.agree,))
         self._last = MicroBatch(rows=rows, level=level, updated=updated)
         return self._last
+
+    @property
+    def now(self) -> Pass:
+        """The forward pass under way, for the process that has the other blocks."""
+        passes, (first, rows) = self._in_parts.dropouts.passes, self._in_parts.dropouts.samples
+        return Pass(
+            number=passes,
+            step=self.step,
+            batch=self._accumulator.beginnings,
+            done=self._accumulator.done,
+            first=first,
+            rows=rows,
+            recomputed=self._recomputation.level / max(1, self._recomputation.most),
+            on_host_pct=self.host_states.share_pct,
+            widened=self._in_parts.checking,
+            trains=self.model.training,
+        )
+
+    @contextmanager
+    def within(self, now: Pass) -> Iterator[Accumulator]:
+        """Have the own blocks compute a forward pass of the process that leads, or the backward
+        pass of it; yield the sums to which its gradients are added.
+
+        Raises:
+            UpdateInterruptedError: The weights belong to no step.
+        """
+        self._update.check()
+        if self._accumulator.beginnings != now.batch:
+            self._accumulator.begin(self.settings.batch, 1)
+            self._accumulator.beginnings = now.batch
+        self._accumulator.done = now.done
+        self._recomputation.level = math.ceil(now.recomputed * self._recomputation.most)
+        if now.on_host_pct > self.host_states.share_pct:
+            self.host_states.move(now.on_host_pct, host_share()[1])
+        self._in_parts.dropouts.key(now.first, now.rows, self.device)
+        self.model.train(now.trains)
+        try:
+            yield self._accumulator
+        finally:
+            self.model.train()
+
+    @contextmanager
+    def arithmetic(self, *, widened: bool) -> Iterator[None]:
+        """Compute in the arithmetic of the settings, or in fp32 where it is widened."""
+        kind = "fp32" if widened else self.settings.precision
+        with precision.autocast(kind, self.device), self._levers.saving():
+            yield
+
+    def void(self, why: str) -> None:
+        """Have the state be that of no step: the next part raises `UpdateInterruptedError`."""
+        self._update.cut, self._update.why_cut = True, why
 
     def give(self, first: int, rows: int) -> None:
         """Have these rows of the batch computed here, after those that were given before."""
@@ -355,7 +414,7 @@ class Trainer:
 
     def weights_sha256(self) -> str:
         """Return the SHA-256 of all weights."""
-        return weights_sha256(self.model.state_dict())
+        return weights_sha256(self.state()["weights"])
 
     @property
     def identity(self) -> Identity:
@@ -363,6 +422,8 @@ class Trainer:
         levers: dict[str, Lever] = {**self.settings.fingerprint(), "seed": self.seed}
         if self.task.fingerprint:
             levers["data_fingerprint"] = self.task.fingerprint
+        if self.cut is not None:
+            return Identity(model=self.task.name, weights=self.cut.forms, levers=levers)
         return Identity.of(self.task.name, self.model.state_dict(), levers)
 
     def state(self) -> dict[str, Any]:
@@ -375,7 +436,7 @@ class Trainer:
         # Passes of a shared training change nothing, so that each state belongs to a step.
         if not self.at_boundary and (self._update.cut or not self._is_shared):
             raise RuntimeError("a training has a state only between two optimiser steps")
-        return {
+        own = {
             "version": _STATE_VERSION,
             "torch": str(torch.__version__),
             "weights": self.model.state_dict(),
@@ -384,13 +445,25 @@ class Trainer:
             "scaler": self._scaler.state(),
             "course": asdict(self.course),
         }
+        if self.cut is None or self.other is None:
+            return own
+        self.lent_state = self.lent_state or self.other.state()
+        return self.cut.merged(own, self.lent_state)
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state.
+        """Go on from a saved state: of the whole, or of the blocks that are lent where this process
+        has no others.
 
         Raises:
             StateMismatchError: It is not of this model; nothing was changed.
         """
+        lent_state = None
+        if self.cut is not None and self.cut.leads:
+            if difference := self.identity.difference(
+                Identity.of(self.task.name, state["weights"], self.identity.levers).plain()
+            ):
+                raise StateMismatchError(f"the saved state is of another model: {difference}")
+            state, lent_state = self.cut.parts(state)
         self._refuse(state)
         self._update.cut = True  # until all is loaded
         load_weights(self.model, state["weights"])
@@ -402,6 +475,7 @@ class Trainer:
         self.course = Course(**copy.deepcopy(state["course"]))
         self._feed.seek(self.course.samples_used)
         self._leave_batch()
+        self.lent_state = lent_state
         self._update.cut = False
 
     def begin_with(self, earlier: Path) -> None:
@@ -442,6 +516,10 @@ class Trainer:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(order.mixed(self.seed, 0) >> 1)
             return make(self.task, self.settings)
+
+    def _new_average(self) -> Average | None:
+        decay, on_host = self.settings.ema_decay, self.settings.ema_on == "host"
+        return None if decay is None else Average(self.parameters, decay, on_host=on_host)
 
     def _usual_rate(self, step: int) -> float:
         """Return the share of the highest rate: a warm-up, then a cosine."""
@@ -495,8 +573,7 @@ class Trainer:
         with self._shares.timing(Part.COPIES):
             part = on_device(self.task.shortened(samples), self.device)
         # Where parts are compared, rounding is to be small.
-        arithmetic = "fp32" if self._in_parts.checking else self.settings.precision
-        with precision.autocast(arithmetic, self.device), self._levers.saving():
+        with self.arithmetic(widened=self._in_parts.checking):
             return self.task.loss(self.model, self._levers.ordered(part))
 
     def _loss_of_one(self, level: int) -> Tensor:
@@ -546,6 +623,7 @@ class Trainer:
                 rates=rates,
                 agreed=agreed,
             )
+        self.lent_state = None
         self.course.finished_step(loss, self.settings.batch, updated=updated)
         self._accumulation = len(self._in_parts.parts)
         self._leave_batch()

@@ -57,6 +57,7 @@ from workers.training.trainer import Trainer
 from workers.workloads.base import StepResult, Workload, WorkloadContext
 
 if TYPE_CHECKING:
+    from workers.team.layers import Place
     from workers.team.member import Member
 
 #: How long a member of a team waits for something to compute before it looks at its orders.
@@ -83,7 +84,7 @@ class Train(Workload):
             refuse_without_data(self._task)
         except (ValidationError, TrainingError) as error:
             raise self._incompatible(error) from error
-        self._team: Member | None = None
+        self._team: Member | Place | None = None
         if context.team is not None:
             self._team = self._member(context.team)
         self._trainer: Trainer | None = None
@@ -197,16 +198,19 @@ class Train(Workload):
 
     def _await_team(self) -> None:
         """Wait until this member of a team has something to compute."""
-        if self._team is not None and self._trainer is not None and not self._trainer.finished:
-            self._team.obey(self.context.team_orders())
-            while not self._team.wait(_LOOK_S):
-                self.context.pause(tells=self._team.has_news)
+        team, trainer = self._team, self._trainer
+        if team is None or trainer is None or (trainer.finished and not team.is_needed):
+            return
+        team.obey(self.context.team_orders())
+        while not team.wait(_LOOK_S):
+            self.context.pause(tells=team.has_news)
+            team.obey(self.context.team_orders())
 
     def _part(self, loop: Loop[Run], run: Run) -> bool:
         """Compute a part of at most so many samples; say whether it was the last of the batch."""
         level = self._levels[run.level]
         trainer = self._opened(level)
-        if trainer.finished:
+        if trainer.finished and not self._lends:
             loop.was_partial()
             return True  # what follows the last step has failed, and comes again
         if self._settings.states_on_host == "auto":
@@ -260,9 +264,18 @@ class Train(Workload):
         if self._team is not None and self.finished:
             self._team.close()
 
+    @property
+    def _lends(self) -> bool:
+        """Whether it only computes blocks for the member of its team that trains."""
+        return self._team is not None and self._team.lends
+
     def _save(self) -> None:
         trainer, checkpoints = self._trainer, self._checkpoints
         if trainer is None or not trainer.at_boundary:
+            return
+        if self._team is not None and self._team.lends:
+            if not self._team.is_needed:
+                self._sha256 = trainer.weights_sha256()
             return
         if self._team is None or not self._team.is_computing:
             self._validate(trainer)
@@ -288,8 +301,8 @@ class Train(Workload):
         due = trainer.finished or (every is not None and step % every == 0)
         if not due or step == self._validated_step:
             return
-        self._validated_step = step
         figures = trainer.evaluate()
+        self._validated_step = step
         if not figures:
             return
         self.context.tell("evaluated", step=step, **figures)
@@ -346,16 +359,20 @@ class Train(Workload):
             weights_sha256=self._sha256,
         )
 
-    def _member(self, team: TeamSpec) -> Member:
+    def _member(self, team: TeamSpec) -> Member | Place:
         """Take a place in the team.
 
         Raises:
             IncompatibleError: Its address cannot be listened at.
         """
-        from workers.team.member import Member  # noqa: PLC0415 - most trainings have no team
+        from workers.team.layers import Leader, Lender  # noqa: PLC0415 - most trainings have no team
+        from workers.team.member import Member  # noqa: PLC0415
 
+        slot, tell = self.context.slot, self.context.tell
         try:
-            return Member(team, self.context.slot, self.context.tell)
+            if team.split == "data":
+                return Member(team, slot, tell)
+            return (Leader if slot == team.members[0] else Lender)(team, slot, tell)
         except OSError as error:
             raise IncompatibleError(
                 f"{self.context.slot}: {team.listen} cannot be listened at for the others of the "
@@ -386,8 +403,11 @@ class Train(Workload):
             settings = settings.model_copy(update={"states_on_host": level.states_on_host_pct})
         trainer = Trainer(
             self._task, settings, self.context.device, self.context.seed, self._tell,
-            is_shared=self._team is not None,
+            is_shared=self._team is not None and self._team.portion is None,
+            portion=None if self._team is None else self._team.portion,
         )  # fmt: skip
+        if self._lends:
+            return self._shared(trainer)
         if self.context.state_dir is not None:
             self._go_on(trainer, self.context.state_dir)
         if not self._restored:
@@ -410,6 +430,10 @@ class Train(Workload):
             )
         if ran := trainer.attention_kernels():
             self.context.tell("attention", ran=ran)
+        return self._shared(trainer)
+
+    def _shared(self, trainer: Trainer) -> Trainer:
+        """Have this training from now on, and share it with the team if there is one."""
         self._trainer = trainer
         if self._team is not None:
             self._team.open(trainer)

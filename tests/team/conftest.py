@@ -1,0 +1,36 @@
+"""Teams of real processes, for the tests of this folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fork_server import ForkServer
+from tests.team.scene import MODULES, Team
+
+Start = Callable[..., Team]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    """The same as `fork_server`, with what a training imports."""
+    forks = ForkServer(*MODULES)
+    yield forks
+    forks.close()
+
+
+@pytest.fixture
+def start(server: ForkServer, tmp_path: Path) -> Iterator[Start]:
+    """Start the processes of a team, which are ended with the test."""
+    teams: list[Team] = []
+
+    def begun(members: int = 2, **how: Any) -> Team:
+        teams.append(Team(server, tmp_path / str(len(teams)), members, **how).__enter__())
+        return teams[-1]
+
+    yield begun
+    for team in teams:
+        team.__exit__()

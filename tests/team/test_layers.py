@@ -1,0 +1,318 @@
+"""A model that two members divide by its blocks trains as one process with the whole model does."""
+
+from __future__ import annotations
+
+import io
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.export.scene import labelled
+from tests.hf.folders import make_folder
+from tests.team.conftest import Start
+from tests.training.scene import CPU
+from workers.messages import TeamOrders
+from workers.settings import FailureKind, TeamSpec
+from workers.team.layers import Leader, Lender
+from workers.testing import injected_error
+from workers.training.cut import middle_of
+from workers.training.errors import TaskError, UpdateInterruptedError
+from workers.training.settings import TrainSettings
+from workers.training.tasks import find_task
+from workers.training.trainer import Trainer
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning"),
+]
+
+SPEC = TeamSpec(
+    members=("pc1/0", "pc2/0"), listen="127.0.0.1:0", split="layers", budgets_bytes=(2, 1)
+)
+SEED = 7
+
+#: Qwen with blocks of two kinds, which the model looks up by their place.
+MIXED = {
+    "use_sliding_window": True, "sliding_window": 6,
+    "layer_types": ["full_attention", "sliding_attention"] * 3,
+}  # fmt: skip
+
+
+def settings_of(**keys: Any) -> TrainSettings:
+    """Return settings of a training whose updates show each bit of a gradient."""
+    usual = {"batch": 6, "steps": 5, "precision": "fp32", "clip": None, "lr": 0.01}
+    return TrainSettings.model_validate({**usual, **keys})
+
+
+def folder_keys(tmp_path: Path, family: str, **config: Any) -> dict[str, Any]:
+    """Return settings that train a folder of six blocks on documents of unequal lengths."""
+    blocks = "n_layer" if family == "gpt2" else "num_hidden_layers"
+    folder = make_folder(tmp_path / family, family, **{blocks: 6}, **config)
+    return {
+        "preset": "hf-causal", "model": str(folder), "data": str(labelled(tmp_path)), "seq": 24,
+        "documents": "lines", "dropout": 0.1,
+    }  # fmt: skip
+
+
+@dataclass
+class Pair:
+    """Both members of a team in one process, each computed by a thread of its own."""
+
+    settings: TrainSettings
+    events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    failed: list[BaseException] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.leader = Leader(SPEC, "pc1/0", self._tell)
+        self.lender = Lender(SPEC, "pc2/0", self._tell)
+        self.first, self.second = self.trainer(self.leader), self.trainer(self.lender)
+        self.leader.open(self.first)
+        self.lender.open(self.second)
+        orders = TeamOrders(
+            generation=1, leader="pc1/0", address=self.leader.status().listens, secret=bytes(32)
+        )
+        for member in (self.leader, self.lender):
+            member.obey(orders)
+        self._thread = threading.Thread(target=self._lend, daemon=True)
+        self._thread.start()
+
+    def trainer(self, member: Leader | Lender) -> Trainer:
+        """Make the training of a member."""
+        task = find_task(self.settings, SEED)
+        return Trainer(task, self.settings, CPU, SEED, portion=member.portion)
+
+    def turn(self, most_rows: int, level: int = 0) -> None:
+        """Have the leader compute a part, if it is not alone."""
+        if self.failed:
+            raise self.failed[0]
+        if self.leader.wait(0.01):
+            self.leader.part(most_rows, level)
+
+    def train(self, most_rows: Callable[[], int], level: Callable[[], int] = lambda: 0) -> Trainer:
+        """Train to the end."""
+        while not self.first.finished:
+            self.turn(most_rows(), level())
+        return self.first
+
+    def named(self, name: str) -> list[dict[str, Any]]:
+        """Return the events of a name."""
+        return [figures for each, figures in self.events if each == name]
+
+    def close(self) -> None:
+        """End both."""
+        self.leader.close()
+        self._thread.join(10)
+        assert not self._thread.is_alive()
+
+    def _tell(self, name: str, **figures: Any) -> None:
+        self.events.append((name, figures))
+
+    def _lend(self) -> None:
+        try:
+            while self.lender.is_needed:
+                if self.lender.wait(0.01):
+                    try:
+                        self.lender.part(1, 0)
+                    except UpdateInterruptedError:  # as the workload does
+                        self.lender.leave()
+                        self.second = self.trainer(self.lender)
+                        self.lender.open(self.second)
+        except BaseException as error:  # noqa: BLE001 - the test raises it
+            self.failed.append(error)
+
+
+@contextmanager
+def divided(settings: TrainSettings) -> Iterator[Pair]:
+    """Divide a training, and end it."""
+    pair = Pair(settings)
+    yield pair
+    pair.close()
+
+
+def alone(settings: TrainSettings, most_rows: int = 2) -> Trainer:
+    """Train with the whole model in one process."""
+    run = Trainer(find_task(settings, SEED), settings, CPU, SEED)
+    while not run.finished:
+        run.micro_batch(most_rows)
+    return run
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "config"),
+    [
+        ("gpt2", {}, {}),
+        ("llama", {"adapter": "lora"}, {}),
+        ("llama", {"precision": "bf16", "recompute": "all"}, {}),
+        ("qwen3", {"recompute": "all"}, MIXED),
+        ("gemma", {"adapter": "dora"}, {}),
+        ("mistral", {"weights": "as-stored"}, {"dtype": "bfloat16"}),
+    ],
+    ids=lambda each: each if isinstance(each, str) else "-".join(map(str, each.values()))[:20],
+)
+def test_a_folder_that_is_divided_has_the_gradients_of_the_whole(
+    tmp_path: Path, family: str, keys: dict[str, Any], config: dict[str, Any]
+) -> None:
+    settings = settings_of(**folder_keys(tmp_path, family, **config), **keys)
+    whole = alone(settings)
+    with divided(settings) as pair:
+        together = pair.train(lambda: 2)
+        assert together.course.losses == whole.course.losses
+        assert together.weights_sha256() == whole.weights_sha256()
+
+
+def test_an_encoder_with_masks_is_divided_as_well(tmp_path: Path) -> None:
+    folder = make_folder(
+        tmp_path / "bert", "bert", head="SequenceClassification", num_hidden_layers=4
+    )
+    settings = settings_of(
+        preset="hf-pairs", model=str(folder), data=str(labelled(tmp_path)), dropout=0.1
+    )
+    whole = alone(settings)
+    with divided(settings) as pair:
+        assert pair.train(lambda: 2).weights_sha256() == whole.weights_sha256()
+
+
+def test_drawn_parts_and_recomputation_change_nothing_but_rounding() -> None:
+    draw = random.Random(3)  # noqa: S311 - sizes of parts
+    settings = settings_of(preset="gpt-nano", dropout=0.1, clip=1.0, steps=20)
+    whole, control = alone(settings, 6), alone(settings, 1)
+    with divided(settings) as pair:
+        together = pair.train(lambda: draw.randint(1, 6), lambda: draw.randint(0, 3))
+        gaps = [
+            max(abs(a - b) for a, b in zip(whole.course.losses, each.course.losses, strict=True))
+            for each in (together, control)
+        ]
+        assert gaps[0] <= max(1e-6, 3 * gaps[1])
+        assert pair.leader.status().share_pct == 75
+        assert pair.lender.status().share_pct == 25
+
+
+def test_the_state_of_both_is_that_of_one_process() -> None:
+    settings = settings_of(preset="gpt-nano", steps=6)
+    whole = Trainer(find_task(settings, SEED), settings, CPU, SEED)
+    with divided(settings) as pair:
+        while pair.first.step < 3:
+            pair.turn(2)
+        state = pair.first.state()
+        assert pair.first.identity == whole.identity
+        whole.load(state)
+        while not whole.finished:
+            whole.micro_batch(2)
+        assert pair.train(lambda: 2).weights_sha256() == whole.weights_sha256()
+
+
+def test_memory_of_either_member_shrinks_the_parts_of_both() -> None:
+    """What was computed of a batch stays, and no row is in the gradients twice."""
+    settings = settings_of(preset="gpt-nano", dropout=0.1)
+    whole = alone(settings, 1)
+    with divided(settings) as pair:
+        for trainer in (pair.first, pair.second):
+            block = (trainer.cut.blocks if trainer.cut else [])[0]
+            block.register_full_backward_pre_hook(_short_of_memory(2))
+        rows = 6
+        while not pair.first.finished:
+            try:
+                pair.turn(rows)
+                rows = 6
+            except torch.OutOfMemoryError:
+                rows = {6: 2, 2: 1}[rows]
+        assert pair.first.course.losses == pytest.approx(whole.course.losses, abs=1e-6)
+        assert pair.named("team_lost") == []
+
+
+def _short_of_memory(most_rows: int) -> Callable[..., None]:
+    def hook(_: object, gradients: tuple[torch.Tensor, ...]) -> None:
+        if len(gradients[0]) > most_rows:
+            raise injected_error(FailureKind.DEFINITE)
+
+    return hook
+
+
+def test_a_member_without_the_state_of_the_step_sends_the_leader_back() -> None:
+    settings = settings_of(preset="gpt-nano", dropout=0.1, clip=1.0, steps=8)
+    whole = alone(settings)
+    with divided(settings) as pair:
+        while pair.first.step < 2:
+            pair.turn(2)
+        saved = {**pair.first.state()}
+        saved = torch.load(_bytes_of(saved), weights_only=True)
+        while pair.first.step < 5 or pair.first.at_boundary:
+            pair.turn(2)
+        # A cable that is cut costs nothing: both have the same step.
+        pair.lender._link.close()  # type: ignore[union-attr]
+        while len(pair.named("team_joined")) < 2:
+            pair.turn(2)
+        assert pair.first.step == 5
+        # A new process has no step.
+        pair.lender._training.void("the process is another one")
+        with pytest.raises(UpdateInterruptedError, match="pc2/0 has lost its blocks of step"):
+            pair.train(lambda: 2)
+        pair.first.load(saved)
+        together = pair.train(lambda: 2)
+        assert together.course.losses == pytest.approx(whole.course.losses, abs=1e-6)
+        assert pair.named("team_joined")[-1]["state_sent"]
+
+
+def _bytes_of(state: object) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return file
+
+
+def test_killed_processes_cost_no_step(start: Start) -> None:
+    """Either member, or both at once, at drawn moments."""
+    keys = {"steps": 60, "batch": 8, "micro": 2, "exact": True, "clip": None, "save_every_s": 0.2}
+    keys["preset"] = "tests.team.tasks:deep"
+    team = start(2, split="layers", paces={0: {"row_s": 0.002}}, **keys)
+    draw, kills = random.Random(4), [(0,), (1,), (0, 1), (1,)]  # noqa: S311 - moments
+    at_step = 4.0
+
+    def kill() -> None:
+        nonlocal at_step
+        said = team.status(team.members[1])
+        if not kills or team.step() < at_step or not said or said["team"]["state"] != "TOGETHER":
+            return
+        time.sleep(draw.uniform(0, 0.03))  # anywhere in a step
+        for number in kills.pop():
+            team.kill(team.members[number])
+            team.start(team.members[number])
+        at_step = team.step() + draw.uniform(2, 8)
+
+    team.run(kill)
+    assert not kills
+    lone = alone(settings_of(**keys, lr=None))
+    (weights,) = {each["weights"] for each in team.log("pc0/0") if "end" in each}
+    assert weights == lone.weights_sha256()
+
+
+@pytest.mark.parametrize(
+    ("preset", "said"),
+    [
+        ("tests.team.tasks:gpt", "names 2 blocks, and train.split: layers needs 3 or more"),
+        ("tests.team.tasks:called_twice", "calls its blocks twice for a loss"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(preset: str, said: str) -> None:
+    with pytest.raises(TaskError, match=said), divided(settings_of(preset=preset)) as pair:
+        pair.train(lambda: 2)
+
+
+@pytest.mark.parametrize(
+    ("rest", "budgets", "lent"),
+    [(0, (1, 1), 4), (40, (2, 1), 4), (0, (3, 1), 2), (0, (100, 1), 1), (1000, (1, 1), 6)],
+)
+def test_the_fuller_member_is_as_empty_as_can_be(
+    rest: int, budgets: tuple[int, int], lent: int
+) -> None:
+    first, end = middle_of([10] * 8, rest, budgets)
+    assert (end, end - first) == (7, lent)

@@ -1,0 +1,644 @@
+"""A slot's place in a team that divides a model by its blocks (`train.split: layers`).
+
+The first member leads: it trains as if the whole model were here, and asks the other one for what
+the lent blocks compute, forward and backward, and for its state where a checkpoint is due. So the
+checkpoint of the team is that of one process with the whole model. The other member does what it is
+asked for, one call after the other. Where it runs out of memory the leader's part has, and is tried
+again with fewer samples or more recomputation. A member that is lost while the other holds the same
+step goes on where it was; one without that state gets it from the last checkpoint, to which the
+leader goes back.
+
+Calls are frames of JSON and tensors of `wire`. Does not choose the blocks (`workers/training/cut`),
+and overlaps nothing: one of both computes at a time.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import math
+import queue
+import secrets
+import socket
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from workers import oom
+from workers.messages import TeamOrders, TeamState, TeamStatus
+from workers.settings import FailureKind, TeamSpec
+from workers.team import tensors, wire
+from workers.team.wire import Connection, Kind, LostError
+from workers.training.batches import map_tensors, tensors_in
+from workers.training.cut import Given, Pass, Portion
+from workers.training.errors import TaskError, UpdateInterruptedError
+from workers.training.trainer import MicroBatch, Trainer
+
+#: Between two attempts to reach the leader.
+_AGAIN_S: Final = 0.1
+
+#: Steps that figures are of.
+_STEPS: Final = 20
+
+#: Connections that have not proved themselves yet, at most.
+_MOST_STRANGERS: Final = 16
+
+
+class Call(NamedTuple):
+    """What one process asks of the other, or its answer."""
+
+    name: str
+    content: Mapping[str, Any]
+
+
+class Link:
+    """A connection between both processes. A thread of its own reads it, so that neither end waits
+    for the other to send.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+        self.lost: str | None = None
+        """Why it is no more."""
+        for target in (self._read, self._ping):
+            threading.Thread(target=target, name="team-link", daemon=True).start()
+
+    def call(self, name: str, **content: Any) -> None:  # noqa: ANN401 - tensors and plain values
+        """Send a call.
+
+        Raises:
+            LostError: The other end is gone.
+            TaskError: The content cannot be sent.
+        """
+        self._connection.tell(Kind.CALL, 0, call=name, **tensors.described(content))
+        tensors.send(self._connection, content)
+
+    def take(self, seconds: float | None = None) -> Call | None:
+        """Return the next call of the other end; `None`: none came in time.
+
+        Raises:
+            LostError: The other end is gone.
+        """
+        try:
+            call = self._calls.get(timeout=seconds)
+        except queue.Empty:
+            return None
+        if call is None:
+            self._calls.put(None)
+            raise LostError(self.lost or "the connection is closed")
+        return call
+
+    def close(self) -> None:
+        """Wake up both threads, and have them end."""
+        self._connection.close()
+
+    def _read(self) -> None:
+        connection = self._connection
+        try:
+            while True:
+                said = connection.said(connection.head())
+                if (reason := said.get("reason")) is not None:
+                    self.lost = f"the leader refuses: {reason}"
+                    return
+                self._calls.put(Call(said["call"], tensors.receive(connection, said)))
+        except (LostError, LookupError, TypeError, ValueError) as error:
+            self.lost = str(error)
+        finally:
+            self.lost = self.lost or "it could not be read"
+            self._calls.put(None)
+            connection.release()
+
+    def _ping(self) -> None:
+        while self.lost is None:
+            try:
+                self._connection.ping()
+            except LostError:
+                return  # which the other thread is told as well
+            time.sleep(wire.PING_EVERY_S)
+
+
+class Place(ABC):
+    """What both members have in common, as a training's slot sees it (see `Member`)."""
+
+    def __init__(self, spec: TeamSpec, slot: str, tell: Callable[..., None]) -> None:
+        self._spec, self._slot, self._tell = spec, slot, tell
+        self._other = next(each for each in spec.members if each != slot)
+        self._orders: TeamOrders | None = None
+        self._trainer: Trainer | None = None
+        self._link: Link | None = None
+        self._identity = ""
+        """Equal for members that can share a training."""
+        self._events: deque[tuple[str, dict[str, Any]]] = deque()
+        self._told, self._is_in = TeamState.REJOINING, False
+        self._told_reason = ""
+        self._wire_s = 0.0
+        self._wire_of_steps: deque[float] = deque(maxlen=_STEPS)
+        self._is_over = False
+
+    #: Whether it computes for the other one, and has neither samples nor checkpoints.
+    lends = False
+
+    #: Both compute all rows of a step.
+    share = 1.0
+
+    #: A state between two steps is there at any time.
+    is_computing = False
+
+    @property
+    def portion(self) -> Portion:
+        """Which part of the model is here."""
+        leader_bytes, other_bytes = self._spec.budgets_bytes
+        return Portion(leads=not self.lends, budgets_bytes=(leader_bytes, other_bytes))
+
+    def open(self, trainer: Trainer) -> None:
+        """Share this training from now on."""
+        plain = json.dumps([trainer.identity.plain(), self._spec.members], sort_keys=True)
+        self._identity = hashlib.sha256(plain.encode()).hexdigest()
+        self._trainer = trainer
+
+    def leave(self) -> None:
+        """Share none until `open`."""
+        self._drop("the training is closed")
+        self._trainer = None
+
+    @abstractmethod
+    def close(self) -> None:
+        """Take note that all is done."""
+
+    def obey(self, orders: TeamOrders | None) -> None:
+        """Take orders; smaller generations change nothing."""
+        if orders and (self._orders is None or orders.generation > self._orders.generation):
+            self._orders = orders
+            self._drop("there are newer orders")
+
+    def wait(self, seconds: float) -> bool:
+        """Wait at most so long for something to compute; say whether there is something."""
+        while self._events:
+            name, figures = self._events.popleft()
+            self._tell(name, **figures)
+        try:
+            return self._is_ready(seconds)
+        except LostError as error:
+            self._drop(str(error))
+            return False
+
+    def part(self, most_rows: int, level: int) -> MicroBatch | None:
+        """Compute something; `None`: nothing is to do, or the other member is gone."""
+        try:
+            return self._part(most_rows, level)
+        except LostError as error:
+            self._drop(str(error))
+            return None
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """Return the region in which the other member is needed; it is left where that is gone."""
+        try:
+            yield
+        except LostError as error:
+            self._drop(str(error))
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether the training is not over where its last step is done."""
+        return not self._is_over
+
+    @property
+    def has_news(self) -> bool:
+        """Whether the head should hear at once how this member stands."""
+        return self._told is not self._state
+
+    def status(self) -> TeamStatus:
+        """Say how this member stands."""
+        trainer, orders = self._trainer, self._orders
+        self._told = self._state
+        lent_pct = None if trainer is None or trainer.cut is None else 100 * trainer.cut.lent_share
+        steps = self._wire_of_steps
+        return TeamStatus(
+            state=self._state,
+            listens=self._listens,
+            generation=None if orders is None else orders.generation,
+            step=None if trainer is None else trainer.step,
+            members=1 + self._is_in,
+            share_pct=lent_pct if self.lends or lent_pct is None else 100 - lent_pct,
+            wire_s=sum(steps) / len(steps) if steps else None,
+        )
+
+    _listens = ""
+
+    @property
+    def _state(self) -> TeamState:
+        return TeamState.TOGETHER if self._is_in else TeamState.REJOINING
+
+    @property
+    def _training(self) -> Trainer:
+        assert self._trainer is not None  # noqa: S101 - nothing is asked for before it is open
+        return self._trainer
+
+    def _drop(self, why: str) -> None:
+        """Take note that the other member is gone."""
+        link, self._link = self._link, None
+        was_in, self._is_in = self._is_in, self._is_in and self._is_over
+        if link is not None:
+            link.close()
+            if not self._is_over and (was_in or why != self._told_reason):
+                self._event("team_lost", member=self._other, reason=why)
+                self._told_reason = why
+
+    def _event(self, name: str, **figures: Any) -> None:  # noqa: ANN401 - of an event
+        self._events.append((name, figures))
+
+    @abstractmethod
+    def _is_ready(self, seconds: float) -> bool:
+        """Wait at most so long; say whether there is something to compute."""
+
+    @abstractmethod
+    def _part(self, most_rows: int, level: int, /) -> MicroBatch | None:
+        """Compute something."""
+
+
+class Leader(Place):
+    """The member with the samples and the loss. Methods are called by the computing thread."""
+
+    def __init__(self, spec: TeamSpec, slot: str, tell: Callable[..., None]) -> None:
+        """Listen.
+
+        Raises:
+            OSError: The address cannot be listened at.
+        """
+        super().__init__(spec, slot, tell)
+        self._listener = wire.listen(spec.listen)
+        host, port = self._listener.getsockname()[:2]
+        self._listens = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self._arrived: queue.SimpleQueue[tuple[Link, Mapping[str, Any]]] = queue.SimpleQueue()
+        self._line = ""
+        """Names what was trained from one loaded state on: states of equal steps are equal."""
+        self._last_pass: int | None = None
+        self._strangers = threading.BoundedSemaphore(_MOST_STRANGERS)
+        threading.Thread(target=self._accept, name="team-door", daemon=True).start()
+
+    def open(self, trainer: Trainer) -> None:
+        """Share this training from now on."""
+        super().open(trainer)
+        self._line, self._last_pass = secrets.token_hex(8), None
+        if trainer.cut is not None and trainer.cut.lent is not None:
+            trainer.cut.lent.compute = self._compute
+        trainer.other = self
+
+    def close(self) -> None:
+        """Have the other member end, and wait a moment until it has heard of it."""
+        self._is_over = True
+        if self._link is not None:
+            with self.busy():
+                self._link.call("end")
+                self._link.take(2 * wire.SILENT_S)
+
+    def forward(self, hidden: Tensor, given: Given, *, wants_gradient: bool) -> Tensor:
+        """Return the hidden states after the lent blocks."""
+        return self._asked(
+            "forward",
+            now=asdict(self._training.now),
+            hidden=hidden.detach(),
+            kinds=given.kinds,
+            of_block=given.of_block,
+            wants_gradient=wants_gradient,
+        )
+
+    def backward(self, gradient: Tensor) -> Tensor:
+        """Return the gradient before the lent blocks from that after them."""
+        return self._asked("backward", gradient=gradient)
+
+    def _is_ready(self, seconds: float) -> bool:
+        if self._link is not None:
+            if self._link.lost is None:
+                return True
+            raise LostError(self._link.lost)
+        try:
+            link, said = self._arrived.get(timeout=seconds)
+        except queue.Empty:
+            return False
+        trainer = self._training
+        is_same = said["step"] == trainer.step and said["line"] == self._line
+        if not is_same and trainer.lent_state is None and trainer.step:
+            link.close()
+            trainer.void(
+                f"{self._other} has lost its blocks of step {trainer.step}, which are in no "
+                "checkpoint"
+            )
+            return True  # the next part says so, and the training goes back to its last checkpoint
+        state = None if is_same else trainer.lent_state
+        link.call("welcome", line=self._line, step=trainer.step, state=state)
+        trainer.drop_sums()  # of which the other member may lack its own
+        self._link, self._is_in = link, True
+        self._event(
+            "team_joined",
+            member=self._other,
+            step=trainer.step,
+            from_step=said["step"],
+            state_sent=state is not None,
+        )
+        return True
+
+    def _part(self, most_rows: int, level: int, /) -> MicroBatch | None:
+        return self._training.micro_batch(most_rows, level)
+
+    def _compute(self, hidden: Tensor, given: Given) -> Tensor:
+        """Have the other member compute the lent blocks.
+
+        Raises:
+            TaskError: Blocks get what wants a gradient beside hidden states, or are called twice.
+            LostError: It is gone.
+            torch.OutOfMemoryError: It has run out of memory.
+        """
+        if any(each.requires_grad for each in tensors_in(given.kinds)):
+            raise TaskError(
+                "the blocks of this model share what is trained, such as a bias of positions, so "
+                "train.split: layers cannot divide it; train it with split: data"
+            )
+        if not torch.is_grad_enabled():
+            return self.forward(hidden, given, wants_gradient=False)
+        now = self._training.now.number
+        if not hidden.requires_grad or now == self._last_pass:
+            what = "calls its blocks twice for a loss"
+            if not hidden.requires_grad:
+                what = "trains nothing before the blocks that are lent"
+            raise TaskError(
+                f"this training {what}, so train.split: layers cannot divide it; use split: data"
+            )
+        self._last_pass = now
+        return _Elsewhere.apply(hidden, given, self)  # type: ignore[no-any-return, no-untyped-call]
+
+    def _asked(self, name: str, **content: Any) -> Tensor:  # noqa: ANN401 - as `Link.call`
+        out = self._ask(name, **content)["tensor"]
+        assert isinstance(out, Tensor)  # noqa: S101 - that is what it is asked for
+        return out.to(self._training.device)
+
+    def _ask(self, name: str, **content: Any) -> Mapping[str, Any]:  # noqa: ANN401
+        """Return the answer of the other member."""
+        if self._link is None:
+            raise LostError(f"{self._other} is not there")
+        began_s = time.perf_counter()
+        self._link.call(name, **content)
+        answer = self._link.take()
+        if answer is None or answer.name == "failed":
+            text = "" if answer is None else answer.content["text"]
+            raise torch.OutOfMemoryError(f"CUDA out of memory at {self._other}: {text}")
+        computed_s = answer.content.get("computed_s", 0.0)
+        self._wire_s += time.perf_counter() - began_s - computed_s
+        return answer.content
+
+    def agree(self, loss: float, norm: float, /) -> tuple[float, float]:
+        """Return loss and norm of both members, and have the other one update by them."""
+        trainer = self._training
+        said = self._ask("norm")
+        if said["rows"] != trainer.settings.batch:
+            raise TaskError(
+                f"{self._other} has the gradients of {said['rows']} samples, and the batch has "
+                f"{trainer.settings.batch}; that must not be: please report it"
+            )
+        both = math.hypot(norm, said["norm"])
+        assert self._link is not None  # noqa: S101 - it has just answered
+        items = trainer.items_per_sample * trainer.settings.batch
+        self._link.call("commit", loss=loss / items, norm=both)
+        self._wire_of_steps.append(self._wire_s)
+        self._wire_s = 0.0
+        return loss, both
+
+    def state(self) -> Mapping[str, Any]:
+        """Return the state of the other member."""
+        state: Mapping[str, Any] = self._ask("state")["state"]
+        return state
+
+    def _accept(self) -> None:
+        """Let the other member in."""
+        while True:
+            try:
+                end, whence = self._listener.accept()
+            except OSError:
+                time.sleep(wire.PING_EVERY_S)  # such as no descriptors left
+                continue
+            orders = self._orders
+            if orders is None or not self._strangers.acquire(blocking=False):
+                end.close()
+                continue
+            threading.Thread(
+                target=self._serve, args=(orders, end, whence[0]), name="team-door", daemon=True
+            ).start()
+
+    def _serve(self, orders: TeamOrders, end: socket.socket, whence: str) -> None:
+        try:
+            try:
+                connection = wire.accepted(end, orders.secret)
+            finally:
+                self._strangers.release()
+            try:
+                said = self._hello(connection, orders)
+            except LostError:
+                connection.release()
+                raise
+        except LostError as error:
+            self._event("team_refused", count=1, address=whence, reason=str(error))
+        else:
+            self._arrived.put((Link(connection), said))
+
+    def _hello(self, connection: Connection, orders: TeamOrders) -> Mapping[str, Any]:
+        head = connection.head()
+        said = connection.said(head) if head.kind is Kind.HELLO else {}
+        reason = None
+        if said.get("generation") != orders.generation:
+            reason = f"it obeys generation {said.get('generation')}, and this is another"
+        elif said.get("slot") != self._other:
+            reason = f"{said.get('slot')} is not the other member of this team"
+        elif said.get("identity") != self._identity:
+            reason = (
+                "it trains something else: its settings, data or model differ from the leader's"
+            )
+        if reason is not None:
+            connection.tell(Kind.REFUSED, reason=reason)
+            raise LostError(reason)
+        return said
+
+
+class _Elsewhere(torch.autograd.Function):
+    """What the lent blocks compute, as autograd sees it."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, given: Given, leader: Leader) -> Tensor:  # noqa: ANN401 - torch's own
+        ctx.leader = leader
+        return leader.forward(hidden, given, wants_gradient=True)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401
+        return ctx.leader.backward(gradient), None, None
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A forward pass whose backward pass may come."""
+
+    now: Pass
+    hidden: Tensor
+    out: Tensor
+
+
+class Lender(Place):
+    """The member that computes blocks for the leader."""
+
+    lends = True
+
+    def __init__(self, spec: TeamSpec, slot: str, tell: Callable[..., None]) -> None:
+        super().__init__(spec, slot, tell)
+        self._next: Call | None = None
+        self._line = ""
+        self._held: _Held | None = None
+        self._again_s = 0.0
+
+    def close(self) -> None:
+        """Do nothing: the leader has said that all is done."""
+
+    def _is_ready(self, seconds: float) -> bool:
+        if self._link is None:
+            self._join(seconds)
+        elif self._next is None:
+            self._next = self._link.take(seconds)
+        return self._next is not None
+
+    def _join(self, seconds: float) -> None:
+        orders, now_s = self._orders, time.monotonic()
+        self._next = self._held = None
+        if orders is None or self._trainer is None or now_s < self._again_s:
+            time.sleep(seconds)
+            return
+        self._again_s = now_s + _AGAIN_S
+        connection = wire.connect(orders.address, orders.secret)
+        connection.tell(
+            Kind.HELLO,
+            generation=orders.generation,
+            slot=self._slot,
+            identity=self._identity,
+            step=self._training.step,
+            line=self._line,
+        )
+        self._link = Link(connection)
+
+    def _part(self, _: int, __: int, /) -> MicroBatch | None:
+        call, self._next = self._next, None
+        if call is None or self._link is None:
+            return None
+        if call.name == "end":
+            self._is_over = True
+            self._drop("the training is over")
+            return MicroBatch(rows=0, level=0, updated=True)
+        if call.name == "welcome":
+            self._enter(call.content)
+            return MicroBatch(rows=0, level=0, updated=False)
+        began_s, failure = time.perf_counter(), None
+        try:
+            answer = self._answer(call)
+        except Exception as error:
+            verdict = oom.classify(error)
+            if verdict.kind not in {FailureKind.DEFINITE, FailureKind.PROBABLE}:
+                raise
+            oom.drop_frames(error)
+            failure = verdict.text
+        if failure is not None:  # outside the handler, whose traceback holds tensors
+            self._held = None
+            gc.collect()
+            self._link.call("failed", text=failure)
+        elif answer is not None:
+            self._link.call("done", computed_s=time.perf_counter() - began_s, **answer)
+        return MicroBatch(rows=0, level=0, updated=call.name == "norm")
+
+    def _enter(self, said: Mapping[str, Any]) -> None:
+        """Have the state of the leader's step.
+
+        Raises:
+            UpdateInterruptedError: The leader begins anew, and so does this one.
+        """
+        trainer = self._training
+        if said["state"] is not None:
+            trainer.load(said["state"])
+        elif said["step"] != trainer.step:
+            raise UpdateInterruptedError("the leader begins at step 0")
+        self._line, self._is_in = said["line"], True
+
+    def _answer(self, call: Call) -> dict[str, Any] | None:
+        said, trainer = call.content, self._training
+        if call.name == "forward":
+            return {"tensor": self._forward(Pass(**said["now"]), said)}
+        if call.name == "backward":
+            return {"tensor": self._backward(said["gradient"])}
+        if call.name == "state":
+            return {"state": trainer.state()}
+        if call.name == "norm":
+            trainer.finish(self._agree)
+            return None
+        raise LostError(f"it asks for {call.name!r}")
+
+    def _forward(self, now: Pass, said: Mapping[str, Any]) -> Tensor:
+        trainer, self._held = self._training, None
+        if now.step != trainer.step:
+            raise LostError(f"it computes step {now.step}, and this member has {trainer.step}")
+        first: Tensor = said["hidden"].to(trainer.device)
+        hidden, wants_gradient = first, said["wants_gradient"]
+        first.requires_grad_(wants_gradient)
+        kinds = map_tensors(lambda each: each.to(trainer.device), said["kinds"])
+        assert trainer.cut is not None  # noqa: S101 - a lender has a part of a model
+        with (
+            trainer.within(now),
+            torch.set_grad_enabled(wants_gradient),
+            trainer.arithmetic(widened=now.widened),
+        ):
+            for block, place in zip(trainer.cut.blocks, said["of_block"], strict=True):
+                given = kinds[place]
+                hidden = _hidden_of(block(hidden, *given["args"], **given["kwargs"]))
+        if wants_gradient:
+            self._held = _Held(now, first, hidden)
+        return hidden.detach()
+
+    def _backward(self, gradient: Tensor) -> Tensor:
+        held, self._held = self._held, None
+        if held is None:
+            raise LostError("it asks for a gradient of nothing")
+        trainer = self._training
+        gradient = gradient.to(trainer.device)
+        with trainer.within(held.now) as sums:
+            # The gradient of this sum at `out` is just what the leader has sent.
+            sums.add(held.now.rows, (held.out * gradient).sum(), inputs=[held.hidden])
+        before: Tensor | None = held.hidden.grad
+        assert before is not None  # noqa: S101 - it was asked for
+        return before
+
+    def _agree(self, _: float, norm: float) -> tuple[float, float]:
+        """Tell the norm of the own gradients; return what the leader says of all."""
+        assert self._link is not None  # noqa: S101 - the call has come by it
+        self._link.call("done", norm=norm, rows=self._training.done_rows)
+        said = self._link.take()
+        if said is None or said.name != "commit":
+            raise LostError("the step was not committed")
+        return said.content["loss"], said.content["norm"]
+
+
+def _hidden_of(out: Any) -> Tensor:  # noqa: ANN401 - whatever a block returns
+    """Return the hidden states of what a block returns.
+
+    Raises:
+        TaskError: It returns more than that.
+    """
+    hidden, *rest = out if isinstance(out, tuple) else (out,)
+    if not isinstance(hidden, Tensor) or any(each is not None for each in rest):
+        raise TaskError(
+            "the blocks of this model return more than hidden states, so train.split: layers "
+            "cannot divide it; train it with split: data"
+        )
+    return hidden
