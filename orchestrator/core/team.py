@@ -55,6 +55,8 @@ class Member:
     """Of the newest state on its disk, as far as that was told; infinite: it is not known."""
     team: TeamStatus | None
     """What its present process tells; `None`: nothing yet."""
+    reached_step: float = NO_STATE
+    """The newest that its processes have told: it may have saved that, and told it to nobody."""
 
     @property
     def held_step(self) -> float:
@@ -159,7 +161,8 @@ def _awaited(
             return f"{each.slot} may not know yet that its leader is gone"
     for each in members:
         is_coming = each.is_awaited or (each.gone is None and not each.may_begin)
-        if is_coming and each.stored_step > best.held_step and waited_s < patience_s:
+        newest = max(each.stored_step, each.reached_step)
+        if is_coming and newest > best.held_step and waited_s < patience_s:
             return f"{each.slot} may come with a newer state"
     for each in others:
         if best.held_step == 0 < each.stored_step < math.inf:

@@ -224,6 +224,7 @@ def ended(standing: Standing, seen: AttemptStatus, now_s: float) -> Transition:
         more["exit_code"] = seen.exit_code
         if seen.cause is Cause.DONE:
             more["sha256"] = seen.sha256
+            more["last_card"] = seen.cards or standing.last_card
         elif seen.cause is not Cause.PARKED:
             more["last_error"] = seen.text or seen.cause.value
     details = {key: getattr(seen, key) for key in _TOLD_OF_END}

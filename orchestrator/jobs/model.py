@@ -19,6 +19,9 @@ from workers.settings import CommandSpec, Scalar
 #: Values by key, such as `train.lr`.
 Settings: TypeAlias = Mapping[str, Scalar]
 
+#: Between the names of the cards that a team has at the same time.
+JOINT: Final = "+"
+
 #: Settings of a training that change neither its memory nor the time of a step.
 SAME_STEP: Final = frozenset(
     {"steps", "epochs", "lr", "warmup_steps", "weight_decay", "dropout", "label_smoothing"}
@@ -100,7 +103,8 @@ class Job:
     """What a user wants done. Never changes."""
 
     name: str
-    """Unique in its queue; the name of its slot and of its folder."""
+    """Unique in its queue; the name of its slot and of its folder. Slots of a team begin with it.
+    """
     id: str
     """Hash of its content, with the number of its occurrence: the same file gives the same ids."""
     sweep: str | None = None
@@ -157,6 +161,11 @@ class Job:
         hours = self.hours
         return hours and "-".join(f"{minute // 60:02}:{minute % 60:02}" for minute in hours)
 
+    @property
+    def is_team(self) -> bool:
+        """Whether it takes all cards of the PCs that `train.team` names, at the same time."""
+        return self.overrides.get("train.team") is not None
+
     def out_of_hours(self, minute: int) -> str | None:
         """Return its hours in words where it may not run at this minute of the day."""
         start, end = self.hours or (0, 24 * 60)
@@ -210,7 +219,7 @@ class Card:
     """A card as it is now, with what it can give to jobs."""
 
     name: str
-    """`pc1`, or `pc1:1` on a node with several."""
+    """`pc1`, or `pc1:1` on a node with several; of a team's cards together `pc1+pc2`."""
     node: str
     title: str
     """What it is, such as `RTX 3090`."""
@@ -251,6 +260,8 @@ class AttemptStatus:
     """What other programs hold of its card, where that is why."""
     sha256: str | None = None
     """Of its weights, once it is done."""
+    cards: str | None = None
+    """Of a team: its cards, first that of the member which is furthest, of which all of this is."""
 
 
 class JobOrder(StrEnum):
@@ -339,7 +350,9 @@ class Standing:
     attempt: int = 0
     """Of the last or present one; 0 before the first."""
     last_card: str | None = None
-    """Where its present or last attempt is or was."""
+    """Where its present or last attempt is or was; of a team that is done, first the card of the
+    member which has ended it.
+    """
     budget_bytes: int | None = None
     alone: bool = True
     recalled_to: JobState | None = None
@@ -382,6 +395,15 @@ class Standing:
     def card(self) -> str | None:
         """Where its attempt is; `None` where it has none now."""
         return self.last_card if self.state in ON_CARD else None
+
+    @property
+    def places(self) -> dict[str, str]:
+        """The card of each of its slots, also when these have ended. A team has a slot for each."""
+        cards = (self.last_card or "").split(JOINT)
+        if not self.job.is_team or self.last_card is None:
+            return {self.job.name: cards[0]}
+        parts = ((card, card.partition(":")) for card in cards)
+        return {f"{self.job.name}/{node}/{index or 0}": card for card, (node, _, index) in parts}
 
     @property
     def ended_at_s(self) -> float | None:

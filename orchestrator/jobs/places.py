@@ -3,8 +3,10 @@
 The highest priority is first. Within a priority the longest is first, and jobs of unknown length
 count as of the median length, in order of submission. Each goes to the card on which it is expected
 to end first; so a job may wait for a faster card while a slower one is idle. Two jobs share a card
-only where both say so, and jobs of lower priority make room only for one that says so. How long a
-job takes follows from what was measured of it, and of jobs alike. Pure. Does not start or end one.
+only where both say so, and jobs of lower priority make room only for one that says so. A team gets
+all of its cards at the same time; until then none of them goes to a job that comes after it. How
+long a job takes follows from what was measured of it, and of jobs alike. Pure. Does not start or
+end one.
 """
 
 from __future__ import annotations
@@ -14,11 +16,11 @@ import re
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from orchestrator.config.duration import format_duration
-from orchestrator.jobs.model import AttemptStatus, Card, Job, Standing
+from orchestrator.jobs.model import JOINT, AttemptStatus, Card, Job, Standing
 from workers.units import GIB, MIB
 
 #: Work of a job, in seconds at speed 1, where no length is known: only ratios of cards matter then.
@@ -55,6 +57,7 @@ class Place:
 
     job: str
     card: str
+    """As of `Standing.last_card`."""
     budget_bytes: int
     """All of the card's room for a job that is alone there."""
     alone: bool = True
@@ -69,6 +72,11 @@ class Place:
     """Whether it can save, and give the card to a job of higher priority."""
     leaves: bool = False
     """Whether it does so already."""
+
+    @property
+    def cards(self) -> list[str]:
+        """Their names."""
+        return self.card.split(JOINT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +102,33 @@ class _Line:
     free_s: float
     """When all that have it or wait for it have ended, as expected."""
     waiting: int = 0
+
+    def note(self, place: Place | None) -> None:
+        """Note a job that begins here now, or `None` for one that waits."""
+        if place is None:
+            self.waiting += 1
+        else:
+            self.there.append(place)
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """Open cards that a job takes at a time: one, or all of a team."""
+
+    card: Card
+    lines: tuple[_Line, ...]
+
+    @property
+    def there(self) -> list[Place]:
+        return list({place.job: place for line in self.lines for place in line.there}.values())
+
+    @property
+    def free_s(self) -> float:
+        return max(line.free_s for line in self.lines)
+
+    @property
+    def waiting(self) -> int:
+        return max(line.waiting for line in self.lines)
 
 
 class Measured:
@@ -129,7 +164,9 @@ class Measured:
             known = {**known, **standing.speeds} if standing.speeds else known
             left = max(0, job.steps - (standing.step or 0))
             seconds = {
-                card.name: left / speed for card in cards if (speed := known.get(card.title))
+                card.name: left / speed
+                for card in choices(job, cards)
+                if (speed := known.get(card.title))
             }
         taken_bytes = standing.peak_bytes or self._peaks_bytes.get(alike) or None
         return Candidate(
@@ -171,18 +208,23 @@ def plan(
     """
     works_s = [_work_s(each, cards) for each in candidates]
     typical_s = _median(works_s)
-    lines = [
-        _line(card, [place for place in taken if place.card == card.name], now_s, typical_s)
+    lines = {
+        card.name: _line(card, [it for it in taken if card.name in it.cards], now_s, typical_s)
         for card in cards
         if card.closed is None
-    ]
-    holding: dict[tuple[object, ...], list[_Line]] = {}
-    able: list[tuple[Candidate, list[tuple[float, _Line]]]] = []
+    }
+    holding: dict[tuple[object, ...], list[_Row]] = {}
+    able: list[tuple[Candidate, list[tuple[float, _Row]]]] = []
     reasons: dict[str, str] = {}
     for candidate, work_s in zip(candidates, works_s, strict=True):
-        needs = (candidate.job.nodes, candidate.job.card, _needed(candidate))
+        job = candidate.job
+        needs = (job.is_team, job.nodes, job.card, _needed(candidate))
         if needs not in holding:
-            holding[needs] = [line for line in lines if _fits(candidate, line.card)]
+            holding[needs] = [
+                _Row(card, tuple(lines[name] for name in card.name.split(JOINT)))
+                for card in choices(job, cards)
+                if card.closed is None and _fits(candidate, card)
+            ]
         if holding[needs]:
             length_s = typical_s if work_s is None else work_s
             able.append((candidate, _lengths(candidate, holding[needs], length_s)))
@@ -192,29 +234,31 @@ def plan(
 
     starts: list[Place] = []
     recalls: dict[str, str] = {}
-    waits: list[tuple[Candidate, _Line, int, float]] = []
+    waits: list[tuple[Candidate, _Row, int, float]] = []
     for candidate, lengths in able:
         # Of two cards on which it ends at the same time, the one that is free.
-        took_s, line = min(lengths, key=lambda it: (it[1].free_s + it[0], len(it[1].there)))
+        took_s, row = min(lengths, key=lambda it: (it[1].free_s + it[0], len(it[1].there)))
+        start_s = row.free_s
         if candidate.job.preempt and (cleared := _cleared(candidate, lengths, now_s)):
             end_s, took, at = cleared
-            if end_s < line.free_s + took_s:
-                took_s, line = took, at
-                line.free_s = end_s - took_s
-                recalls.update((it.job, candidate.job.name) for it in line.there if not it.leaves)
-        start_s, line.free_s = line.free_s, line.free_s + took_s
-        place = None if line.waiting else _place(candidate, line)
+            if end_s < start_s + took_s:
+                took_s, row = took, at
+                start_s = end_s - took_s
+                recalls.update((it.job, candidate.job.name) for it in row.there if not it.leaves)
+        for line in row.lines:
+            line.free_s = start_s + took_s
+        place = None if row.waiting else _place(candidate, row)
         if place is None:
-            waits.append((candidate, line, line.waiting, start_s))
-            line.waiting += 1
+            waits.append((candidate, row, row.waiting, start_s))
         else:
             starts.append(place)
-            line.there.append(place)
+        for line in row.lines:
+            line.note(place)
 
-    free = [line.card for line in lines if not line.there]
-    for candidate, line, ahead, start_s in waits:
+    free = [line.card for line in lines.values() if not line.there and not line.waiting]
+    for candidate, row, ahead, start_s in waits:
         others = (f"; {_why_not(candidate, card)}" for card in free)
-        reasons[candidate.job.name] = _why_taken(line, ahead, start_s - now_s) + "".join(others)
+        reasons[candidate.job.name] = _why_taken(row, ahead, start_s - now_s) + "".join(others)
     expected = {candidate.job.name: start_s for candidate, _, _, start_s in waits}
     return Plan(starts=tuple(starts), recalls=recalls, reasons=reasons, expected_start_s=expected)
 
@@ -225,7 +269,7 @@ def never_fits(job: Job, least_bytes: int | None, cards: Sequence[Card]) -> str 
     `least_bytes` is what its smallest step takes, as predicted. Closed cards count: they open
     again.
     """
-    allowed = [card for card in cards if suits(job, card)]
+    allowed = [card for card in choices(job, cards) if suits(job, card)]
     if not allowed:
         title = f"a card called {job.card!r}" if job.card is not None else "a card"
         where = f" on {' or '.join(job.nodes)}" if job.nodes else ""
@@ -236,10 +280,34 @@ def never_fits(job: Job, least_bytes: int | None, cards: Sequence[Card]) -> str 
     largest = max(allowed, key=lambda card: card.room_bytes)
     if need_bytes <= largest.room_bytes:
         return None
-    which = "card here" if len(allowed) == len(cards) else "card that it may use"
+    which = "largest card here" if len(allowed) == len(cards) else "largest card that it may use"
+    which = "smallest card of its team" if job.is_team else which
     return (
-        f"needs at least {_gib(need_bytes, math.ceil)}; the largest {which} gives "
+        f"needs at least {_gib(need_bytes, math.ceil)}; the {which} gives "
         f"{_gib(largest.room_bytes, math.floor)} ({largest.name})"
+    )
+
+
+def choices(job: Job, cards: Sequence[Card]) -> Sequence[Card]:
+    """Return the cards of which a job takes one: for a team, all of its cards as if they were one.
+
+    What the smallest of these gives counts, and one that is closed closes all.
+    """
+    if not job.is_team:
+        return cards
+    mine = [card for card in cards if suits(job, card)]
+    return (joint(mine),) if len(mine) > 1 else ()
+
+
+def joint(cards: Sequence[Card]) -> Card:
+    """Return cards as if they were one."""
+    return replace(
+        cards[0],
+        name=JOINT.join(card.name for card in cards),
+        title=" + ".join(card.title for card in cards),
+        room_bytes=min(card.room_bytes for card in cards),
+        speed=sum(card.speed for card in cards),
+        closed=next((card.closed for card in cards if card.closed is not None), None),
     )
 
 
@@ -258,7 +326,8 @@ def plain(card: str) -> str:
 def _work_s(candidate: Candidate, cards: Sequence[Card]) -> float | None:
     """Return the work of a candidate in seconds at speed 1: the mean of what its cards say."""
     seconds = candidate.seconds
-    works = [seconds[card.name] * card.speed for card in cards if card.name in seconds]
+    taken = choices(candidate.job, cards)
+    works = [seconds[card.name] * card.speed for card in taken if card.name in seconds]
     return sum(works) / len(works) if works else None
 
 
@@ -277,37 +346,35 @@ def _line(card: Card, there: list[Place], now_s: float, typical_s: float) -> _Li
     return _Line(card, there, max([now_s, *ends_s]))
 
 
-def _lengths(
-    candidate: Candidate, lines: Sequence[_Line], work_s: float
-) -> list[tuple[float, _Line]]:
+def _lengths(candidate: Candidate, rows: Sequence[_Row], work_s: float) -> list[tuple[float, _Row]]:
     """Return the seconds that a candidate takes on each of these cards."""
     seconds = candidate.seconds
-    return [(seconds.get(line.card.name, work_s / line.card.speed), line) for line in lines]
+    return [(seconds.get(row.card.name, work_s / row.card.speed), row) for row in rows]
 
 
 def _cleared(
-    candidate: Candidate, lengths: Sequence[tuple[float, _Line]], now_s: float
-) -> tuple[float, float, _Line] | None:
+    candidate: Candidate, lengths: Sequence[tuple[float, _Row]], now_s: float
+) -> tuple[float, float, _Row] | None:
     """Return when a candidate would end, its seconds, and the card, if jobs of lower priority leave
     that card now; `None`: it can begin without that, or no card can be cleared.
     """
     found = []
-    for took_s, line in lengths:
-        if line.waiting:
+    for took_s, row in lengths:
+        if row.waiting:
             continue
-        if _place(candidate, line) is not None:
+        if _place(candidate, row) is not None:
             return None
         if all(
-            it.priority < candidate.job.priority and (it.yields or it.leaves) for it in line.there
+            it.priority < candidate.job.priority and (it.yields or it.leaves) for it in row.there
         ):
-            wait_s = 0.0 if all(it.leaves for it in line.there) else _SAVE_S
-            found.append((now_s + wait_s + took_s, took_s, line))
+            wait_s = 0.0 if all(it.leaves for it in row.there) else _SAVE_S
+            found.append((now_s + wait_s + took_s, took_s, row))
     return min(found, key=lambda it: it[0], default=None)
 
 
-def _place(candidate: Candidate, line: _Line) -> Place | None:
+def _place(candidate: Candidate, row: _Row) -> Place | None:
     """Return the place of a candidate that begins on a card now; `None`: it cannot yet."""
-    card, there = line.card, line.there
+    card, there = row.card, row.there
     taken_bytes = candidate.measured_bytes or candidate.job.memory_bytes
     budget_bytes, alone = card.room_bytes, True
     if candidate.job.pack and taken_bytes is not None:
@@ -323,7 +390,7 @@ def _place(candidate: Candidate, line: _Line) -> Place | None:
         card=card.name,
         budget_bytes=budget_bytes,
         alone=alone,
-        ends_at_s=line.free_s,
+        ends_at_s=row.free_s,
         priority=candidate.job.priority,
     )
 
@@ -336,12 +403,12 @@ def _fits(candidate: Candidate, card: Card) -> bool:
     return _needed(candidate) <= card.room_bytes and suits(candidate.job, card)
 
 
-def _why_taken(line: _Line, ahead: int, left_s: float) -> str:
+def _why_taken(row: _Row, ahead: int, left_s: float) -> str:
     """Return who has a card or goes first on it, and for how long where that is known."""
     if ahead:
-        return f"{ahead} {'job goes' if ahead == 1 else 'jobs go'} first on {line.card.name}"
-    reason = f"{line.card.name} runs {' and '.join(place.job for place in line.there)}"
-    if left_s > 0 and all(place.ends_at_s is not None for place in line.there):
+        return f"{ahead} {'job goes' if ahead == 1 else 'jobs go'} first on {row.card.name}"
+    reason = f"{row.card.name} runs {' and '.join(place.job for place in row.there)}"
+    if left_s > 0 and all(place.ends_at_s is not None for place in row.there):
         rounded_s = round(left_s) if left_s < 60 else round(left_s / 60) * 60
         reason += f" for about {format_duration(rounded_s)} more"
     return reason
@@ -358,7 +425,7 @@ def _why_not(candidate: Candidate, card: Card) -> str:
 
 
 def _why_no_card(candidate: Candidate, cards: Sequence[Card]) -> str:
-    closed = [card for card in cards if _fits(candidate, card)]
+    closed = [card for card in choices(candidate.job, cards) if _fits(candidate, card)]
     return never_fits(candidate.job, _needed(candidate), cards) or "; ".join(
         f"{card.name} is closed: {card.closed}" for card in closed
     )

@@ -306,7 +306,7 @@ class _Turn:
         for standing in self._in(ON_CARD):
             seen = self._seen(standing)
             if seen is not None and seen.taken is not None:
-                self._close(str(standing.card), _CARD_TAKEN_S, seen.taken)
+                self._close(standing, _CARD_TAKEN_S, seen.taken)
             if seen is not None and (seen.cause is not None or seen.is_at_rest or seen.node_lost):
                 self._do(lifecycle.ended(standing, seen, self._now_s))
                 if seen.cause is not None:
@@ -317,12 +317,13 @@ class _Turn:
         seen = self._world.seen.get(standing.job.name)
         return seen if seen is not None and seen.attempt == standing.attempt else None
 
-    def _close(self, card: str, for_s: float, why: str) -> None:
-        self._note(closed={**self._facts.closed, card: (self._now_s + for_s, why)})
+    def _close(self, standing: Standing, for_s: float, why: str) -> None:
+        closed = dict.fromkeys(standing.places.values(), (self._now_s + for_s, why))
+        self._note(closed={**self._facts.closed, **closed})
 
     def _note_fault(self, standing: Standing, seen: AttemptStatus, cause: Cause) -> None:
         """Close the card of an attempt for a while if the card, or its driver, is what fails."""
-        card, job = str(standing.card), standing.job
+        card, job = str(standing.last_card), standing.job
         faults = dict(self._facts.faults)
         jobs = (*faults.pop(card, ()), job.name)
         if cause is Cause.DRIVER:
@@ -335,7 +336,7 @@ class _Turn:
                 f"({seen.text[-200:]}); look for Xid in dmesg; it is tried again every "
                 f"{_FAULTY_S / 60:.0f} min"
             )
-            self._close(card, _FAULTY_S, why)
+            self._close(standing, _FAULTY_S, why)
             self._tell("card_closed", card=card, reason=why)
 
     def _note_alike(self, standing: Standing, seen: AttemptStatus, cause: Cause) -> None:
@@ -360,31 +361,33 @@ class _Turn:
         job, seen = standing.job, self._seen(standing)
         if seen is None or standing.recalled_to is not None:
             return None
-        card = next((each for each in self._cards() if each.name == standing.card), None)
-        if card is None:
+        cards = [each for each in self._cards() if each.name in standing.places.values()]
+        if not cards:
             return Goal(to=JobState.PARKED, reason=f"{standing.card} is not there")
-        if (goal := self._leaves(standing, seen, card)) is not None:
+        if (goal := self._leaves(standing, seen, cards)) is not None:
             return goal
         milestone = milestones.next_of(standing, seen.step)
         if job.sweep is not None and milestone is not None and seen.value is not None:
             return self._reach(standing, job.sweep, milestone, seen.value)
-        self._measure(standing, seen, card)
+        self._measure(standing, seen, places.joint(cards))
         return None
 
-    def _leaves(self, standing: Standing, seen: AttemptStatus, card: Card) -> Goal | None:
+    def _leaves(
+        self, standing: Standing, seen: AttemptStatus, cards: Sequence[Card]
+    ) -> Goal | None:
         """Return where an attempt goes that is not to go on where it is."""
         if (hours := standing.job.out_of_hours(self._world.minute_of_day)) is not None:
             return Goal(to=JobState.PARKED, reason=hours)
         if seen.taken is not None:
             return Goal(to=JobState.PARKED, reason=seen.taken, wait_s=TAKEN_S)
-        if card.closed is not None:
-            return Goal(to=JobState.PARKED, reason=card.closed)
+        if all(card.closed is not None for card in cards):
+            return Goal(to=JobState.PARKED, reason=str(cards[0].closed))
         return self._more_room(standing) if seen.has_no_room else None
 
     def _more_room(self, standing: Standing) -> Goal:
         job, budget = standing.job, standing.budget_bytes or 0
         why = f"not even its smallest step fits in {budget / GIB:.1f} GiB of {standing.card}"
-        cards = self._world.cards
+        cards = places.choices(job, self._world.cards)
         if any(places.suits(job, card) and card.room_bytes > budget for card in cards):
             return Goal(to=JobState.QUEUED, reason=why, least_room_bytes=budget + 1)
         why += ", and no card here has more"
@@ -476,7 +479,7 @@ class _Turn:
     def _never_fits(self, standing: Standing) -> Goal | None:
         """Look whether a job can ever run here."""
         job, least_bytes = standing.job, standing.least_room_bytes
-        needs = (job.nodes, job.card, job.memory_bytes, least_bytes)
+        needs = (job.is_team, job.nodes, job.card, job.memory_bytes, least_bytes)
         if needs not in self._never:
             cards = self._world.cards
             self._never[needs] = places.never_fits(job, least_bytes, cards) if cards else None
@@ -497,7 +500,8 @@ class _Turn:
             if standing.no_room >= _NO_ROOM_TRIES:
                 why = f"{standing.reason}; tried {standing.no_room} times"
                 return Goal(to=JobState.INFEASIBLE, reason=why)
-            for card in self._free_cards() if standing.no_room else self._open_cards():
+            there = self._free_cards() if standing.no_room else self._open_cards()
+            for card in places.choices(job, there):
                 if places.suits(job, card) and card.room_bytes >= least_bytes:
                     return Goal(to=JobState.QUEUED, reason="in line again")
         return self._never_fits(standing)
@@ -572,7 +576,7 @@ class _Turn:
         return [card for card in self._cards() if card.closed is None]
 
     def _free_cards(self) -> list[Card]:
-        taken = {standing.card for standing in self._in(ON_CARD)}
+        taken = {card for each in self._in(ON_CARD) for card in each.places.values()}
         return [card for card in self._open_cards() if card.name not in taken]
 
     def plan(self) -> Plan:

@@ -296,8 +296,10 @@ def _of_keys(at: _Place) -> Iterator[Problem]:
         elif word == "workload.name" and values != ["train"]:
             yield at.problem("an entry with train: trains", "command: for other work", *where)
         elif word == "train.team":
-            text = "a job is one training in one slot, and cannot take several cards yet"
-            yield at.problem(text, "no team; `run` trains with one", *where)
+            yield from _of_team(at, where, values)
+        elif word == "train.split" and values != ["data"]:
+            text = f"{in_words(values[0])} is for `run`; the team of a job divides samples"
+            yield at.problem(text, "split: data", *where)
         elif word == "train.slots":
             valid = "no slots; sweep over workload.seed for several trainings"
             yield at.problem("a job is one training in one slot", valid, *where)
@@ -305,6 +307,21 @@ def _of_keys(at: _Place) -> Iterator[Problem]:
             text = "node keeps checkpoints on one PC, and this job may move to another"
             valid = "head, or also nodes: with the one node it may run on"
             yield at.problem(text, valid, *where)
+
+
+def _of_team(at: _Place, where: KeyPath, values: list[Any]) -> Iterator[Problem]:
+    """Yield why a job may not have this team; whether its PCs are there, `_of_config` says."""
+    named = [str(name) for team in values if isinstance(team, list) for name in team]
+    slot = next((name for name in named if "/" in name), None)
+    beside = next((key for key in ("nodes", "card", "pack") if getattr(at.entry, key)), None)
+    if where[0] == "sweep":
+        yield at.problem("is the same for all members of a sweep", "team below train", *where)
+    elif slot is not None:
+        text = f"a job takes whole cards, and {in_words(slot)} is one worker of a PC"
+        yield at.problem(text, "the names of PCs, or all", *where)
+    elif values != [None] and beside is not None:
+        text = f"names the cards of a job, and so does {beside}"
+        yield at.problem(text, f"no {beside}, or no team", *where)
 
 
 def _of_config(at: _Place, job: Job, plain: Mapping[str, Mapping[str, Any]]) -> Iterator[Problem]:

@@ -181,6 +181,8 @@ def _job(
         if file.save_every_s is not None:
             overrides["train.save_every_s"] = file.save_every_s
         overrides |= settings_of(entry, entry.train)
+        if overrides.get("train.team") is not None:
+            overrides["train.slots"] = None  # of cluster.yaml, whose trainings are others
         if overrides.get("train.epochs", file.base.train.epochs) is None:
             steps = overrides.get("train.steps", file.base.train.steps)
     else:
@@ -199,6 +201,9 @@ def _job(
     if sampled is not None and sampled.method != "optuna":
         sampled = None
     ranges = settings_of(entry, sampled.ranges) if sampled else {}
+    typed = {key: getattr(entry, key) for key in _AS_TYPED}
+    if isinstance(team := overrides.get("train.team"), list):
+        typed["nodes"] = tuple(team)
     job = Job(
         name=name,
         id="",
@@ -213,7 +218,7 @@ def _job(
         milestones=_milestones(entry),
         steps=steps,
         origin=file.origin if line is None else f"{file.origin}:{line}",
-        **{key: getattr(entry, key) for key in _AS_TYPED},
+        **typed,
     )
     return job.with_texts(
         lambda text: FOLDER.sub(lambda it: f"{{{followed.get(it[1], it[1])}.dir}}", text)

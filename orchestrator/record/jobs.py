@@ -34,9 +34,18 @@ class QueueSnapshot:
     held: str | None = None
     """Why nothing starts any more."""
     rows: Mapping[str, Row] = field(default_factory=dict)
-    """Of the run, by slot; a job's slot has the name of the job."""
+    """Of the run, by slot."""
     files: str = ""
     """Folder with a folder for each job."""
+
+    def rows_of(self, standing: Standing) -> list[Row]:
+        """Return the rows of a job's slots; of a team that which is furthest first."""
+        rows = [self.rows[slot] for slot in standing.places if slot in self.rows]
+        return sorted(rows, key=lambda row: -(row.progress.train_step or 0))
+
+    def row_of(self, standing: Standing) -> Row | None:
+        """Return the first of these."""
+        return next(iter(self.rows_of(standing)), None)
 
 
 def queue_of(folder: Path) -> Queue:

@@ -309,9 +309,13 @@ class Snapshot:
     def counts(self) -> StepCounts:
         """Sum over all slots; a step of a team is one, however many members make it."""
         total = StepCounts.total(row.counts for row in self.rows)
-        if not any(row.shares_steps for row in self.rows):
-            return total
-        return replace(total, steps_ok=max(row.progress.train_step or 0 for row in self.rows))
+        steps: dict[str, int] = {}
+        for row in self.rows:
+            if row.shares_steps:  # NODE/INDEX, behind the name of a job that is a team
+                team = row.slot.rpartition("/")[0].rpartition("/")[0]
+                steps[team] = max(steps.get(team, 0), row.progress.train_step or 0)
+        alone = sum(row.counts.steps_ok for row in self.rows if not row.shares_steps)
+        return replace(total, steps_ok=alone + sum(steps.values()))
 
 
 def rows_by_card(rows: Iterable[Row]) -> dict[tuple[str, str], list[Row]]:

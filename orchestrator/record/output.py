@@ -103,14 +103,16 @@ class Follower:
     """Reads what a slot prints line by line, from the first one that is kept."""
 
     def __init__(self, folder: Path, slot: str) -> None:
-        """Touch nothing yet."""
-        self._path = _path(folder, slot)
+        """Touch nothing yet. Of a job that is a team, its first slot that has printed is meant."""
+        self._folder, self._path = folder / _FOLDER_NAME / slot, _path(folder, slot)
         self._inode: int | None = None
         self._read_bytes = 0
         self._rest = b""
 
     def more(self, *, is_last: bool = False) -> str:
         """Return the lines since the last look; with `is_last` also one that was not ended."""
+        if self._inode is None and not self._path.exists():
+            self._path = min(self._folder.rglob("*.log"), default=self._path)
         with contextlib.ExitStack() as stack:
             files = []
             for path in (self._path, _older(self._path)):  # as they are renamed

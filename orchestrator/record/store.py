@@ -252,7 +252,8 @@ class RunStore:
 
     def team(self, generation: int) -> None:
         """Take the generation of a team whose leader is to be named next."""
-        self._status = replace(self._status, team_generation=generation)
+        newest = max(generation, self._status.team_generation)  # of several teams
+        self._status = replace(self._status, team_generation=newest)
         self._put("run", "status", self._status)
 
     def is_due(self, now_unix_s: float) -> bool:

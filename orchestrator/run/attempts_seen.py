@@ -7,19 +7,24 @@ attempt took. Does not decide what follows (`jobs/queue.py`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Final
 
 from orchestrator.core.slot import Hold, Phase, Slot
 from orchestrator.jobs import causes
-from orchestrator.jobs.model import AttemptStatus, Job, Standing
+from orchestrator.jobs.model import JOINT, AttemptStatus, Job, Standing
 from orchestrator.jobs.queue import node_lost_s
+from orchestrator.run.team import is_finished
 from workers.messages import STARVED, Cause
 from workers.units import GIB
 
 #: A training that has had no room for a step for so long is moved or parked. Long enough for a
 #: neighbour's peak to pass.
 _NO_ROOM_S: Final = 15.0
+
+#: A member of a team that was given up is begun anew after so long, while another one goes on.
+_AGAIN_S: Final = 60.0
 
 
 class AttemptsSeen:
@@ -30,11 +35,12 @@ class AttemptsSeen:
         self._has_cards = has_cards
         self._peak_bytes: dict[str, int] = {}
         self._since_s: dict[tuple[str, str], float] = {}
-        """Of a job, since when its node is away, or it has no room."""
+        """Of a slot, since when its node is away, it has no room, or it is given up."""
 
-    def begin(self, job: str) -> None:
+    def begin(self, slot: str) -> None:
         """Forget the attempt before."""
-        self._peak_bytes.pop(job, None)
+        self._peak_bytes.pop(slot, None)
+        self._since_s.pop(("given up", slot), None)
 
     def look(
         self, standings: Mapping[str, Standing], slots: Mapping[str, Slot], now_s: float
@@ -43,9 +49,20 @@ class AttemptsSeen:
 
         `standings` are of these jobs alone. A job whose node has only just gone is left out.
         """
-        there = {name: each for name, each in standings.items() if name in slots}
-        found = ((name, self._seen(each, there, slots, now_s)) for name, each in there.items())
-        return {name: seen for name, seen in found if seen is not None}
+        there = {name: each for name, each in standings.items() if slots.keys() >= set(each.places)}
+        found = {name: self._seen(each, there, slots, now_s) for name, each in there.items()}
+        return {name: seen for name, seen in found.items() if seen is not None}
+
+    def given_up(
+        self, standing: Standing, slots: Mapping[str, Slot], now_s: float
+    ) -> Iterator[str]:
+        """Yield the slots of a team that begin anew."""
+        members = [slots[name] for name in standing.places if name in slots]
+        failed = [slot.slot for slot in members if slot.phase is Phase.QUARANTINED]
+        for slot in members:
+            lasts_s = self._lasts_s("given up", slot.slot, now_s, holds=slot.slot in failed)
+            if lasts_s > _AGAIN_S and len(failed) < len(members):
+                yield slot.slot
 
     def _seen(
         self,
@@ -55,7 +72,26 @@ class AttemptsSeen:
         now_s: float,
     ) -> AttemptStatus | None:
         """Return what is seen of a job on a card; `None` while its node has only just gone."""
-        slot = slots[standing.job.name]
+        rests = standing.recalled_to is not None
+        rests = rests or is_finished(slots[name] for name in standing.places)
+        found = {
+            card: self._seen_in(slots[name], card, standing, standings, slots, now_s, rests=rests)
+            for name, card in standing.places.items()
+        }
+        return _of_team(found) if standing.job.is_team else next(iter(found.values()))
+
+    def _seen_in(
+        self,
+        slot: Slot,
+        card: str,
+        standing: Standing,
+        standings: Mapping[str, Standing],
+        slots: Mapping[str, Slot],
+        now_s: float,
+        *,
+        rests: bool,
+    ) -> AttemptStatus | None:
+        """Return the same of one of its slots; `rests`: it is to."""
         name, progress, status = slot.slot, slot.training.progress, slot.status
         is_away = slot.phase is Phase.ABSENT and slot.orders.hold is None
         away_s = self._lasts_s("away", name, now_s, holds=is_away)
@@ -70,7 +106,9 @@ class AttemptsSeen:
         has_no_room = starved_s > _NO_ROOM_S
         cause, text, exit_code = _end(slot, standing.job)
         has_failed = cause is Cause.OUT_OF_MEMORY
-        taken = self._others_on(standing, standings, slots) if has_no_room or has_failed else None
+        taken = None
+        if has_no_room or has_failed:
+            taken = self._others_on(slot, card, standings, slots)
         if taken is not None and has_failed:
             cause, text = Cause.CARD_TAKEN, taken
         step, steps, eta_s = progress.train_step, progress.train_steps, progress.eta_s
@@ -78,7 +116,7 @@ class AttemptsSeen:
         return AttemptStatus(
             attempt=standing.attempt,
             # A slot that a user drained keeps its place.
-            is_at_rest=standing.recalled_to is not None
+            is_at_rest=rests
             and slot.orders.hold is Hold.DRAIN
             and slot.phase in {Phase.HELD, Phase.ABSENT},
             node_lost=is_away,
@@ -96,40 +134,75 @@ class AttemptsSeen:
             sha256=progress.weights_sha256,
         )
 
-    def _lasts_s(self, what: str, job: str, now_s: float, *, holds: bool) -> float:
-        """Return for how long something holds of a job."""
+    def _lasts_s(self, what: str, slot: str, now_s: float, *, holds: bool) -> float:
+        """Return for how long something holds of a slot."""
         if holds:
-            return now_s - self._since_s.setdefault((what, job), now_s)
-        self._since_s.pop((what, job), None)
+            return now_s - self._since_s.setdefault((what, slot), now_s)
+        self._since_s.pop((what, slot), None)
         return 0.0
 
     def _others_on(
-        self, standing: Standing, standings: Mapping[str, Standing], slots: Mapping[str, Slot]
+        self,
+        slot: Slot,
+        card: str,
+        standings: Mapping[str, Standing],
+        slots: Mapping[str, Slot],
     ) -> str | None:
-        """Return what other programs hold of the card of a job that found too little memory there.
+        """Return what other programs hold of the card of a slot that found too little memory there.
 
         `None`: its jobs could have their budgets, or nothing tells.
         """
-        slot = slots[standing.job.name]
         status, device = slot.status, slot.device
-        if status is None or not self._has_cards[str(standing.card).partition(":")[0]]:
+        if status is None or not self._has_cards[card.partition(":")[0]]:
             return None
         if status.device is None and status.counts.oom_count:  # as `processes.told` has it
-            return f"other programs leave no room on {standing.card} to begin"
+            return f"other programs leave no room on {card} to begin"
         memory = status.memory
         if device is None or memory is None or memory.device_used_bytes is None:
             return None
         others_bytes, wanted_bytes = memory.device_used_bytes, 0
-        for name, there in standings.items():
+        places = [(it, each) for each in standings.values() for it in each.places.items()]
+        for (name, at), there in places:
             other = slots[name]
             if other.device is None or other.device.uuid != device.uuid:
                 continue
             if other.status is not None and other.status.memory is not None:
                 others_bytes -= other.status.memory.reserved_bytes + other.device.context_bytes
-            wanted_bytes += (there.budget_bytes or 0) * (there.card == standing.card)
+            wanted_bytes += (there.budget_bytes or 0) * (at == card)
         if (memory.device_total_bytes or 0) - others_bytes >= wanted_bytes:
             return None
-        return f"other programs hold {others_bytes / GIB:.1f} GiB of {standing.card}"
+        return f"other programs hold {others_bytes / GIB:.1f} GiB of {card}"
+
+
+def _of_team(found: Mapping[str, AttemptStatus | None]) -> AttemptStatus | None:
+    """Return what is seen of a team, of whose members this is seen by their cards: what the one
+    tells that is furthest. It ends when none goes on.
+    """
+    known = {card: seen for card, seen in found.items() if seen is not None}
+    if not known:
+        return None
+
+    def has_ended(seen: AttemptStatus) -> bool:
+        return seen.cause is not None or seen.is_at_rest or seen.node_lost
+
+    def rank(card: str) -> tuple[bool, bool, bool, int]:
+        seen = known[card]
+        is_done = seen.cause is Cause.DONE
+        return is_done, not has_ended(seen), seen.cause is None, seen.step or 0
+
+    cards = sorted(known, key=rank, reverse=True)
+    told, all_seen = known[cards[0]], [*known.values()]
+    is_whole = len(known) == len(found)
+    if not (is_whole and all(map(has_ended, all_seen))):
+        told = replace(told, cause=None, is_at_rest=False, node_lost=False)
+    return replace(
+        told,
+        cards=JOINT.join(cards),
+        peak_bytes=max(seen.peak_bytes or 0 for seen in all_seen) or None,
+        out_of_memory=sum(seen.out_of_memory for seen in all_seen),
+        has_no_room=is_whole and all(seen.has_no_room for seen in all_seen),
+        taken=told.taken if is_whole and all(seen.taken for seen in all_seen) else None,
+    )
 
 
 def _end(slot: Slot, job: Job) -> tuple[Cause | None, str, int | None]:

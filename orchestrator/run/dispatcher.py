@@ -1,10 +1,10 @@
 """Connects the queue of jobs to a run: what is seen of its slots goes in, which slots begin, with
 which plans, and which come to rest comes out.
 
-A job has one slot, with its name. A turn decides in memory, stores what has changed at once, and
-only then tells what is to be done: what of that follows from how the jobs stood before and stand
-now. A head that is killed before decides the same again. Decides nothing itself (`jobs/queue.py`),
-and starts nothing (`supervisor.py`).
+A job has one slot, with its name, and a team one for each of its cards. A turn decides in memory,
+stores what has changed at once, and only then tells what is to be done: what of that follows from
+how the jobs stood before and stand now. A head that is killed before decides the same again.
+Decides nothing itself (`jobs/queue.py`), and starts nothing (`supervisor.py`).
 """
 
 from __future__ import annotations
@@ -142,21 +142,20 @@ class Dispatcher:
     def resumed(self) -> Iterator[SlotPlan]:
         """Yield the slot of each job that has a place on a card, for a head that begins."""
         for standing in self._on_card().values():
-            if (plan := self._planned(standing)) is not None:
-                yield plan
+            yield from self._planned(standing)
 
     def _on_card(self) -> dict[str, Standing]:
         return self.queue.in_states(ON_CARD)
 
     def rests(self) -> dict[str, str]:
-        """Return why each job that has no place on a card, or is to leave it, does not work."""
-        found = {}
-        for name, standing in self._acted.standings.items():
+        """Return why each slot does not work whose job has no place on a card, or is to leave it."""
+        found: dict[str, str] = {}
+        for standing in self._acted.standings.values():
             to, why = standing.recalled_to, standing.reason
             if standing.state not in ON_CARD or to is JobState.HELD:  # a slot says HELD itself
-                found[name] = why
+                found |= dict.fromkeys(standing.places, why)
             elif to is not None:
-                found[name] = f"{to}: {why}"
+                found |= dict.fromkeys(standing.places, f"{to}: {why}")
         return found
 
     def turn(
@@ -181,7 +180,7 @@ class Dispatcher:
                 if self._at_s - self._outlook_at_s >= _OUTLOOK_EVERY_S:
                     self._outlook_at_s = self._at_s
                     self.store.outlook(outlook(self.queue, world))
-            begins = tuple(self._stored())
+            begins = (*self._stored(), *self._again(slots))
         except OSError as error:
             self.problem = f"the queue of jobs cannot be stored: {error}"
             return ()
@@ -219,9 +218,20 @@ class Dispatcher:
             if now.state in _NEEDS_NO_STATE and was is not None and was.state is not now.state:
                 self._files.drop_state(name)
             if now.state in ON_CARD and (was is None or was.attempt != now.attempt):
-                self._attempts.begin(name)
-                if (plan := self._planned(now)) is not None:
-                    yield plan
+                for slot in now.places:
+                    self._attempts.begin(slot)
+                yield from self._planned(now)
+
+    def _again(self, slots: Mapping[str, Slot]) -> Iterator[SlotPlan]:
+        """Yield members of teams that were given up, while others go on."""
+        for standing in self._on_card().values():
+            if standing.job.is_team and standing.recalled_to is None:
+                begin = set(self._attempts.given_up(standing, slots, self._at_s))
+                yield from (
+                    plan
+                    for plan in (self._planned(standing) if begin else ())
+                    if plan.spec.slot in begin
+                )
 
     def _chosen(self) -> Iterator[tuple[str, tuple[Settings, int | None] | str]]:
         """Yield the settings of the next member of a sweep that wants some, once its memory is
@@ -293,14 +303,14 @@ class Dispatcher:
             return None
         return f"the disk of {self.folder} is full: {free_bytes / MIB:.0f} MiB left"
 
-    def _planned(self, standing: Standing) -> SlotPlan | None:
-        """Return the slot of a job that has a place; `None`: it cannot be, and the job ends so."""
+    def _planned(self, standing: Standing) -> tuple[SlotPlan, ...]:
+        """Return the slots of a job that has a place; none: that cannot be, and the job ends so."""
         self._unplanned.pop(standing.job.name, None)
         try:
-            return self._plans.plan_of(standing)
+            return tuple(self._plans.plans_of(standing))
         except ConfigError as error:
             self._unplanned[standing.job.name] = str(error)
-            return None
+            return ()
 
     def headline(self, rows: Sequence[Row]) -> str:
         """Return how many jobs are in which state, and when the last may end, in a line."""
@@ -372,8 +382,8 @@ class JobPlans:
             for index in range(max(1, node.gpus))
         )
 
-    def plan_of(self, standing: Standing) -> SlotPlan:
-        """Return the slot of a job that has a place, or had one.
+    def plans_of(self, standing: Standing) -> Iterator[SlotPlan]:
+        """Yield the slots of a job that has a place, or had one.
 
         Raises:
             ConfigError: Its configuration is not possible any more.
@@ -381,25 +391,33 @@ class JobPlans:
         job = standing.job.with_texts(
             lambda text: FOLDER.sub(lambda named: str(self._folder_of(named[1])), text)
         )
-        node, budget_bytes = str(standing.last_card).partition(":")[0], standing.budget_bytes or 0
         config = job_config(self._config, job)
-        plan = next(each for each in plan_slots(config, self._target) if each.spec.node == node)
+        plans = {plan.spec.slot: plan for plan in plan_slots(config, self._target)}
+        for slot, card in standing.places.items():
+            node, _, index = card.partition(":")
+            plan = plans[f"{node}/{index or 0}"]
+            yield self._plan(replace(standing, job=job), slot, plan, config.workload.seed)
+
+    def _plan(self, standing: Standing, slot: str, plan: SlotPlan, seed: int) -> SlotPlan:
+        job, node, team = standing.job, plan.spec.node, plan.spec.team
         share, whole = self.budgets[node], self.budgets[node].card_budget_bytes
-        part = 1.0 if standing.alone else min(1.0, budget_bytes / whole)
+        budget_bytes = whole if standing.alone else standing.budget_bytes or 0
+        part = min(1.0, budget_bytes / whole)
         duty = None if share.duty is None else share.duty * share.workers_per_card
         if duty is not None and duty < 1 and not standing.alone:
             duty /= 2  # of two jobs that share the card
         spec = replace(
             plan.spec,
-            slot=job.name,
+            slot=slot,
+            team=team and replace(team, members=tuple(f"{job.name}/{it}" for it in team.members)),
             budget_bytes=budget_bytes,
-            card_budget_bytes=budget_bytes if standing.alone else whole,
+            card_budget_bytes=whole,
             duty=None if duty is None or duty >= 1 else duty,
             # The same on every card of a machine: how a sum is split decides on its last bit.
             workers_on_host=sum(max(1, each.gpus) for each in self.budgets.values())
             if self._target.one_machine
             else max(1, share.gpus),
-            workload=replace(plan.spec.workload, seed=config.workload.seed),
+            workload=replace(plan.spec.workload, seed=seed),
             run_id=self._run_id,
             command=job.command and self._command(job, job.command, standing.attempt, node),
         )
@@ -411,8 +429,8 @@ class JobPlans:
         )
 
     def spec_of(self, standing: Standing) -> WorkerSpec:
-        """Return what the process of the slot is told; see `plan_of`."""
-        return self.plan_of(standing).spec
+        """Return what the process of the first slot is told; see `plans_of`."""
+        return next(self.plans_of(standing)).spec
 
     def _command(self, job: Job, command: CommandSpec, attempt: int, node: str) -> CommandSpec:
         """Return a command with what its attempt is told."""

@@ -89,14 +89,15 @@ class JobFiles:
 
     def drop_state(self, name: str) -> None:
         """Remove the head's copy of the state of a job that needs it no more, and tell its size."""
-        path = self._state(name)
-        with contextlib.suppress(OSError):
-            size_bytes = path.stat().st_size
-            path.unlink()
-            self._events.write("job_state_removed", job=name, size_bytes=size_bytes)
+        alone = self._state(name)
+        for path in (alone, *alone.with_name(name).rglob("*.pt")):  # those of a team
+            with contextlib.suppress(OSError):
+                size_bytes = path.stat().st_size
+                path.unlink()
+                self._events.write("job_state_removed", job=name, size_bytes=size_bytes)
 
-    def _state(self, name: str) -> Path:
-        return self._folder.parent / "states" / f"{name}.pt"
+    def _state(self, slot: str) -> Path:
+        return self._folder.parent / "states" / f"{slot}.pt"
 
     def _fill(self, job: Job, spec: WorkerSpec) -> None:
         place = self.of(job.name)
@@ -104,7 +105,7 @@ class JobFiles:
         if job.command is not None:
             self._fetch(spec, place)
             return
-        checkpoint, state = place / CHECKPOINT, self._state(job.name)
+        checkpoint, state = place / CHECKPOINT, self._state(spec.slot)
         # The keeper of states (`run_dir.py`) leaves a part where it could not write the rest.
         if state.with_suffix(".part").exists() or not (state.exists() or checkpoint.exists()):
             raise OSError(f"its last state is not whole in {state.parent}")

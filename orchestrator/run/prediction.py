@@ -38,7 +38,7 @@ def job_config(base: Config, job: Job) -> Config:
     """
     # On any node; and the state of a training must be able to move to another PC.
     workers = sum(node.workers for node in base.nodes.values())
-    fixed: dict[str, object] = {"train.slots": workers}
+    fixed: dict[str, object] = {} if job.is_team else {"train.slots": workers}
     if job.command is None:
         fixed |= {"workload.name": "train", "train.checkpoints": "head"}
     data: dict[str, Any] = base.model_dump()
@@ -132,7 +132,8 @@ def prepared(jobs: Iterable[Job], head_node: str | None) -> tuple[Job, ...]:
         texts = [*map(str, job.overrides.values())]
         if command is not None:
             texts += [*command.argv, *command.env.values(), command.cwd or ""]
-        if head_node is not None and not job.nodes and any(".dir}" in text for text in texts):
+        anywhere = not job.nodes and not job.is_team
+        if head_node is not None and anywhere and any(".dir}" in text for text in texts):
             now = replace(now, nodes=(head_node,))
         if command is None or ".dir}" in (command.cwd or ""):
             return now

@@ -45,7 +45,7 @@ from orchestrator.run.node_watch import NodeWatch
 from orchestrator.run.resume import Past, rules_of
 from orchestrator.run.run_dir import STATES, CheckpointKeeper
 from orchestrator.run.snapshot import Meter, Recorder, row_of
-from orchestrator.run.team import Team
+from orchestrator.run.team import Team, is_finished
 from orchestrator.view.live import Watcher
 from workers.learned_limits import LimitStore
 from workers.messages import Begin, Orders, Status
@@ -70,6 +70,7 @@ _HEARD_WITHIN_S = 3.0
 _OVER = frozenset({Phase.QUARANTINED, Phase.DONE})
 
 _TICK = slots.Tick()
+_NOT_TOGETHER = "another member of its team has done all steps"
 
 _GAPS = "the records of this run have gaps: they could not be written for a while"
 
@@ -188,7 +189,10 @@ class Supervisor:
             if hold is slots.Hold.DRAIN and name not in rests:
                 hold = None
             self._slots[name] = replace(slot, orders=replace(slot.orders, hold=hold))
-        self._team = self._team_of(plans)
+        self._teams: dict[tuple[str, ...], Team] = {}
+        """By their members; that of a job stays, for its next attempt."""
+        for plan in plans:
+            self._add_team(plan)
         self._hazards: dict[str, None] = {}
         """What trainings warn of."""
         self._began_s = self._looked_at_s = self._ticks_from_s = self.clock.monotonic_s()
@@ -203,18 +207,18 @@ class Supervisor:
             "dispatch": float("-inf"),
         }
 
-    def _team_of(self, plans: Sequence[SlotPlan]) -> Team | None:
-        spec = plans[0].spec.team if plans else None
-        if spec is None:
-            return None
-        return Team(
-            [self._plans[name] for name in spec.members],
-            self.past.team_generation,
-            self.config.run.start_timeout_s,
-            self.outlets.events,
-            self.outlets.store,
-            may_rest=self.config.train.split == "auto",
-        )
+    def _add_team(self, plan: SlotPlan) -> None:
+        spec = plan.spec.team
+        if spec is not None and spec.members not in self._teams:
+            self._teams[spec.members] = Team(
+                spec,
+                plan.spec.poll_s,
+                self.past.team_generation,
+                self.config.run.start_timeout_s,
+                self.outlets.events,
+                self.outlets.store,
+                may_rest=self.config.train.split == "auto",
+            )
 
     def run(self) -> Snapshot:
         """Run to the planned end, or until interrupted, and return the last picture.
@@ -262,7 +266,7 @@ class Supervisor:
                 *self.outlets.problems,
                 *filter(None, kept),
                 *self._hazards,
-                *(() if self._team is None else self._team.notices(self._slots)),
+                *(each for team in self._teams.values() for each in team.notices(self._slots)),
                 *(() if self.dispatcher is None else self.dispatcher.notices()),
             ),
             jobs=None if self.dispatcher is None else self.dispatcher.headline(rows),
@@ -288,9 +292,12 @@ class Supervisor:
             return True
         if self.dispatcher is not None and self.dispatcher.is_over:
             return True
-        if self._team is not None and self._team.is_finished(self._slots):
+        if self.dispatcher is None and any(map(self._is_finished, self._teams.values())):
             return True
         return self._ends_at_s is not None and self.clock.monotonic_s() >= self._ends_at_s
+
+    def _is_finished(self, team: Team) -> bool:
+        return is_finished(self._slots[name] for name in team.members)
 
     def _turn(self) -> None:
         now_s = self.clock.monotonic_s()
@@ -302,8 +309,9 @@ class Supervisor:
         self._tick()
         self._obey()
         self._dispatch(now_s)
-        for name, why in () if self._team is None else self._team.surplus(self._slots):
-            self._feed(name, slots.Held(hold=slots.Hold.DRAIN, why=why))
+        for team in () if self.dispatcher is not None else self._teams.values():
+            for name, why in team.surplus(self._slots):
+                self._feed(name, slots.Held(hold=slots.Hold.DRAIN, why=why))
         self._quarantine_cards(now_s)
         self._begin_counting()
         self._send_out()
@@ -360,7 +368,9 @@ class Supervisor:
         nodes = self._nodes.seen()
         for plan in self.dispatcher.turn(self._slots, nodes, self.clock.unix_s()):
             self._begin(plan, node_is_there=plan.spec.node in nodes)
-        for name, why in self.dispatcher.rests().items():
+        finished = filter(self._is_finished, self._teams.values())
+        left = {name: _NOT_TOGETHER for team in finished for name in team.members}
+        for name, why in {**left, **self.dispatcher.rests()}.items():
             if self._may_rest(name):
                 self._feed(name, slots.Held(hold=slots.Hold.DRAIN, why=why))
 
@@ -380,14 +390,16 @@ class Supervisor:
         self._meters.setdefault(name, Meter())
         self._slots.setdefault(name, self.past.slots.get(name, Slot(slot=name)))
         self._shares.replan(self._plans)
+        self._add_team(plan)
         self._feed(name, slots.Assigned(node_is_there=node_is_there))
 
     def _send_out(self) -> None:
         """Write down what has changed, then perform what follows from it."""
         now_s = self.clock.monotonic_s()
         changed, self._changed = self._changed, {}
-        if self._team is not None and self._team.look(self._slots, now_s):
-            changed |= dict.fromkeys(self._slots)  # all members get other orders
+        for each in self._teams.values():
+            if each.look(self._slots, now_s):
+                changed |= dict.fromkeys(each.members)  # all get other orders
         self._recorder.take([self._slots[name] for name in changed], now_s)
         for name, lease_bytes in self._shares.look(self._slots, now_s).items():
             self.outlets.events.write("leased", slot=name, lease_bytes=lease_bytes)
@@ -413,7 +425,8 @@ class Supervisor:
             self.checkpoints.drop_copy(name)
         kept = self.checkpoints.kept(name)
         lease_bytes = self._shares.grant(slot)
-        team = None if self._team is None else self._team.orders
+        of_team = self._plans[name].spec.team
+        team = None if of_team is None else self._teams[of_team.members].orders
         wanted = lifecycle.orders_of(slot, lease_bytes, begin, kept=kept, copy=piece, team=team)
         if wanted != self._ordered.get(name):
             self._ordered[name] = wanted

@@ -1,4 +1,4 @@
-"""The team of a run: what its members tell becomes the orders that all of them get.
+"""The team of a run, or of a job: what its members tell becomes the orders that all of them get.
 
 Keeps who leads, the secret of this head, and the generation in the store, so that it rises also
 after a crash of the head. Decides nothing about who leads (`core/team.py`), nor what a team gains
@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Final
 
-from orchestrator.core.placement import SlotPlan
 from orchestrator.core.slot import Phase, Slot
 from orchestrator.core.team import NO_STATE, Election, Member, elect
 from orchestrator.core.team_time import StepTimes
 from orchestrator.record.events import EventLog
 from orchestrator.record.store import RunStore
-from workers.messages import TeamOrders, TeamState
+from workers.messages import TeamOrders, TeamState, TeamStatus
+from workers.settings import TeamSpec
 
 _SECRET_BYTES: Final = 32
 
@@ -28,11 +28,12 @@ _JUDGED_STEPS: Final = 5
 
 
 class Team:
-    """The members of one run, under one head."""
+    """The members of one training, under one head."""
 
     def __init__(
         self,
-        plans: Sequence[SlotPlan],
+        spec: TeamSpec,
+        poll_s: float,
         generation: int,
         patience_s: float,
         events: EventLog,
@@ -43,12 +44,11 @@ class Team:
         """Begin after `generation`, the last one of the heads before this one; `patience_s` as in
         `core.team.elect`. `may_rest`: one member trains alone where the others gain nothing.
         """
-        self._poll_s = {plan.spec.slot: plan.spec.poll_s for plan in plans}
-        """Of each member, in the order of the team."""
-        spec = plans[0].spec.team
-        self._leads = spec.members[0] if spec is not None and spec.split == "layers" else None
+        self.members = spec.members
+        """Its slots, in the order of the team."""
+        self._leads = spec.members[0] if spec.split == "layers" else None
         """Who alone can lead; `None`: every member can."""
-        self._patience_s = patience_s
+        self._poll_s, self._patience_s = poll_s, patience_s
         self._events, self._store = events, store
         self._secret = secrets.token_bytes(_SECRET_BYTES)
         self._election = Election(generation=generation)
@@ -57,19 +57,23 @@ class Team:
         self._advice: str | None = None
         self._saved: dict[str, float] = {}
         """The newest step that each member is known to have saved."""
+        self._reached: dict[str, float] = {}
+        """The step that each member told last."""
 
     def look(self, slots: Mapping[str, Slot], now_s: float) -> bool:
         """Take in how the members are, and say whether there are other orders. The generation is to
         be stored before they go out.
         """
-        for name in self._poll_s:
+        for name in self.members:
             saved_step = slots[name].training.last.saved_step
             if saved_step is not None:  # a process that has just begun knows of none
                 self._saved[name] = saved_step
-        if any(slots[name].phase is Phase.DONE for name in self._poll_s):
+            if (team := _told(slots[name])) is not None and team.step is not None:
+                self._reached[name] = team.step
+        if any(slots[name].phase is Phase.DONE for name in self.members):
             return False  # it is finished: another leader would do the end of it again
         before = self._election
-        members = [self._member(slots[name], now_s) for name in self._poll_s]
+        members = [self._member(slots[name], now_s) for name in self.members]
         self._election = now = elect(before, members, now_s, self._patience_s)
         if now.generation != before.generation:
             self._store.team(now.generation)
@@ -92,7 +96,7 @@ class Team:
         leader = self._election.leader
         if self._is_judged or leader is None:
             return ()
-        of_team = [slots[name] for name in self._poll_s]
+        of_team = [slots[name] for name in self.members]
         teams = {
             slot.slot: slot.status.team
             for slot in of_team
@@ -115,7 +119,7 @@ class Team:
             self._advice = f"{times.sentence}; with train.split: auto the others would rest"
             return ()
         why = f"{times.sentence}; `unpause` has it train all the same"
-        return [(name, why) for name in self._poll_s if name != fastest]
+        return [(name, why) for name in self.members if name != fastest]
 
     @property
     def orders(self) -> TeamOrders | None:
@@ -134,22 +138,12 @@ class Team:
         """Return why no member leads although one could, and what a team does not gain."""
         waits_for = self._election.waits_for
         no_leader = None if waits_for is None else f"the team has no leader: {waits_for}"
-        rests = (slots[name].orders.why for name in self._poll_s)
+        rests = (slots[name].orders.why for name in self.members)
         return tuple(dict.fromkeys(filter(None, [no_leader, self._advice, *rests])))
-
-    def is_finished(self, slots: Mapping[str, Slot]) -> bool:
-        """Say whether a member is done, and no other is about to be: those that were not together
-        with it at the end cannot learn the rest.
-        """
-        of_team = [slots[name] for name in self._poll_s]
-        if not any(slot.phase is Phase.DONE for slot in of_team):
-            return False
-        return not any(slot.phase is Phase.WORKING and _is_together(slot) for slot in of_team)
 
     def _member(self, slot: Slot, now_s: float) -> Member:
         is_up = slot.phase is Phase.WORKING and slot.ready
-        status = slot.status if slot.ready else None
-        team = None if status is None else status.team
+        team = _told(slot)
         # What an earlier head has seen of it, it may not have stored.
         is_unheard = slot.incarnation > 0 and slot.status is None
         return Member(
@@ -161,14 +155,30 @@ class Team:
             and slot.orders.hold is None
             and self._leads in {None, slot.slot},
             is_awaited=slot.phase in {Phase.WORKING, Phase.PAUSING} and not slot.ready,
-            late_s=_silent_s(slot, now_s) - self._poll_s[slot.slot],
+            late_s=_silent_s(slot, now_s) - self._poll_s,
             stored_step=math.inf if is_unheard else self._saved.get(slot.slot, NO_STATE),
             team=team,
+            reached_step=self._reached.get(slot.slot, NO_STATE),
         )
 
 
+def _told(slot: Slot) -> TeamStatus | None:
+    """Return what the present process of a slot tells."""
+    return slot.status.team if slot.ready and slot.status is not None else None
+
+
+def is_finished(members: Iterable[Slot]) -> bool:
+    """Say whether a member is done, and no other is about to be: those that were not together with
+    it at the end cannot learn the rest.
+    """
+    of_team = list(members)
+    if not any(slot.phase is Phase.DONE for slot in of_team):
+        return False
+    return not any(slot.phase is Phase.WORKING and _is_together(slot) for slot in of_team)
+
+
 def _is_together(slot: Slot) -> bool:
-    team = slot.status.team if slot.ready and slot.status is not None else None
+    team = _told(slot)
     return team is not None and team.lost is None and team.state is not TeamState.REJOINING
 
 

@@ -8,6 +8,7 @@ not read either. Names, reasons and errors may be hostile: they pass through `ce
 from __future__ import annotations
 
 import math
+import re
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +20,7 @@ from orchestrator.jobs.lifecycle import is_better
 from orchestrator.jobs.model import ENDED, ON_CARD, JobState, Standing
 from orchestrator.record.events import StoredEvent
 from orchestrator.record.jobs import QueueSnapshot
-from orchestrator.record.model import Row, finite
+from orchestrator.record.model import FIELDS, Row, finite
 from orchestrator.view.cells import clean, clock, moment
 from orchestrator.view.phrases import event_words, exception_line, fact_words
 from orchestrator.view.tables import Column, Table, TableRow, Tone, row_of
@@ -57,13 +58,16 @@ _COLUMNS: Final = (
     Column(key="settings", title="settings", priority=6, most_cells=60),
 )
 
+#: What JSON has of each slot of a team, as its row of the run does.
+_OF_TEAM: Final = ("team_state", "team_share_pct", "team_wire_s")
+
 #: A moment further away than this is shown with its day.
 _SAME_DAY_S: Final = 18 * 3600.0
 
 
 def current(snapshot: QueueSnapshot) -> tuple[Standing, ...]:
     """Return the standings with what their processes told last, those on a card first."""
-    standings = (_with_row(standing, snapshot.rows) for standing in snapshot.standings)
+    standings = (_with_row(each, snapshot.row_of(each)) for each in snapshot.standings)
 
     def order(standing: Standing) -> tuple[int, float]:
         start_s = standing.expected_start_s
@@ -72,8 +76,7 @@ def current(snapshot: QueueSnapshot) -> tuple[Standing, ...]:
     return tuple(sorted(standings, key=order))
 
 
-def _with_row(standing: Standing, rows: Mapping[str, Row]) -> Standing:
-    row = rows.get(standing.job.name)
+def _with_row(standing: Standing, row: Row | None) -> Standing:
     if row is None or standing.state not in {*ON_CARD, JobState.PARKED}:
         return standing
     told, rule = row.progress, standing.job.milestones
@@ -122,14 +125,14 @@ def jobs_table(snapshot: QueueSnapshot, standings: Sequence[Standing]) -> Table:
 
 
 def _job_row(standing: Standing, snapshot: QueueSnapshot) -> TableRow:
-    name, state, row = standing.job.name, standing.state, snapshot.rows.get(standing.job.name)
+    name, state, row = standing.job.name, standing.state, snapshot.row_of(standing)
     works = state is JobState.RUNNING and (row is None or row.state is WorkerState.RUNNING)
     step, best, at_step = standing.step, standing.best, standing.best_step
     steps = standing.job.steps or (row and row.progress.train_steps)  # a command tells its own
     texts = {
         "job": name,
         "state": state.value,
-        "where": standing.card,
+        "where": _where(standing, snapshot),
         "step": step if step is None or steps is None else f"{step}/{steps}",
         "metric": _figure(standing.value),
         "best": _figure(best) + ("" if best is None or at_step is None else f" at {at_step}"),
@@ -139,6 +142,18 @@ def _job_row(standing: Standing, snapshot: QueueSnapshot) -> TableRow:
     tone = STATE_TONES[state]
     reason = "" if works or state is JobState.DONE else clean(exception_line(standing.reason))
     return row_of(_COLUMNS, name, texts, {}, {"state": tone}, reason, tone)
+
+
+def _where(standing: Standing, snapshot: QueueSnapshot) -> str | None:
+    """Return the card of a job; of a team its cards, each with its share of the samples."""
+    shares = {row.slot: finite(row.team_share_pct) for row in snapshot.rows_of(standing)}
+    if standing.card is None or not any(shares.values()):
+        return standing.card
+    cards = standing.places.items()
+    return " + ".join(
+        card if (share := shares.get(slot)) is None else f"{card} {share:.0f}%"
+        for slot, card in cards
+    )
 
 
 def _figure(value: float | None) -> str:
@@ -159,8 +174,7 @@ def _time(standing: Standing, snapshot: QueueSnapshot) -> str | None:
 
 def _left_s(standing: Standing, snapshot: QueueSnapshot) -> float | None:
     """Return the seconds of work that a job has left; `None`: not known."""
-    name = standing.job.name
-    row = snapshot.rows.get(name)
+    row = snapshot.row_of(standing)
     eta_s = None if row is None else finite(row.progress.eta_s)
     if standing.state in ON_CARD and eta_s is not None:
         return eta_s
@@ -201,7 +215,8 @@ def job_object(standing: Standing, snapshot: QueueSnapshot) -> dict[str, Any]:
     ran_s = standing.ran_s + (here_s if standing.state in ON_CARD else 0.0)
     parked_s = standing.parked_s + (here_s if standing.state is JobState.PARKED else 0.0)
     ended_s = now_s if standing.ended_at_s is None else standing.ended_at_s
-    row = snapshot.rows.get(job.name)
+    rows = snapshot.rows_of(standing)
+    row = rows[0] if rows else None
     redone = None if row is None else row.progress.redone_steps
     row = row if standing.state in ON_CARD else None
     return {
@@ -216,9 +231,12 @@ def job_object(standing: Standing, snapshot: QueueSnapshot) -> dict[str, Any]:
         "job_priority": job.priority,
         "job_after": list(job.after),
         "job_attempt": standing.attempt,
-        "job_node": None if standing.card is None else standing.card.partition(":")[0],
+        "job_node": standing.card and re.sub(r":\d+", "", standing.card),
         "job_card": standing.card,
-        "job_slot": job.name if standing.state in ON_CARD else None,
+        "job_slot": job.name if standing.state in ON_CARD and not job.is_team else None,
+        "job_team": {each.slot: {key: FIELDS[key].value(each) for key in _OF_TEAM} for each in rows}
+        if job.is_team
+        else None,
         "job_step": standing.step,
         "job_steps": job.steps,
         "job_metric_name": _metric(standing),
@@ -271,7 +289,7 @@ def _mib(size_bytes: int | None) -> int | None:
 
 #: Of a job in JSON: what `time` says in its place, or what the name of the job or its card says.
 _UNTOLD: Final = frozenset(
-    {"id", "name", "node", "slot", "reason", "eta_s", "expected_start_unix_s"}
+    {"id", "name", "node", "slot", "team", "reason", "eta_s", "expected_start_unix_s"}
 )
 
 

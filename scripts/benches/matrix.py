@@ -2,8 +2,9 @@
 whether the same command goes on.
 
 Real Ray with two raylets: a run of three workers, or with `--jobs` the queue with trainings under
-`train.exact`, which must end with the weights of a queue that was left alone, and with a program
-that counts, and that notes if it ever runs twice at a time. After each kill
+`train.exact`, of which two are teams of both cards, and one of these preempts what runs. They must
+end with the weights of a queue that was left alone. A program among them counts, and notes if it
+ever runs twice at a time; no card may have two. After each kill
 nothing of the victim's is there ten seconds later, the store is sound, no counter goes back, and
 the counters grow again. A GCS, a head, and one of each kind at once end the run: then nothing of it
 is left, and the command is typed again.
@@ -32,6 +33,7 @@ import psutil
 
 from benches.common import ROOT, Result, amiss, progress
 from benches.outside import WITNESS, Ledger, Scene, called, is_dead, shared_files, within
+from orchestrator.record.jobs import queue_of
 from workers.host.processes import ENGINE_NAME
 from workers.keeper.keeper import NAME as KEEPER
 from workers.keeper.keeper import SERVER_NAME
@@ -199,6 +201,10 @@ class Course:
             ]
             program = _PROGRAM.format(counts=steps)
             jobs.insert(2, {"name": _COUNTER, "command": [sys.executable, "-c", program]})
+            both = {**_TRAIN, "steps": steps, "team": ["pc1", "pc2"]}
+            jobs.insert(1, {"name": "team", "train": both})
+            now = {"after": ["t0"], "priority": 1, "preempt": True}
+            jobs.append({"name": "urgent", "train": {**both, "steps": steps // 4}, **now})
             file.write_text(json.dumps({"jobs": jobs}))
             self._words = ["jobs", "run", str(file), "--rehearse", "--plain", *words]
         self._broken: list[str] = []
@@ -312,7 +318,18 @@ class Course:
             programs = [place for place, keeper in self._kept() if below(keeper.pid)]
             twice = [place for place, count in Counter(programs).items() if count > 1]
             self._demand(f"{place} has two programs at a time" for place in twice)
+            cards = Counter(map(self._card_of, set(programs)) if self._has_jobs else ())
+            twice = [card for card, count in cards.items() if card and count > 1]
+            self._demand(f"{card} has two programs at a time: {programs}" for card in twice)
             time.sleep(min(_LOOK_S, max(0.0, deadline_s - time.monotonic())))
+
+    def _card_of(self, place: str) -> str | None:
+        """Return the PC of the program in a folder; a rehearsed PC has one card."""
+        with contextlib.suppress(OSError, ValueError):  # of no training, or not written yet
+            return str(json.loads(Path(place, "spec.json").read_text("utf-8"))["spec"]["node"])
+        folder, name = self._scene.newest_run(), Path(place).name
+        standing = queue_of(folder).standings.get(name) if folder else None
+        return standing and standing.last_card
 
     def _demand(self, sentences: Iterable[str]) -> None:
         self._broken += [each for each in sentences if each not in self._broken]

@@ -15,8 +15,9 @@ from orchestrator.core.placement import Target, idle_line, listening_at, plan_sl
 from orchestrator.errors import ConfigError
 from orchestrator.jobs.spec import parse
 from orchestrator.run.environment import in_rehearsal
+from orchestrator.run.prediction import job_config
 from orchestrator.run.scaling import REHEARSAL_SCALE, scale_config
-from tests.factories import config_of
+from tests.factories import REFERENCE, config_of
 from workers.training.settings import TrainSettings
 
 NODES: dict[str, dict[str, Any]] = {
@@ -181,16 +182,43 @@ def test_each_mistake_is_one_sentence_at_its_line(
     assert said in f"{problem.text}; valid: {problem.valid}"
 
 
-def test_jobs_take_no_team_and_work_without_one() -> None:
+def test_jobs_work_without_the_team_of_a_run() -> None:
     base = without_team(team_of(["pc1", "pc2"]))
-    job = "jobs:\n  - {name: a, train: {preset: gpt-nano, team: [pc1, pc2]}}\n"
-    with pytest.raises(
-        ConfigError, match="cannot take several cards yet; valid: no team"
-    ) as caught:
-        parse(job, "night.yaml", base)
-    assert caught.value.problems[0].line == 2
     assert not members(base)
     assert with_team_alone(base) == base
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ("train: {team: [pc1, pc2/0]}", "a job takes whole cards, and 'pc2/0' is one worker of"),
+        ("train: {team: [pc1, pc3]}", "there is no PC 'pc3'; did you mean pc2?"),
+        ("train: {team: [pc1]}", "needs two members or more, and this one has pc1"),
+        ("train: {team: 5}", "train.team: 5 should be 'all', or be a valid list"),
+        ("train: {team: all}, nodes: [pc1]", "names the cards of a job, and so does nodes"),
+        ("train: {team: all}, pack: true", "names the cards of a job, and so does pack"),
+        ("train: {team: all, split: layers}", "'layers' is for `run`; the team of a job divides samples"),
+        (
+            "train: {lr: 1e-3}, sweep: {over: {team: [all]}}",
+            "is the same for all members of a sweep; valid: team below train",
+        ),
+    ],
+)
+def test_a_job_refuses_a_team_that_cannot_be(entry: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(f"jobs:\n  - {{name: a, {entry}}}\n", "night.yaml", REFERENCE)
+    (problem,) = caught.value.problems
+    assert problem.line == 2
+    assert said in str(problem)
+
+
+def test_a_job_of_a_team_may_be_swept_whatever_the_run_trains() -> None:
+    base = REFERENCE.model_copy(update={"train": TrainSettings(slots=3)})
+    sweep = "train: {team: [pc2, pc1]}, sweep: {over: {lr: [1e-3, 1e-4]}}"
+    jobs = parse(f"jobs:\n  - {{name: a, {sweep}}}\n", "night.yaml", base).jobs
+    assert [(job.is_team, job.nodes) for job in jobs] == [(True, ("pc2", "pc1"))] * 2
+    slots = [plan.spec.slot for plan in plan_slots(job_config(base, jobs[0]), Target())]
+    assert slots == ["pc1/0", "pc2/0"]
 
 
 def test_a_team_changes_nothing_of_what_is_trained() -> None:

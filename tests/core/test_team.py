@@ -92,6 +92,9 @@ LEFT = member("b", told(140, 3, lost=3, state=TeamState.REJOINING))
         (LED, [starting("a", 141), LEFT], None, 3),
         (LED, [starting("a", 140), LEFT], "b", 4),
         (LED, [starting("a", math.inf), LEFT], None, 3),
+        (LED, [replace(starting("a", 90), reached_step=141), LEFT], None, 3),
+        (LED, [replace(starting("a", 90), reached_step=140), LEFT], "b", 4),
+        (LED, [member("a", told(120), process=1, reached_step=200), LEFT], "b", 4),
         (LED, [member("a", gone="its PC is lost", stored_step=math.inf), LEFT], "b", 4),
         (LED, [member("a", told(None), process=1, stored_step=141), LEFT], None, 3),
         # Who has no state may not define it.
@@ -117,6 +120,7 @@ def test_who_leads(
         ([DEAD, LEFT, replace(HELPER, slot="c", team=told(139, 3))], 1.0, "b"),
         ([starting("a", 141), LEFT], PATIENCE_S, "b"),
         ([starting("a", math.inf), LEFT], PATIENCE_S, "b"),
+        ([replace(starting("a"), reached_step=7), member("b", told(0))], PATIENCE_S, "b"),
         ([member("a", told(None), process=1, stored_step=141), LEFT], PATIENCE_S, "b"),
         ([replace(DEAD, stored_step=50), member("b", told(0))], 1e6, None),
     ],

@@ -141,6 +141,79 @@ def test_a_card_that_is_not_here_is_named() -> None:
 # --- two on a card
 
 
+# --- teams
+
+
+def of_team(name: str, pcs: tuple[str, ...] = ("pc1", "pc2"), **more: object) -> Candidate:
+    overrides = {"train.team": list(pcs)}
+    return unknown(name, overrides=overrides, nodes=pcs, **more)
+
+
+def test_a_team_starts_on_all_of_its_cards_or_none() -> None:
+    team = of_team("team")
+    (start,) = plan([team], CARDS, (), 0.0).starts
+    assert (start.card, start.budget_bytes, start.alone) == ("pc1+pc2", SLOW.room_bytes, True)
+    assert plan([team], CARDS, running(600.0), 0.0).reasons == {
+        "team": "pc1+pc2 runs base for about 10m more"
+    }
+    away = (FAST, replace(SLOW, closed="pc2 is not there"))
+    assert plan([team], away, (), 0.0).reasons == {"team": "pc1+pc2 is closed: pc2 is not there"}
+
+
+def test_what_comes_after_a_team_waits_for_its_cards_and_others_do_not() -> None:
+    third = replace(SLOW, name="pc3", node="pc3")
+    jobs = [of_team("team", priority=1), job_of("a", nodes=("pc2",)), unknown("b", nodes=("pc3",))]
+    found = plan(jobs, (*CARDS, third), running(600.0), 0.0)
+    assert places(found) == {"b": "pc3"}
+    assert found.reasons["a"] == "1 job goes first on pc2"
+    # One that is away for days keeps no card from others.
+    away = (FAST, replace(SLOW, closed="pc2 is not there"))
+    assert places(plan([jobs[0], job_of("a")], away, (), 0.0)) == {"a": "pc1"}
+
+
+@given(st.lists(st.tuples(st.sampled_from(["12", "23", "31", "1", "2", "3"]), st.integers(0, 2))))
+def test_no_two_teams_wait_for_each_other(drawn: list[tuple[str, int]]) -> None:
+    cards = [replace(SLOW, name=f"pc{n}", node=f"pc{n}") for n in (1, 2, 3)]
+    left = {
+        f"j{n}": (of_team if len(on) > 1 else unknown)(f"j{n}", **{"priority": priority, **_on(on)})
+        for n, (on, priority) in enumerate(drawn)
+    }
+    there: list[Place] = []
+    while left or there:
+        starts = plan([*left.values()], cards, there, 0.0).starts
+        there += starts
+        for start in starts:
+            del left[start.job]
+        taken = [card for place in there for card in place.cards]
+        assert len(set(taken)) == len(taken)
+        assert there, "nothing runs, and nothing starts"
+        del there[0]
+
+
+def _on(numbers: str) -> dict[str, tuple[str, ...]]:
+    return {"pcs" if len(numbers) > 1 else "nodes": tuple(f"pc{n}" for n in numbers)}
+
+
+def test_a_team_leaves_as_one_and_all_leave_for_it() -> None:
+    urgent = unknown("urgent", priority=1, preempt=True, nodes=("pc2",))
+    team = running(HOUR, "team", card="pc1+pc2", yields=True)
+    assert plan([urgent], CARDS, team, 0.0).recalls == {"team": "urgent"}
+    first = of_team("first", priority=1, preempt=True)
+    both = [*running(HOUR, "a", yields=True), *running(HOUR, "b", card="pc2", yields=True)]
+    assert plan([first], CARDS, both, 0.0).recalls == {"a": "first", "b": "first"}
+    both[1] = replace(both[1], yields=False)
+    assert not plan([first], CARDS, both, 0.0).recalls
+
+
+def test_each_card_of_a_team_must_hold_its_model() -> None:
+    job = of_team("team").job
+    assert never_fits(job, 5 * GIB, CARDS) is None
+    assert never_fits(job, 9 * GIB, CARDS) == (
+        "needs at least 9.0 GiB; the smallest card of its team gives 5.8 GiB (pc1+pc2)"
+    )
+    assert never_fits(job, None, (FAST,)) is not None
+
+
 def packable(name: str, **rest: object) -> Candidate:
     return job_of(name, **{"memory_bytes": 4 * GIB, "pack": True, **rest})  # type: ignore[arg-type]
 

@@ -21,6 +21,7 @@ OF_JOBS = st.fixed_dictionaries(
         "pack": st.booleans(),
         "memory_bytes": st.sampled_from([None, 2 * GIB, 9 * GIB]),
         "hours": st.sampled_from([None, (0, 720), (720, 0)]),
+        "overrides": st.sampled_from([{}, {"train.team": "all"}]),
         "milestones": st.sampled_from([None, ASHA]),
     }
 )
@@ -119,7 +120,7 @@ class AnyQueue(RuleBasedStateMachine):
     def cards_hold_what_is_on_them(self) -> None:
         standings = [self.scene.queue.standings[name] for name in self.scene.on_card]
         for card in self.scene.cards:
-            there = [each for each in standings if each.card == card.name]
+            there = [each for each in standings if card.name in each.places.values()]
             assert len(there) <= 2
             assert len(there) <= 1 or not any(each.alone for each in there)
             assert sum(each.budget_bytes or 0 for each in there) <= card.room_bytes

@@ -40,6 +40,8 @@ from workers.messages import (
     Ending,
     Orders,
     Progress,
+    TeamState,
+    TeamStatus,
     Verdict,
     WorkerState,
 )
@@ -118,7 +120,7 @@ class JobsFleet(ScriptedFleet):
         return self.program_steps.get(slot, 20) if job.command is not None else job.steps
 
     def _begins(self, slot: str, process: Process, begin: Begin) -> None:
-        process.state, process.train_step = slot, 0
+        process.state, process.train_step = slot.partition("/")[0], 0
         if self._job(slot).command is not None:
             self.starts[slot] += 1
         elif begin.checkpoint is not None:
@@ -199,6 +201,13 @@ class JobsFleet(ScriptedFleet):
             status["checkpoint"] = CheckpointPiece(
                 number=number, offset_bytes=0, total_bytes=len(data), data=data
             )
+        orders = self._actors[slot].orders
+        if self.specs[slot].team is not None:
+            generation = None if orders is None or orders.team is None else orders.team.generation
+            state = TeamState.REJOINING if generation is None else TeamState.TOGETHER
+            status["team"] = TeamStatus(
+                state=state, listens=f"{slot}:1", generation=generation, step=last, share_pct=50.0
+            )
         status["save_due"] = bool(data)
         status["progress"] = Progress(
             train_step=last,
@@ -258,7 +267,10 @@ class JobsRun(HeadScene):
         queue = queue.with_submitted(submitted)
         self.store.queue(queue)
         self.store.commit()
-        self.fleet = JobsFleet(self.clock, lambda job: self.dispatcher.queue.standings[job].job)
+        self.fleet = JobsFleet(
+            self.clock,
+            lambda slot: self.dispatcher.queue.standings[slot.partition("/")[0]].job,
+        )
         for name in NODES:
             if name not in absent:
                 self.fleet.join(name)
@@ -393,6 +405,11 @@ def short(name: str, steps: int = 100, **more: Any) -> Job:
     return training(name, steps=steps, **more)
 
 
+def team(name: str, steps: int = 100, **more: Any) -> Job:
+    pcs = ("pc1", "pc2")
+    return short(name, steps, overrides={"train.team": list(pcs)}, nodes=pcs, **more)
+
+
 def check_ends(run: JobsRun) -> None:
     """Each job was done once, each training by its steps in their order, and never two on a card."""
     standings = run.standings()
@@ -402,7 +419,8 @@ def check_ends(run: JobsRun) -> None:
             assert standing.sha256 == hash_after(name, standing.job.steps)
     done = Counter[str]()
     for before, after in pairwise(run.store.history):
-        on_card = [standing.card for standing in after.values() if standing.state in ON_CARD]
+        there = [standing for standing in after.values() if standing.state in ON_CARD]
+        on_card = [card for standing in there for card in standing.places.values()]
         assert len(set(on_card)) == len(on_card), on_card
         for name, was in before.items():
             done[name] += was.state in ON_CARD and after[name].state in _WORK_DONE

@@ -103,7 +103,9 @@ def exporting(folder: Path) -> tuple[JobFiles, Callable[[], tuple[JobState, str]
     files = JobFiles(folder / "jobs", one_machine=True, events=log)
     (folder / "states").mkdir()
     spec = spec_of()
-    spec = replace(spec, workload=replace(spec.workload, settings={"model": str(folder)}))
+    spec = replace(
+        spec, slot="one", workload=replace(spec.workload, settings={"model": str(folder)})
+    )
     return files, lambda: files.left_by(short("one"), 1, lambda: spec, 0.0)
 
 

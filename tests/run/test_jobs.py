@@ -30,7 +30,7 @@ from orchestrator.record.archive import read_run
 from orchestrator.record.command_file import any_waits
 from tests.factories import CPU, MEMORY, REFERENCE
 from tests.jobs.scene import command
-from tests.run.jobs_scene import HeadDiesError, JobsMaker, check_ends, hash_after, short
+from tests.run.jobs_scene import HeadDiesError, JobsMaker, check_ends, hash_after, short, team
 from workers.messages import Cause, Ending, Verdict, WorkerState
 from workers.units import GIB, MIB
 
@@ -127,6 +127,7 @@ def test_a_node_that_is_back_in_time_keeps_its_job(new_jobs: JobsMaker) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_heads_may_die_at_any_moment(new_jobs: JobsMaker, seed: int) -> None:
     jobs = [short(f"t.{number}", 120) for number in range(4)]
+    jobs += [team("both", 120), team("urgent", 60, priority=1, preempt=True, after=("t.2",))]
     follower = command("eval", after=("t.1",))
     run, heads = new_jobs(*jobs, follower), 0
     while True:

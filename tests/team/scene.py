@@ -27,7 +27,9 @@ MODULES = ("torch._dynamo", "pydantic", "psutil")
 SECRET = bytes(range(32))
 
 
-def member_spec(slot: str, members: Sequence[str], keys: dict[str, Any]) -> WorkerSpec:
+def member_spec(
+    slot: str, members: Sequence[str], keys: dict[str, Any], address: str = "127.0.0.1"
+) -> WorkerSpec:
     """Return the spec of one member."""
     settings = {
         "preset": "tests.team.tasks:gpt", "batch": 32, "steps": 40, "precision": "fp32",
@@ -41,7 +43,7 @@ def member_spec(slot: str, members: Sequence[str], keys: dict[str, Any]) -> Work
         workers_on_host=64,
         team=TeamSpec(
             members=tuple(members),
-            listen="127.0.0.1:0",
+            listen=f"{address}:0",
             split=keys.get("split", "data"),
             budgets_bytes=tuple(range(len(members), 0, -1)),
         ),
@@ -56,14 +58,18 @@ class Team:
 
     def __init__(
         self, server: ForkServer, folder: Path, members: int = 2, seed: int | None = None,
-        paces: dict[int, dict[str, Any]] | None = None, **keys: Any,
+        paces: dict[int, dict[str, Any]] | None = None,
+        networks: dict[int, tuple[int, str]] | None = None, **keys: Any,
     ) -> None:  # fmt: skip
+        """`networks`: of members in the network of another process, its number and their address."""
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.members = folder, [f"pc{number}/0" for number in range(members)]
         self._server, self._seed, self._keys, self._paces = server, seed, keys, paces or {}
+        self._networks = networks or {}
         self.children: dict[str, Child] = {}
         self._incarnations = dict.fromkeys(self.members, -1)
-        self.generation, self.leader, self.address = 0, "", ""
+        self.generation, self.leader = 0, ""
+        self._named = "", ""
         self.able = self.members[:1] if keys.get("split") == "layers" else self.members
         """Who may lead."""
         self.stopped: set[str] = set()
@@ -85,10 +91,13 @@ class Team:
         self._incarnations[slot] += 1
         given = self.folder / f"{self._name(slot)}.given"
         number = self.members.index(slot)
-        spec = member_spec(slot, self.members, self._keys)
+        inside, address = self._networks.get(number, (None, "127.0.0.1"))
+        spec = member_spec(slot, self.members, self._keys, address)
         seed = None if self._seed is None else self._seed + 10 * number + self._incarnations[slot]
         pace = self._paces.get(number, {})
-        given.write_bytes(pickle.dumps((self.folder, spec, pace, self._incarnations[slot], seed)))
+        given.write_bytes(
+            pickle.dumps((self.folder, spec, pace, self._incarnations[slot], seed, inside))
+        )
         (self.folder / f"{self._name(slot)}.json").unlink(missing_ok=True)
         if slot in self.children:
             self.children.pop(slot).close()
@@ -100,7 +109,13 @@ class Team:
         if number == signal.SIGSTOP:
             self.stopped.add(slot)
         if number == signal.SIGCONT:
-            self.stopped.discard(slot)
+            self.hears_again(slot)
+
+    def hears_again(self, slot: str) -> None:
+        """Have a slot that was `stopped` get its orders."""
+        self.stopped.discard(slot)
+        if self.generation:
+            self.order(*self._named)
 
     def status(self, slot: str) -> dict[str, Any] | None:
         """Return the last status of the present process."""
@@ -128,7 +143,7 @@ class Team:
             return
         is_lost = (
             self.leader not in teams
-            or teams[self.leader]["listens"] != self.address
+            or teams[self.leader]["listens"] != self._named[1]
             or any(team["lost"] == self.generation for team in teams.values())
         )
         waiting = {
@@ -144,15 +159,17 @@ class Team:
         self.order(self.leader, waiting[self.leader]["listens"])
 
     def order(self, leader: str, address: str) -> None:
-        """Name a leader."""
-        self.address = address
+        """Name a leader to all members that can be reached."""
+        self._named = leader, address
         said = {
             "generation": self.generation, "leader": leader, "address": address,
             "secret": SECRET.hex(),
         }  # fmt: skip
-        half = self.folder / "orders.half"
-        half.write_text(json.dumps(said))
-        half.replace(self.folder / "orders.json")
+        for slot in self.members:
+            if slot not in self.stopped:
+                half = self.folder / "orders.half"
+                half.write_text(json.dumps(said))
+                half.replace(self.folder / f"{self._name(slot)}.orders")
 
     def step(self) -> int:
         """Return the newest step that was logged."""

@@ -91,8 +91,8 @@ def test_who_only_repeats_is_no_leader(listener: socket.socket) -> None:
     theirs = in_thread(lambda: wire.connect(address_of(listener), SECRET))
     with closing(listener.accept()[0]) as end:
         end.sendall(wire._MARK + bytes(32))
-        said = end.recv(64, socket.MSG_WAITALL)
-        end.sendall(said[32:])
+        end.recv(40, socket.MSG_WAITALL)
+        end.sendall(end.recv(32, socket.MSG_WAITALL))
         with pytest.raises(LostError, match="does not know the secret"):
             theirs()
 
@@ -105,10 +105,10 @@ def recorded(listener: socket.socket) -> bytes:
         end = door.accept()[0]
         with closing(end), closing(socket.create_connection(listener.getsockname())) as on:
             ours = in_thread(lambda: wire.accepted(listener.accept()[0], SECRET))
-            end.sendall(on.recv(40, socket.MSG_WAITALL))
-            said += end.recv(64, socket.MSG_WAITALL)
-            on.sendall(said)
-            end.sendall(on.recv(32, socket.MSG_WAITALL))
+            for length in (40, 32):
+                end.sendall(on.recv(length, socket.MSG_WAITALL))
+                said += (each := end.recv(length, socket.MSG_WAITALL))
+                on.sendall(each)
             theirs().tell(Kind.HELLO, 0, slot="pc1/0", generation=1)
             end.settimeout(0.2)
             with suppress(TimeoutError):
@@ -146,7 +146,7 @@ def test_what_is_no_frame_ends_the_connection(
     ends: tuple[Connection, Connection], sent: bytes
 ) -> None:
     ours, theirs = ends
-    theirs._out.sendall(sent)
+    theirs._end.sendall(sent)
     theirs.end_sending()
     with pytest.raises(LostError):
         ours.head()

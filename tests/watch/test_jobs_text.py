@@ -70,6 +70,25 @@ def test_hostile_text_is_one_harmless_line() -> None:
     assert (job["job_metric"], job["job_best"]) == (None, None)
 
 
+def test_a_team_is_one_row_with_the_share_of_each_card() -> None:
+    job = replace(make_job("fine"), overrides={"train.team": "all"})
+    fine = replace(TRAINED, job=job, last_card="pc1:1+pc2", step=30)
+    shares = (("fine/pc1/1", 40, 62.4), ("fine/pc2/0", 41, None))
+    rows = {
+        slot: make_row(slot=slot, team_share_pct=share, progress=Progress(train_step=step))
+        for slot, step, share in shares
+    }
+    queue = queue_of(fine, rows=rows)
+    (row,) = jobs_table(queue).rows
+    assert [row.cells[index].text for index in (0, 2, 3)] == ["fine", "pc1:1 62% + pc2", "41/100"]
+    (told,) = queue_object(queue)["jobs"]
+    assert (told["job_card"], told["job_node"], told["job_slot"]) == ("pc1:1+pc2", "pc1+pc2", None)
+    assert {slot: each["team_share_pct"] for slot, each in told["job_team"].items()} == {
+        "fine/pc1/1": 62.4,
+        "fine/pc2/0": None,
+    }
+
+
 def test_what_a_process_told_last_counts() -> None:
     row = make_row(slot="lr-0", reason="steady", progress=Progress(train_step=60, loss=2.5))
     (standing,) = view.current(queue_of(TRAINED, rows={"lr-0": row}))

@@ -1,18 +1,18 @@
-"""Where the thread that speaks with the team leaves work for the thread that computes.
+"""Where the threads that speak with the team leave work for the thread that computes.
 
 The engine's loop stays in charge of the latter: it calls `part` with so many samples as fit, again
 after an out-of-memory, and looks at its orders while there is nothing to do. So the former never
-computes, and the latter never waits for a socket.
+compute, and the latter sends no tensor.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from workers.messages import TeamOrders
 from workers.team.shares import Rows
@@ -22,83 +22,71 @@ from workers.training.trainer import MicroBatch, Trainer
 #: A computing thread that has not come for so long is elsewhere: held, or without memory.
 AWAY_S: Final = 10.0
 
+#: How long threads sleep that nothing wakes up.
+LOOK_S: Final = 0.05
+
 
 class LeftError(Exception):
     """This member is no longer what it was in the team; the text says why."""
 
 
-@dataclass(eq=False)
-class Work:
-    """What the computing thread is to do, in one part or more."""
-
-    is_done: bool = False
-
-    def part(self, trainer: Trainer, most_rows: int, level: int, /) -> MicroBatch:
-        """Do a part; raises whatever the training does."""
-        raise NotImplementedError
-
-
 @dataclass(eq=False, kw_only=True)
-class ComputeRows(Work):
-    """Add the gradients of some rows to the sums."""
+class Compute:
+    """Add the gradients of some rows to the sums, in one part or more."""
 
-    rows: Rows
-    anew: bool
+    rows: Rows | None
+    """`None`: there are none yet, and only `then` is called."""
+    then: Callable[[int], None]
+    """Called by the computing thread with how many rows it computes at once at most."""
+    anew: bool = False
     """Whether they are the first of this step."""
-    keep: OwnSums | None
+    keep: OwnSums | None = None
     """Takes their sums, which are then of nothing else; `None`: others may be added."""
     _is_given: bool = False
 
-    def part(self, trainer: Trainer, most_rows: int, level: int, /) -> MicroBatch:
+    def part(self, trainer: Trainer, most_rows: int, level: int) -> MicroBatch | None:
         """Compute some of the rows."""
+        if self.rows is None:
+            return None
         if not self._is_given:
             if self.anew or self.keep is not None:
                 trainer.drop_sums()
             trainer.give(self.rows.first, self.rows.rows)
             self._is_given = True
         done = trainer.micro_batch(most_rows, level)
-        if not trainer.has_rows:
-            if self.keep is not None:
-                self.keep.take(self.rows.unit)
-            self.is_done = True
+        if self.keep is not None and not trainer.has_rows:
+            self.keep.take(self.rows.unit)
         return done
 
 
-@dataclass(eq=False, kw_only=True)
-class Finish(Work):
-    """Update, with the sums of all in the place of the own ones where others have some."""
+@dataclass(eq=False)
+class Change:
+    """Change the state of the training: by an update, or to that of another member."""
 
-    total: tuple[float, list[bool]] | None = None
-    """The loss, and which parameters have a gradient; the gradients are in `OwnSums.total`."""
-    sums: OwnSums
-    agreed: Callable[[float, float], tuple[float, float]] = lambda *own: own
-    """See `Accumulator.finish`."""
-
-    def part(self, trainer: Trainer, _: int, level: int, /) -> MicroBatch:
-        """Update."""
-        if self.total is not None:
-            trainer.write_sums(self.sums.total, *self.total)
-        trainer.finish(self.agreed)
-        self.is_done = True
-        return MicroBatch(rows=0, level=level, updated=True)
+    change: Callable[[Trainer], None]
+    updates: bool
 
 
-@dataclass(eq=False, kw_only=True)
-class Load(Work):
-    """Go on from the state of the leader."""
+def update_with(
+    sums: OwnSums,
+    total: tuple[float, list[bool]] | None,
+    agreed: Callable[[float, float], tuple[float, float]],
+) -> Change:
+    """Return an update with the sums of all, or with the own ones where no other has some.
 
-    state: Mapping[str, Any]
+    `total`: the loss, and which parameters have a gradient; `agreed`: see `Accumulator.finish`.
+    """
 
-    def part(self, trainer: Trainer, _: int, level: int, /) -> MicroBatch:
-        """Load it."""
-        weights = {**trainer.model.state_dict(), **self.state["weights"]}
-        trainer.load({**self.state, "weights": weights})
-        self.is_done = True
-        return MicroBatch(rows=0, level=level, updated=False)
+    def update(trainer: Trainer) -> None:
+        if total is not None:
+            trainer.write_sums(sums.total, *total)
+        trainer.finish(agreed)
+
+    return Change(update, updates=True)
 
 
 class Desk:
-    """What both threads share; `changed` guards all of it."""
+    """What the threads share; `changed` guards all of it."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition(threading.RLock())
@@ -111,11 +99,9 @@ class Desk:
         """The step of the state, and the checksum of the weights that are trained."""
         self.constant = 0
         """The checksum of those that are not."""
-        self.most_rows = 1
-        """As many samples as were computed at once last, at most."""
         self.is_here = False
         """Whether the computing thread has come since the last update: it may save before."""
-        self._work: Work | None = None
+        self._work: Compute | Change | None = None
         self._is_busy = False
         self._seen_s = 0.0
 
@@ -135,12 +121,14 @@ class Desk:
             self.is_here = False
             self.changed.notify_all()
 
-    def obey(self, orders: TeamOrders | None) -> None:
-        """Take newer orders; older ones change nothing."""
+    def obey(self, orders: TeamOrders | None) -> bool:
+        """Take newer orders, and say so; older ones change nothing."""
         with self.changed:
-            if orders and (self.orders is None or orders.generation > self.orders.generation):
-                self.orders = orders
-                self.changed.notify_all()
+            if not orders or (self.orders and orders.generation <= self.orders.generation):
+                return False
+            self.orders = orders
+            self.changed.notify_all()
+            return True
 
     def wait(self, seconds: float) -> bool:
         """Wait at most so long for work; say whether there is some. For the computing thread."""
@@ -166,30 +154,45 @@ class Desk:
                 self.changed.notify_all()
 
     def part(self, most_rows: int, level: int) -> MicroBatch | None:
-        """Do a part of the work, of at most so many samples; `None`: there is none any more."""
+        """Do a part of the work, of at most so many samples; `None`: it was of no samples."""
         with self.busy():
-            work, trainer, self.most_rows = self._work, self.trainer, most_rows
+            work, trainer = self._work, self.trainer
+            done: MicroBatch | None = None
             if work is None or trainer is None:
-                return None
-            done = work.part(trainer, most_rows, level)
-            if work.is_done and not isinstance(work, ComputeRows):
+                return done
+            if isinstance(work, Change):
+                work.change(trainer)
+                done = MicroBatch(rows=0, level=level, updated=work.updates)
                 self.version = trainer.step, checksum(trainer.parameters)
                 self.is_here = False
-            if work.is_done and self._work is work:
-                self._work = None
+            else:
+                done = work.part(trainer, most_rows, level)
+                if work.rows is not None and trainer.has_rows:
+                    return done
+            with self.changed:
+                if self._work is work:
+                    self._work = None
+            if isinstance(work, Compute):
+                work.then(most_rows)
             return done
 
-    def do(self, work: Work, wait: Callable[[], None]) -> None:
-        """Have it done. `wait` waits for `changed`, and may raise."""
-        with self.changed:
-            self.give(work)
-            while self._work is work:
-                wait()
+    def do(self, change: Change) -> None:
+        """Have the state changed: what is decided counts, whichever member leads by then.
 
-    def give(self, work: Work) -> None:
-        """Leave work for the computing thread. With the lock."""
-        self._work = work
-        self.changed.notify_all()
+        Raises:
+            LeftError: It is not computed.
+        """
+        with self.changed:
+            self.give(change)
+            while self._work is change:
+                self.attended()
+                self.changed.wait(LOOK_S)
+
+    def give(self, work: Compute | Change | None) -> None:
+        """Leave work for the computing thread in the place of what was there."""
+        with self.changed:
+            self._work = work
+            self.changed.notify_all()
 
     def clear(self) -> None:
         """Take back what is not done, and wait until nothing of it is being done."""
@@ -212,6 +215,11 @@ class Desk:
         if self.orders is not orders:
             raise LeftError("there are newer orders")
         return self.attended()
+
+    def wait_for_news(self, orders: TeamOrders) -> None:
+        """Sleep until something happens. With the lock; raises as `check`."""
+        self.check(orders)
+        self.changed.wait(LOOK_S)
 
     def attended(self) -> tuple[Trainer, OwnSums]:
         """Return the training and its sums, as long as it is computed.

@@ -62,6 +62,7 @@ class Member:
         self._steps: deque[Stepped] = deque(maxlen=_STEPS)
         self._pace = Pace()
         self._leader: Leader | None = None
+        self._following: Following | None = None
         self._state = TeamState.REJOINING
         self._generation: int | None = None
         self._lost: int | None = None
@@ -99,7 +100,8 @@ class Member:
 
     def obey(self, orders: TeamOrders | None) -> None:
         """Take orders; smaller generations change nothing."""
-        self._desk.obey(orders)
+        if self._desk.obey(orders) and (following := self._following) is not None:
+            following.ping()  # which ends it
 
     def wait(self, seconds: float) -> bool:
         """Wait at most so long for something to compute; say whether there is something."""
@@ -160,14 +162,15 @@ class Member:
         self._events.append((name, figures))
 
     def _accept(self) -> None:
-        """Let members in while this one leads, and tell them that it lives."""
+        """Let members in while this one leads, and tell the others that it lives."""
         self._listener.settimeout(wire.PING_EVERY_S)
         pinged_s = time.monotonic()
         while True:
             leader = self._leader
-            if leader is not None and time.monotonic() - pinged_s >= wire.PING_EVERY_S:
+            acting = leader or self._following
+            if acting is not None and time.monotonic() - pinged_s >= wire.PING_EVERY_S:
                 pinged_s = time.monotonic()
-                leader.ping()
+                acting.ping()
             try:
                 end, whence = self._listener.accept()
             except TimeoutError:
@@ -189,7 +192,7 @@ class Member:
             finally:
                 self._strangers.release()
             leader.serve(connection)
-        except LostError as error:
+        except (LostError, LookupError, TypeError, ValueError) as error:
             self._event("team_refused", count=1, address=whence, reason=str(error))
 
     def _live(self) -> None:
@@ -238,11 +241,13 @@ class Member:
 
     def _follow(self, orders: TeamOrders) -> None:
         following = Following(self._desk, self._slot, orders, self._identity)
+        self._following = following
         try:
             following.join(self._reached or 0)
             self._lost, self._state = None, TeamState.TOGETHER
             following.follow(self._stepped)
         finally:
+            self._following = None
             following.close()
             if self._state is TeamState.TOGETHER:
                 self._reached = self._desk.version[0]

@@ -99,10 +99,12 @@ class Shares:
         return sum(rows.rows for rows in self._members[member].done)
 
     def give(self, member: str, most_rows: int, now_s: float) -> Rows | None:
-        """Return rows for a member that has none under way; `None`: others will be done sooner, or
-        nothing is left now.
+        """Return rows for a member; `None`: it has some, others will be done sooner, or nothing is
+        left now.
         """
         own = self._members[member]
+        if own.under_way is not None:
+            return None
         given = self._fixed_rows(member) if self._fixed else self._rows(member, most_rows, now_s)
         if given is not None:
             own.under_way, own.since_s, own.asked_in = given, now_s, self._step

@@ -58,6 +58,8 @@ def split_weights(trainer: Trainer) -> tuple[dict[str, Tensor], dict[str, Tensor
 class Sums:
     """The sums of some rows, and what belongs to them."""
 
+    unit: int
+    """Its place among all that are added up."""
     flat: Tensor
     """Those of all gradients, on the host; empty where another member has them."""
     rows: int
@@ -79,22 +81,30 @@ class OwnSums:
 
     def clear(self) -> None:
         """Forget them: another step begins."""
-        self._free += [each.flat for each in self.units.values()]
+        self._free += [each.flat for each in self.units.values() if each.flat is not self.total]
         self.units = {}
 
-    def take(self, unit: int) -> None:
-        """Copy the present sums of the training."""
-        if (before := self.units.pop(unit, None)) is not None:
-            self._free.append(before.flat)
-        flat = self._free.pop() if self._free else self._new()
+    def take(self, unit: int, *, in_total: bool = False) -> None:
+        """Copy the present sums of the training; `in_total`: to where the total will be, whose
+        chunks come after the own ones were sent.
+        """
+        if in_total:
+            flat = self.total
+        elif unit in self.units:
+            flat = self.units[unit].flat
+        else:
+            flat = self._free.pop() if self._free else self._new()
         loss, used = self._trainer.read_sums(flat)
-        self.units[unit] = Sums(flat, self._trainer.done_rows, loss, used)
+        self.units[unit] = Sums(unit, flat, self._trainer.done_rows, loss, used)
+
+    @property
+    def in_order(self) -> list[Sums]:
+        """The sums by their places."""
+        return [self.units[unit] for unit in sorted(self.units)]
 
     def said(self) -> list[list[Any]]:
         """Describe them for another member."""
-        return [
-            [unit, each.rows, each.loss, each.used] for unit, each in sorted(self.units.items())
-        ]
+        return [[each.unit, each.rows, each.loss, each.used] for each in self.in_order]
 
     def _new(self) -> Tensor:
         return like_all([self._trainer.flat_sums], pinned=self._on_card)[0]

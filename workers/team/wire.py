@@ -19,8 +19,7 @@ import secrets
 import socket
 import struct
 import threading
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from enum import IntEnum
 from typing import Any, Final, NamedTuple
 
@@ -28,19 +27,14 @@ from typing import Any, Final, NamedTuple
 SILENT_S: Final = 2.0
 PING_EVERY_S: Final = 0.5
 
-#: For the whole proof, so that no stranger holds a connection open byte by byte.
-_PROOF_S: Final = 5.0
-
 #: Of a tensor in one frame.
 CHUNK_BYTES: Final = 1 << 20
 #: Of JSON: the description of a state has some 100 bytes for each tensor.
 _MOST_JSON_BYTES: Final = 32 << 20
-_SMALL_BYTES: Final = 4096
-_BUFFER_BYTES: Final = 4 << 20
 
 _MARK: Final = b"OOMteam1"
-_NONCE_BYTES: Final = 32
-_DIGEST_BYTES: Final = 32
+_DRAWN_BYTES: Final = 32
+_PROOF_BYTES: Final = 32
 _HEAD: Final = struct.Struct("<8sBIQ")
 
 
@@ -86,14 +80,16 @@ class Connection:
 
     def __init__(self, end: socket.socket, send_patience_s: float = SILENT_S) -> None:
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-            end.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
-        end.settimeout(SILENT_S)
-        # Of its own, because a timeout belongs to the object.
-        self._end, self._out = end, end.dup()
-        self._out.settimeout(send_patience_s)
-        self._sending = threading.Lock()
-        self.is_closed = False
+        # The kernel's deadlines, which differ by direction; Python has one for both.
+        end.settimeout(None)
+        for option, seconds in (
+            (socket.SO_RCVTIMEO, SILENT_S),
+            (socket.SO_SNDTIMEO, send_patience_s),
+        ):
+            end.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", int(seconds), 0))
+        self._end, self._sending = end, threading.Lock()
+        self._why: str | None = None
+        """Why it was closed here."""
 
     def send(self, kind: Kind, round_: int = 0, data: Any = b"") -> None:  # noqa: ANN401 - bytes
         """Send a frame.
@@ -102,13 +98,8 @@ class Connection:
             LostError: The other end takes nothing.
         """
         view = memoryview(data).cast("B")
-        head = _HEAD.pack(_MARK, kind, round_, len(view))
         with self._sending:
-            if len(view) <= _SMALL_BYTES:  # one packet
-                self._send(memoryview(head + view))
-            else:
-                self._send(memoryview(head))
-                self._send(view)
+            self._send(memoryview(_HEAD.pack(_MARK, kind, round_, len(view))), view)
 
     def tell(self, kind: Kind, round_: int = 0, **said: Any) -> None:  # noqa: ANN401 - JSON
         """Send a frame of JSON."""
@@ -131,19 +122,19 @@ class Connection:
         while True:
             mark, kind, round_, length = _HEAD.unpack(self._exactly(_HEAD.size))
             most_bytes = CHUNK_BYTES if kind == Kind.CHUNK else _MOST_JSON_BYTES
-            if mark != _MARK or kind not in set(Kind) or length > most_bytes:
+            if mark != _MARK or kind > Kind.CALL or length > most_bytes:
                 raise LostError("it speaks another protocol")
             if kind != Kind.PING:
                 return Head(Kind(kind), round_, length)
 
     def said(self, head: Head) -> Mapping[str, Any]:
-        """Return the JSON that follows a header.
+        """Return the JSON that follows a header, if any does.
 
         Raises:
             LostError: It is none, or is cut off.
         """
         try:
-            said = json.loads(self._exactly(head.length))
+            said = json.loads(self._exactly(head.length) or b"{}")
         except ValueError as error:
             raise LostError(f"it sent no JSON: {error}") from error
         if not isinstance(said, dict):
@@ -169,25 +160,34 @@ class Connection:
         with contextlib.suppress(OSError):
             self._end.shutdown(socket.SHUT_WR)
 
-    def close(self) -> None:
+    @property
+    def is_closed(self) -> bool:
+        """Whether it was closed here."""
+        return self._why is not None
+
+    def close(self, why: str = "") -> None:
         """Wake up the threads that wait at it; the one that reads it calls `release`."""
-        self.is_closed = True
+        self._why = why if self._why is None else self._why
         with contextlib.suppress(OSError):
             self._end.shutdown(socket.SHUT_RDWR)
 
     def release(self) -> None:
-        """Give up the descriptors, which no thread uses any more."""
+        """Give up the descriptor. For the thread that reads."""
         self.close()
         with self._sending:
-            self._out.close()
-        self._end.close()
+            self._end.close()
 
-    def _send(self, view: memoryview) -> None:
+    def _send(self, *parts: memoryview) -> None:
+        left = [part for part in parts if part]
         try:
-            while view:
-                view = view[self._out.send(view[:CHUNK_BYTES]) :]
+            while left:
+                sent = self._end.sendmsg(left)
+                while left and sent >= len(left[0]):
+                    sent -= len(left.pop(0))
+                if sent:
+                    left[0] = left[0][sent:]
         except OSError as error:
-            raise LostError(f"it takes nothing: {error}") from error
+            raise LostError(self._why or f"it takes nothing: {error}") from error
 
     def _exactly(self, length: int) -> bytearray:
         data = bytearray(length)
@@ -199,12 +199,12 @@ class Connection:
             while view:
                 received = self._end.recv_into(view)
                 if not received:
-                    raise LostError("it has closed the connection")
+                    raise LostError(self._why or "it has closed the connection")
                 view = view[received:]
-        except TimeoutError as error:
+        except BlockingIOError as error:
             raise LostError(f"it was silent for {SILENT_S:g} s") from error
         except OSError as error:
-            raise LostError(f"nothing comes: {error}") from error
+            raise LostError(self._why or f"nothing comes: {error}") from error
 
 
 def listen(address: str) -> socket.socket:
@@ -229,16 +229,8 @@ def connect(address: str, secret: bytes) -> Connection:
         end = socket.create_connection((host.strip("[]"), int(port)), timeout=SILENT_S)
     except OSError as error:
         raise LostError(f"{address} cannot be reached: {error}") from error
-    with _proving(end):
-        until_s = time.monotonic() + _PROOF_S
-        greeting = _proof_bytes(end, len(_MARK) + _NONCE_BYTES, until_s)
-        theirs, mine = greeting[len(_MARK) :], secrets.token_bytes(_NONCE_BYTES)
-        _demand(greeting[: len(_MARK)] == _MARK, "who listens there speaks another protocol")
-        end.sendall(mine + _proof(secret, b"member", theirs + mine))
-        answer = _proof_bytes(end, _DIGEST_BYTES, until_s)
-        is_proven = hmac.compare_digest(answer, _proof(secret, b"leader", theirs + mine))
-        _demand(is_proven, "who listens there does not know the secret of the team")
-        return Connection(end, send_patience_s=3 * SILENT_S)
+    # A leader that waits for another member reads nothing meanwhile.
+    return _proven(end, secret, b"member", b"leader", 3 * SILENT_S)
 
 
 def accepted(end: socket.socket, secret: bytes) -> Connection:
@@ -247,46 +239,27 @@ def accepted(end: socket.socket, secret: bytes) -> Connection:
     Raises:
         LostError: The other end does not know it. Nothing else was read from it.
     """
-    with _proving(end):
-        end.settimeout(SILENT_S)
-        mine = secrets.token_bytes(_NONCE_BYTES)
-        end.sendall(_MARK + mine)
-        answer = _proof_bytes(end, _NONCE_BYTES + _DIGEST_BYTES, time.monotonic() + _PROOF_S)
-        nonces = mine + answer[:_NONCE_BYTES]
-        proof = _proof(secret, b"member", nonces)
-        is_proven = hmac.compare_digest(answer[_NONCE_BYTES:], proof)
-        _demand(is_proven, "it does not know the secret of the team")
-        end.sendall(_proof(secret, b"leader", nonces))
-        return Connection(end)
+    return _proven(end, secret, b"leader", b"member", SILENT_S)
 
 
-@contextlib.contextmanager
-def _proving(end: socket.socket) -> Iterator[None]:
-    """Close a connection whose other end does not prove itself."""
-    try:
-        yield
-    except (LostError, OSError) as error:
-        end.close()
-        raise LostError(str(error) or "it does not answer") from error
-
-
-def _proof(secret: bytes, role: bytes, nonces: bytes) -> bytes:
-    """Return what only who knows the secret can say; the role keeps one end from repeating what the
-    other has said.
+def _proven(
+    end: socket.socket, secret: bytes, role: bytes, other: bytes, send_patience_s: float
+) -> Connection:
+    """Have both ends prove that they know the secret: of what both have drawn each tells what only
+    who knows it can say. The role keeps one end from repeating what the other has said.
     """
-    return hmac.digest(secret, _MARK + role + nonces, hashlib.sha256)
-
-
-def _proof_bytes(end: socket.socket, length: int, until_s: float) -> bytes:
-    data = b""
-    while len(data) < length:
-        end.settimeout(max(0.001, min(SILENT_S, until_s - time.monotonic())))
-        received = end.recv(length - len(data))
-        _demand(received, "it has closed the connection before its proof")
-        data += received
-    return data
-
-
-def _demand(is_so: object, why: str) -> None:
-    if not is_so:
+    connection, why = Connection(end, send_patience_s), "it does not know the secret of the team"
+    own = _MARK + secrets.token_bytes(_DRAWN_BYTES)
+    try:
+        end.sendall(own)
+        drawn = b"".join(sorted([own, end.recv(len(own), socket.MSG_WAITALL)]))
+        end.sendall(hmac.digest(secret, role + drawn, hashlib.sha256))
+        # The deadline is for all bytes, so that nobody keeps it waiting byte by byte.
+        theirs = end.recv(_PROOF_BYTES, socket.MSG_WAITALL)
+        is_proven = hmac.compare_digest(theirs, hmac.digest(secret, other + drawn, hashlib.sha256))
+    except OSError as error:
+        is_proven, why = False, f"{why}, or is cut off: {error}"
+    if not is_proven:
+        connection.release()
         raise LostError(why)
+    return connection

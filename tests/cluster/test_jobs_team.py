@@ -1,0 +1,72 @@
+"""A job that takes both cards of two rehearsed PCs at once, on real Ray: it leaves them as one, and neither its leader
+nor the head is needed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.jobs.model import JobOrder, JobState, Standing
+from tests.cluster.conftest import Head, Starter
+from tests.cluster.night import KEYS, RATES, UNDISTURBED, Night
+from tests.scene import ROOT, orchestrator, python
+
+pytestmark = pytest.mark.ray
+
+STEPS = 400
+TRAIN = {**KEYS, "steps": STEPS, "lr": RATES[0], "team": ["pc1", "pc2"]}
+SLOTS = ["both/pc1/0", "both/pc2/0"]
+
+
+def steps_of(head: Head) -> int:
+    """The step of the member that is furthest, while both make each step."""
+    rows = [head.rows().get(slot, {}) for slot in SLOTS]
+    together = all(row.get("team_state") == "TOGETHER" for row in rows)
+    return max(row["train_step"] or 0 for row in rows) if together else 0
+
+
+def named(head: Head, name: str) -> list[dict[str, Any]]:
+    return [event for event in head.events() if event["event"] == name]
+
+
+def both(night: Night) -> Standing:
+    return night.standings()["both"]
+
+
+def test_a_team_is_one_job(start: Starter, short_tmp: Path) -> None:
+    night = Night(start, short_tmp, "--rehearse")
+    head = night.begin(night.file_of({"jobs": [{"name": "both", "train": TRAIN}]}))
+    head.wait(lambda: steps_of(head) > 5, "both members")
+    leader, step = named(head, "team_leader")[-1]["slot"], steps_of(head)
+    os.kill(head.opened(leader)[-1], signal.SIGKILL)
+    head.wait(lambda: steps_of(head) > step, "both members again")
+    assert (both(night).card, both(night).attempt) == ("pc1+pc2", 1)
+    told = orchestrator(
+        *("jobs", "list", "--json", "--run-dir", str(night.runs)), cwd=ROOT, **night.environment
+    )
+    (row,) = json.loads(told.stdout)["jobs"]
+    assert sorted(row["job_team"]) == SLOTS
+
+    night.say(JobOrder.HOLD, "both")
+    head.wait(lambda: both(night).state is JobState.HELD, "both cards")
+    assert {head.rows()[slot]["state"] for slot in SLOTS} == {"HELD"}
+    night.say(JobOrder.RELEASE, "both")
+    head.wait(lambda: both(night).attempt == 2, "another attempt")
+    began = len(named(head, "restored"))
+    head.wait(lambda: len(named(head, "restored")) >= began + 2, "both members once more")
+    head.kill()
+
+    code, out, err = night.begin(str(night.file)).finish()
+    assert code == 0, out + err
+    assert (both(night).state, both(night).failures) == (JobState.DONE, 0)
+    # To the bit as one process trains.
+    assert python("-c", UNDISTURBED, str(STEPS), str(RATES[0]), cwd=ROOT).stdout.split() == [
+        both(night).sha256
+    ]
+    assert (night.head.folder() / "jobs" / "files" / "both" / "checkpoint.pt").exists()

@@ -1,0 +1,94 @@
+"""A job that is a team on the real supervisor and stores: one place on each card, one end, one row."""
+
+from __future__ import annotations
+
+from orchestrator.control.queue import put
+from orchestrator.jobs.model import JobOrder, JobState, Submitted
+from tests.run.jobs_scene import JobsMaker, JobsRun, check_ends, short, team
+from workers.messages import WorkerState
+
+
+def nodes_of(run: JobsRun, name: str) -> list[str]:
+    return [node for slot, node in run.fleet.homes if slot.partition("/")[0] == name]
+
+
+def test_a_team_takes_both_cards_once_both_are_free(new_jobs: JobsMaker) -> None:
+    run = new_jobs(short("one", 200, nodes=("pc1",)), team("both"), short("next", 50))
+    run.until(8.0)
+    assert run.standing("both").state is JobState.QUEUED
+    run.finish()
+    check_ends(run)
+    assert nodes_of(run, "both") == ["pc1", "pc2"]
+    members = run.fleet.specs["both/pc1/0"].team
+    assert members is not None
+    assert members.members == ("both/pc1/0", "both/pc2/0")
+    assert run.fleet.specs["both/pc2/0"].budget_bytes == 2 * 3 * 2**30
+
+
+def test_a_member_that_cannot_follow_rests_when_another_is_done(new_jobs: JobsMaker) -> None:
+    run = new_jobs(team("both"), short("next", 50, nodes=("pc1",)))
+    run.fleet.start_s["both/pc1/0"] = 30.0
+    run.until_state("both", JobState.SAVING, JobState.DONE)
+    assert run.fleet.live_on("pc1") == []
+    assert run.standing("both").last_card == "pc2+pc1"
+    run.finish()
+    check_ends(run)
+    text = (run.queue_folder / "files" / "both" / "checkpoint.pt").read_text()
+    assert text.split()[0] == "100"
+    assert not list((run.folder / "states").rglob("*.pt"))
+
+
+def test_a_member_that_fails_comes_back_while_the_other_goes_on(new_jobs: JobsMaker) -> None:
+    run = new_jobs(team("both", 4000))
+    run.fleet.dies_at_once.add("both/pc1/0")
+    run.until(60.0)
+    assert run.supervisor._slots["both/pc1/0"].state == "QUARANTINED"
+    assert run.standing("both").state is JobState.RUNNING
+    run.fleet.dies_at_once.clear()
+    run.until(150.0)
+    assert run.supervisor._slots["both/pc1/0"].state is WorkerState.RUNNING
+    run.finish()
+    check_ends(run)
+    assert run.begun() == ["both"]
+
+
+def test_where_all_members_fail_the_job_does(new_jobs: JobsMaker) -> None:
+    run = new_jobs(team("both", retries=0))
+    run.fleet.says = {
+        slot: {"errors_in_a_row": 99, "reason": "ValueError: no data"}
+        for slot in ("both/pc1/0", "both/pc2/0")
+    }
+    assert run.finish()["both"].state is JobState.FAILED
+
+
+def test_a_lost_pc_costs_no_attempt_and_its_card_stays_the_teams(new_jobs: JobsMaker) -> None:
+    run = new_jobs(team("both", 3000, priority=1), short("next", 50, nodes=("pc2",)))
+    run.fleet.at(10.0, lambda: run.fleet.lose("pc2"))
+    run.fleet.at(90.0, lambda: run.fleet.join("pc2"))
+    run.finish()
+    check_ends(run)
+    assert run.begun() == ["both", "next"]
+    assert nodes_of(run, "both") == ["pc1", "pc2"]
+
+
+def test_a_team_is_preempted_held_and_cancelled_as_one(new_jobs: JobsMaker) -> None:
+    run = new_jobs(team("both", 2000))
+    run.until(10.0)
+    urgent = short("urgent", 100, nodes=("pc2",), priority=1, preempt=True)
+    put(run.queue_folder, [Submitted(at_s=run.clock.unix_s(), job=urgent)])
+    run.until_state("both", JobState.PREEMPTED)
+    assert run.fleet.live_on("pc1") == []
+    run.until_state("both", JobState.RUNNING)
+    assert run.standing("urgent").card is None
+    run.until(run.clock.now_s - run.fleet.began_s + 10.0)
+    run.say(JobOrder.HOLD, "both")
+    run.until_state("both", JobState.HELD)
+    assert run.fleet.live_on("pc1") == run.fleet.live_on("pc2") == []
+    assert {slot for slot in run.dispatcher.rests() if "/" in slot} == {"both/pc1/0", "both/pc2/0"}
+    run.say(JobOrder.RELEASE, "both")
+    run.until_state("both", JobState.RUNNING)
+    run.until(run.clock.now_s - run.fleet.began_s + 5.0)
+    run.say(JobOrder.CANCEL, "both")
+    assert run.finish()["both"].state is JobState.CANCELLED
+    generations = [event["generation"] for event in run.events("team_leader")]
+    assert generations == [1, 2, 3]
