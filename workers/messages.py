@@ -172,7 +172,7 @@ class TeamOrders:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeamPace:
-    """What a step takes at a member of a team, by its last steps with the same number of members."""
+    """What a step takes at a member of a team, by its last steps with as many members."""
 
     steps: int
     """How many these are."""

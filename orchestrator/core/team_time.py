@@ -1,4 +1,4 @@
-"""Does a team pay? What a step takes on its fastest member alone, and on all of them together. Pure.
+"""Does a team pay? What a step takes on its fastest member alone, and on all together. Pure.
 
 Members measure their pace and the wire, and `doctor` measures links. Says nothing of memory.
 """

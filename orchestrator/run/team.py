@@ -73,7 +73,8 @@ class Team:
         if any(slots[name].phase is Phase.DONE for name in self.members):
             return False  # it is finished: another leader would do the end of it again
         before = self._election
-        members = [self._member(slots[name], now_s) for name in self.members]
+        able = self.members if self._leads is None else (self._leads,)
+        members = [self._member(slots[name], now_s) for name in able]
         self._election = now = elect(before, members, now_s, self._patience_s)
         if now.generation != before.generation:
             self._store.team(now.generation)
@@ -150,10 +151,7 @@ class Team:
             slot=slot.slot,
             process=slot.incarnation,
             gone=None if is_up else _why_gone(slot),
-            may_begin=team is not None
-            and team.step is not None
-            and slot.orders.hold is None
-            and self._leads in {None, slot.slot},
+            may_begin=team is not None and team.step is not None and slot.orders.hold is None,
             is_awaited=slot.phase in {Phase.WORKING, Phase.PAUSING} and not slot.ready,
             late_s=_silent_s(slot, now_s) - self._poll_s,
             stored_step=math.inf if is_unheard else self._saved.get(slot.slot, NO_STATE),

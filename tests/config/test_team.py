@@ -197,7 +197,10 @@ def test_jobs_work_without_the_team_of_a_run() -> None:
         ("train: {team: 5}", "train.team: 5 should be 'all', or be a valid list"),
         ("train: {team: all}, nodes: [pc1]", "names the cards of a job, and so does nodes"),
         ("train: {team: all}, pack: true", "names the cards of a job, and so does pack"),
-        ("train: {team: all, split: layers}", "'layers' is for `run`; the team of a job divides samples"),
+        (
+            "train: {team: all, split: layers}",
+            "'layers' is for `run`; the team of a job divides samples",
+        ),
         (
             "train: {lr: 1e-3}, sweep: {over: {team: [all]}}",
             "is the same for all members of a sweep; valid: team below train",

@@ -6,11 +6,15 @@ import time
 from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import SGD
 
 from tests.training.scene import GPT, task
 from workers.settings import FailureKind
 from workers.testing import injected_error
+from workers.training.models import Gpt, GptShape
 from workers.training.settings import TrainSettings
 from workers.training.tasks import TrainTask, next_token_loss
 
@@ -58,6 +62,31 @@ def with_batch_norm(settings: TrainSettings) -> TrainTask:
 def deep(settings: TrainSettings) -> TrainTask:
     """Return one with four blocks."""
     return replace(task(GPT, 0.1, width=24, heads=2, seq=8, layers=4), name="deep", loss=_loss)
+
+
+class _Skips(Gpt):
+    """Adds what was before its blocks after each of them."""
+
+    def forward(self, tokens: Tensor, _: Tensor | None = None) -> Tensor:
+        hidden = first = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1]))
+        for block in self.blocks:
+            hidden = block(hidden) + first
+        return functional.linear(self.norm(hidden), self.tokens.weight)
+
+
+def with_skips(settings: TrainSettings) -> TrainTask:
+    """Return one that does more between its blocks than to hand on hidden states."""
+    shape = GptShape(layers=8, heads=2, width=24, seq=8)
+    return replace(deep(settings), model=partial(_Skips, shape, 0.1))
+
+
+class _Own(SGD):
+    """An optimiser that nobody knows."""
+
+
+def with_own_optimizer(settings: TrainSettings) -> TrainTask:
+    """Return one with an optimiser of its own."""
+    return replace(deep(settings), optimizer=partial(_Own, lr=0.1))
 
 
 def called_twice(settings: TrainSettings) -> TrainTask:

@@ -21,6 +21,7 @@ from tests.team.conftest import Start
 from tests.training.scene import CPU
 from workers.messages import TeamOrders
 from workers.settings import FailureKind, TeamSpec
+from workers.team import layers
 from workers.team.layers import Leader, Lender
 from workers.testing import injected_error
 from workers.training.cut import middle_of
@@ -70,6 +71,10 @@ class Pair:
     settings: TrainSettings
     events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     failed: list[BaseException] = field(default_factory=list)
+    is_held: bool = False
+    """Whether the lender computes nothing now."""
+    held_at: int | None = None
+    """Its step then."""
 
     def __post_init__(self) -> None:
         self.leader = Leader(SPEC, "pc1/0", self._tell)
@@ -119,7 +124,10 @@ class Pair:
     def _lend(self) -> None:
         try:
             while self.lender.is_needed:
-                if self.lender.wait(0.01):
+                if self.is_held:
+                    self.held_at = self.second.step
+                    time.sleep(0.01)
+                elif self.lender.wait(0.01):
                     try:
                         self.lender.part(1, 0)
                     except UpdateInterruptedError:  # as the workload does
@@ -262,6 +270,22 @@ def test_a_member_without_the_state_of_the_step_sends_the_leader_back() -> None:
         assert pair.named("team_joined")[-1]["state_sent"]
 
 
+def test_a_member_that_computes_nothing_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(layers, "AWAY_S", 1.0)
+    with divided(settings_of(preset="gpt-nano", steps=8)) as pair:
+        while pair.first.step < 2:
+            pair.turn(2)
+        pair.is_held = True
+        while not pair.named("team_lost"):
+            pair.turn(2)
+        assert pair.leader.status().state == "REJOINING"
+        pair.is_held = False
+        assert pair.train(lambda: 2).step == 8
+        assert [each["step"] for each in pair.named("team_joined")] == [0, pair.held_at]
+
+
 def _bytes_of(state: object) -> io.BytesIO:
     file = io.BytesIO()
     torch.save(state, file)
@@ -298,12 +322,17 @@ def test_killed_processes_cost_no_step(start: Start) -> None:
 @pytest.mark.parametrize(
     ("preset", "said"),
     [
-        ("tests.team.tasks:gpt", "names 2 blocks, and train.split: layers needs 3 or more"),
+        ("tests.team.tasks:gpt", "has 2 blocks, and train.split: layers needs 3 or more"),
+        (
+            "tests.team.tasks:with_skips",
+            "does more between its blocks than to hand on hidden states",
+        ),
+        ("tests.team.tasks:with_own_optimizer", "may look at all parameters together"),
         ("tests.team.tasks:called_twice", "calls its blocks twice for a loss"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(preset: str, said: str) -> None:
-    with pytest.raises(TaskError, match=said), divided(settings_of(preset=preset)) as pair:
+    with pytest.raises(TaskError, match=said), divided(settings_of(preset=preset, lr=None)) as pair:
         pair.train(lambda: 2)
 
 

@@ -25,22 +25,25 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from workers import oom
 from workers.messages import TeamOrders, TeamState, TeamStatus
 from workers.settings import FailureKind, TeamSpec
 from workers.team import tensors, wire
+from workers.team.calls import Call, Link
+from workers.team.desk import AWAY_S
 from workers.team.wire import Connection, Kind, LostError
 from workers.training.batches import map_tensors, tensors_in
-from workers.training.cut import Given, Pass, Portion
+from workers.training.cut import Given, Pass, Portion, only_hidden
 from workers.training.errors import TaskError, UpdateInterruptedError
+from workers.training.parts import Snapshot, places_of
 from workers.training.trainer import MicroBatch, Trainer
 
 #: Between two attempts to reach the leader.
@@ -49,82 +52,11 @@ _AGAIN_S: Final = 0.1
 #: Steps that figures are of.
 _STEPS: Final = 20
 
+#: Events that wait for the computing thread; older ones are forgotten.
+_MOST_EVENTS: Final = 100
+
 #: Connections that have not proved themselves yet, at most.
 _MOST_STRANGERS: Final = 16
-
-
-class Call(NamedTuple):
-    """What one process asks of the other, or its answer."""
-
-    name: str
-    content: Mapping[str, Any]
-
-
-class Link:
-    """A connection between both processes. A thread of its own reads it, so that neither end waits
-    for the other to send.
-    """
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
-        self.lost: str | None = None
-        """Why it is no more."""
-        for target in (self._read, self._ping):
-            threading.Thread(target=target, name="team-link", daemon=True).start()
-
-    def call(self, name: str, **content: Any) -> None:  # noqa: ANN401 - tensors and plain values
-        """Send a call.
-
-        Raises:
-            LostError: The other end is gone.
-            TaskError: The content cannot be sent.
-        """
-        self._connection.tell(Kind.CALL, 0, call=name, **tensors.described(content))
-        tensors.send(self._connection, content)
-
-    def take(self, seconds: float | None = None) -> Call | None:
-        """Return the next call of the other end; `None`: none came in time.
-
-        Raises:
-            LostError: The other end is gone.
-        """
-        try:
-            call = self._calls.get(timeout=seconds)
-        except queue.Empty:
-            return None
-        if call is None:
-            self._calls.put(None)
-            raise LostError(self.lost or "the connection is closed")
-        return call
-
-    def close(self) -> None:
-        """Wake up both threads, and have them end."""
-        self._connection.close()
-
-    def _read(self) -> None:
-        connection = self._connection
-        try:
-            while True:
-                said = connection.said(connection.head())
-                if (reason := said.get("reason")) is not None:
-                    self.lost = f"the leader refuses: {reason}"
-                    return
-                self._calls.put(Call(said["call"], tensors.receive(connection, said)))
-        except (LostError, LookupError, TypeError, ValueError) as error:
-            self.lost = str(error)
-        finally:
-            self.lost = self.lost or "it could not be read"
-            self._calls.put(None)
-            connection.release()
-
-    def _ping(self) -> None:
-        while self.lost is None:
-            try:
-                self._connection.ping()
-            except LostError:
-                return  # which the other thread is told as well
-            time.sleep(wire.PING_EVERY_S)
 
 
 class Place(ABC):
@@ -138,12 +70,13 @@ class Place(ABC):
         self._link: Link | None = None
         self._identity = ""
         """Equal for members that can share a training."""
-        self._events: deque[tuple[str, dict[str, Any]]] = deque()
+        self._events: deque[tuple[str, dict[str, Any]]] = deque(maxlen=_MOST_EVENTS)
         self._told, self._is_in = TeamState.REJOINING, False
         self._told_reason = ""
         self._wire_s = 0.0
         self._wire_of_steps: deque[float] = deque(maxlen=_STEPS)
         self._is_over = False
+        self._seen_s, self._is_busy = 0.0, False
 
     #: Whether it computes for the other one, and has neither samples nor checkpoints.
     lends = False
@@ -186,6 +119,7 @@ class Place(ABC):
         while self._events:
             name, figures = self._events.popleft()
             self._tell(name, **figures)
+        self._seen_s = time.monotonic()
         try:
             return self._is_ready(seconds)
         except LostError as error:
@@ -194,19 +128,32 @@ class Place(ABC):
 
     def part(self, most_rows: int, level: int) -> MicroBatch | None:
         """Compute something; `None`: nothing is to do, or the other member is gone."""
-        try:
-            return self._part(most_rows, level)
-        except LostError as error:
-            self._drop(str(error))
-            return None
+        done = None
+        with self.busy():
+            done = self._part(most_rows, level)
+        return done  # noqa: RET504 - `busy` may end it before
 
     @contextmanager
     def busy(self) -> Iterator[None]:
         """Return the region in which the other member is needed; it is left where that is gone."""
+        with self._at_work():
+            try:
+                yield
+            except LostError as error:
+                self._drop(str(error))
+
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """Have the other member wait for this one, which does something that may take long."""
+        self._is_busy = True
         try:
             yield
-        except LostError as error:
-            self._drop(str(error))
+        finally:
+            self._is_busy, self._seen_s = False, time.monotonic()
+
+    def is_attended(self) -> bool:
+        """Say whether the computing thread is there."""
+        return self._is_busy or time.monotonic() - self._seen_s < AWAY_S
 
     @property
     def is_needed(self) -> bool:
@@ -284,6 +231,12 @@ class Leader(Place):
         self._line = ""
         """Names what was trained from one loaded state on: states of equal steps are equal."""
         self._last_pass: int | None = None
+        self._forward_of: Pass | None = None
+        """The last pass that has a gradient."""
+        self._rows_there = 0
+        """Rows of this batch whose gradients the other member has."""
+        self._constant: dict[str, Tensor] | None = None
+        """The lent weights that are not trained; `None`: they were not asked for."""
         self._strangers = threading.BoundedSemaphore(_MOST_STRANGERS)
         threading.Thread(target=self._accept, name="team-door", daemon=True).start()
 
@@ -316,7 +269,10 @@ class Leader(Place):
 
     def backward(self, gradient: Tensor) -> Tensor:
         """Return the gradient before the lent blocks from that after them."""
-        return self._asked("backward", gradient=gradient)
+        before = self._asked("backward", gradient=gradient)
+        if (now := self._forward_of) is not None:
+            self._rows_there = now.done + now.rows
+        return before
 
     def _is_ready(self, seconds: float) -> bool:
         if self._link is not None:
@@ -336,8 +292,9 @@ class Leader(Place):
                 "checkpoint"
             )
             return True  # the next part says so, and the training goes back to its last checkpoint
-        state = None if is_same else trainer.lent_state
-        link.call("welcome", line=self._line, step=trainer.step, state=state)
+        state = None if is_same else self._without_constant(trainer.lent_state)
+        with self._at_work():  # the state may take long on the wire
+            link.call("welcome", line=self._line, step=trainer.step, state=state)
         trainer.drop_sums()  # of which the other member may lack its own
         self._link, self._is_in = link, True
         self._event(
@@ -365,17 +322,23 @@ class Leader(Place):
                 "the blocks of this model share what is trained, such as a bias of positions, so "
                 "train.split: layers cannot divide it; train it with split: data"
             )
-        if not torch.is_grad_enabled():
-            return self.forward(hidden, given, wants_gradient=False)
-        now = self._training.now.number
-        if not hidden.requires_grad or now == self._last_pass:
-            what = "calls its blocks twice for a loss"
-            if not hidden.requires_grad:
+        now, is_trained = self._training.now, torch.is_grad_enabled()
+        if is_trained or (now.trains and not now.widened):  # no look at losses, and no validation
+            what = None
+            if now.number == self._last_pass:
+                what = "calls its blocks twice for a loss"
+            elif not is_trained:
+                what = "calls its blocks without gradients"
+            elif not hidden.requires_grad:
                 what = "trains nothing before the blocks that are lent"
-            raise TaskError(
-                f"this training {what}, so train.split: layers cannot divide it; use split: data"
-            )
-        self._last_pass = now
+            if what is not None:
+                raise TaskError(
+                    f"this training {what}, so split: layers cannot divide it; use split: data"
+                )
+            self._last_pass = now.number
+        if not is_trained or not hidden.requires_grad:
+            return self.forward(hidden, given, wants_gradient=False)
+        self._forward_of = now
         return _Elsewhere.apply(hidden, given, self)  # type: ignore[no-any-return, no-untyped-call]
 
     def _asked(self, name: str, **content: Any) -> Tensor:  # noqa: ANN401 - as `Link.call`
@@ -401,11 +364,12 @@ class Leader(Place):
         """Return loss and norm of both members, and have the other one update by them."""
         trainer = self._training
         said = self._ask("norm")
-        if said["rows"] != trainer.settings.batch:
+        if said["rows"] != self._rows_there:
             raise TaskError(
-                f"{self._other} has the gradients of {said['rows']} samples, and the batch has "
-                f"{trainer.settings.batch}; that must not be: please report it"
+                f"{self._other} has the gradients of {said['rows']} samples, and was given "
+                f"{self._rows_there}; that must not be: please report it"
             )
+        self._rows_there = 0
         both = math.hypot(norm, said["norm"])
         assert self._link is not None  # noqa: S101 - it has just answered
         items = trainer.items_per_sample * trainer.settings.batch
@@ -415,9 +379,20 @@ class Leader(Place):
         return loss, both
 
     def state(self) -> Mapping[str, Any]:
-        """Return the state of the other member."""
-        state: Mapping[str, Any] = self._ask("state")["state"]
-        return state
+        """Return the state of the other member. What is not trained is sent once."""
+        said = self._ask("state", constant=self._constant is None)
+        if self._constant is None:
+            self._constant = dict(said["constant"])
+        state: Mapping[str, Any] = said["state"]
+        return {**state, "weights": {**self._constant, **state["weights"]}}
+
+    def _without_constant(self, state: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+        """Return a state of the other member without the weights that it has of the folder."""
+        cut = self._training.cut
+        if state is None or cut is None:
+            return state
+        weights = {name: each for name, each in state["weights"].items() if name in cut.trained}
+        return {**state, "weights": weights}
 
     def _accept(self) -> None:
         """Let the other member in."""
@@ -428,7 +403,8 @@ class Leader(Place):
                 time.sleep(wire.PING_EVERY_S)  # such as no descriptors left
                 continue
             orders = self._orders
-            if orders is None or not self._strangers.acquire(blocking=False):
+            can_serve = orders is not None and self.is_attended()
+            if orders is None or not can_serve or not self._strangers.acquire(blocking=False):
                 end.close()
                 continue
             threading.Thread(
@@ -449,7 +425,9 @@ class Leader(Place):
         except LostError as error:
             self._event("team_refused", count=1, address=whence, reason=str(error))
         else:
-            self._arrived.put((Link(connection), said))
+            with suppress(queue.Empty):  # it has come again since
+                self._arrived.get_nowait()[0].close()
+            self._arrived.put((Link(connection, self.is_attended), said))
 
     def _hello(self, connection: Connection, orders: TeamOrders) -> Mapping[str, Any]:
         head = connection.head()
@@ -502,6 +480,8 @@ class Lender(Place):
         self._line = ""
         self._held: _Held | None = None
         self._again_s = 0.0
+        self._has_looked = False
+        """Whether a pass was looked at: what it does to the blocks beside its result."""
 
     def close(self) -> None:
         """Do nothing: the leader has said that all is done."""
@@ -529,7 +509,7 @@ class Lender(Place):
             step=self._training.step,
             line=self._line,
         )
-        self._link = Link(connection)
+        self._link = Link(connection, self.is_attended)
 
     def _part(self, _: int, __: int, /) -> MicroBatch | None:
         call, self._next = self._next, None
@@ -548,6 +528,9 @@ class Lender(Place):
         except Exception as error:
             verdict = oom.classify(error)
             if verdict.kind not in {FailureKind.DEFINITE, FailureKind.PROBABLE}:
+                self._drop(
+                    f"{type(error).__name__}: {error}"
+                )  # else the leader waits for an answer
                 raise
             oom.drop_frames(error)
             failure = verdict.text
@@ -566,8 +549,10 @@ class Lender(Place):
             UpdateInterruptedError: The leader begins anew, and so does this one.
         """
         trainer = self._training
+        trainer.drop_sums()
         if said["state"] is not None:
-            trainer.load(said["state"])
+            weights = {**trainer.model.state_dict(), **said["state"]["weights"]}
+            trainer.load({**said["state"], "weights": weights})
         elif said["step"] != trainer.step:
             raise UpdateInterruptedError("the leader begins at step 0")
         self._line, self._is_in = said["line"], True
@@ -579,11 +564,21 @@ class Lender(Place):
         if call.name == "backward":
             return {"tensor": self._backward(said["gradient"])}
         if call.name == "state":
-            return {"state": trainer.state()}
+            return self._state_for(said)
         if call.name == "norm":
             trainer.finish(self._agree)
             return None
         raise LostError(f"it asks for {call.name!r}")
+
+    def _state_for(self, said: Mapping[str, Any]) -> dict[str, Any]:
+        trainer = self._training
+        trained, constant = tensors.split_weights(trainer)
+        state = {"state": {**trainer.state(), "weights": trained}}
+        return {**state, "constant": constant} if said["constant"] else state
+
+    def _drop(self, why: str) -> None:
+        self._held = self._next = None
+        super()._drop(why)
 
     def _forward(self, now: Pass, said: Mapping[str, Any]) -> Tensor:
         trainer, self._held = self._training, None
@@ -594,6 +589,10 @@ class Lender(Place):
         first.requires_grad_(wants_gradient)
         kinds = map_tensors(lambda each: each.to(trainer.device), said["kinds"])
         assert trainer.cut is not None  # noqa: S101 - a lender has a part of a model
+        before = _versions(trainer.cut.blocks)
+        places = [] if self._has_looked else places_of(_modules_of(trainer.cut.blocks), small=True)
+        numbers = Snapshot(places)
+        many = len(list(tensors_in(kinds)))
         with (
             trainer.within(now),
             torch.set_grad_enabled(wants_gradient),
@@ -601,7 +600,18 @@ class Lender(Place):
         ):
             for block, place in zip(trainer.cut.blocks, said["of_block"], strict=True):
                 given = kinds[place]
-                hidden = _hidden_of(block(hidden, *given["args"], **given["kwargs"]))
+                hidden = only_hidden(block(hidden, *given["args"], **given["kwargs"]))
+        is_kept = not self._has_looked and (
+            any(map(_keeps_graph, _modules_of(trainer.cut.blocks)))
+            or many != len(list(tensors_in(kinds)))
+        )
+        if is_kept or before != _versions(trainer.cut.blocks) or numbers.changed():
+            raise TaskError(
+                "each pass changes the blocks of this model, or keeps something of it there, such "
+                "as a buffer or a loss beside; so train.split: layers cannot divide it; do that "
+                "after the step, or train on one card"
+            )
+        self._has_looked = self._has_looked or wants_gradient
         if wants_gradient:
             self._held = _Held(now, first, hidden)
         return hidden.detach()
@@ -629,16 +639,17 @@ class Lender(Place):
         return said.content["loss"], said.content["norm"]
 
 
-def _hidden_of(out: Any) -> Tensor:  # noqa: ANN401 - whatever a block returns
-    """Return the hidden states of what a block returns.
+def _versions(blocks: Sequence[nn.Module]) -> list[int]:
+    """Return how often each buffer was written to."""
+    return [buffer._version for block in blocks for buffer in block.buffers()]
 
-    Raises:
-        TaskError: It returns more than that.
-    """
-    hidden, *rest = out if isinstance(out, tuple) else (out,)
-    if not isinstance(hidden, Tensor) or any(each is not None for each in rest):
-        raise TaskError(
-            "the blocks of this model return more than hidden states, so train.split: layers "
-            "cannot divide it; train it with split: data"
-        )
-    return hidden
+
+def _modules_of(blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    return [module for block in blocks for module in block.modules()]
+
+
+def _keeps_graph(module: nn.Module) -> bool:
+    """Whether a module has a tensor of the pass that it has computed."""
+    return any(
+        isinstance(each, Tensor) and each.grad_fn is not None for each in vars(module).values()
+    )

@@ -1,4 +1,4 @@
-"""How fast a member of a team computes, its waits for the others left out. Pure: times are given."""
+"""How fast a member of a team computes, without its waits for others. Pure: times are given."""
 
 from __future__ import annotations
 

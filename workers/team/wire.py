@@ -181,7 +181,8 @@ class Connection:
         left = [part for part in parts if part]
         try:
             while left:
-                sent = self._end.sendmsg(left)
+                # Without a signal: the process may have been started with SIGPIPE as it is.
+                sent = self._end.sendmsg(left, [], socket.MSG_NOSIGNAL)
                 while left and sent >= len(left[0]):
                     sent -= len(left.pop(0))
                 if sent:
@@ -251,9 +252,9 @@ def _proven(
     connection, why = Connection(end, send_patience_s), "it does not know the secret of the team"
     own = _MARK + secrets.token_bytes(_DRAWN_BYTES)
     try:
-        end.sendall(own)
+        end.sendall(own, socket.MSG_NOSIGNAL)
         drawn = b"".join(sorted([own, end.recv(len(own), socket.MSG_WAITALL)]))
-        end.sendall(hmac.digest(secret, role + drawn, hashlib.sha256))
+        end.sendall(hmac.digest(secret, role + drawn, hashlib.sha256), socket.MSG_NOSIGNAL)
         # The deadline is for all bytes, so that nobody keeps it waiting byte by byte.
         theirs = end.recv(_PROOF_BYTES, socket.MSG_WAITALL)
         is_proven = hmac.compare_digest(theirs, hmac.digest(secret, other + drawn, hashlib.sha256))

@@ -10,6 +10,8 @@ because models look up what belongs to a block by its place there. Sends nothing
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,6 +19,7 @@ from itertools import chain
 from typing import Any, Final, Protocol, TypeAlias
 
 from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
 
 from workers.training.batches import map_tensors, tensors_in
 from workers.training.checkpoints import Identity
@@ -97,8 +100,9 @@ class Given:
 
 
 class LentBlocks:
-    """Stands in the place of blocks that another process computes: hidden states pass through, and
-    come from `compute` after the last one.
+    """Stands in the place of blocks that another process computes: hidden states are taken before
+    the first one, and come from `compute` after the last one. What lies between them is not a
+    number, so that a model that uses it otherwise has a loss that is none.
     """
 
     def __init__(self, blocks: Sequence[nn.Module], example: nn.Module) -> None:
@@ -110,13 +114,18 @@ class LentBlocks:
         operations are counted.
         """
         self._given, self._last = Given(), len(blocks) - 1
-        self._in_tuple = False
+        self._before: Tensor | None = None
+        """Hidden states before the first block."""
+        self._between: Tensor | None = None
+        self._beside: int | None = None
+        """How many times blocks return `None` after hidden states; `None`: they return no tuple."""
         example.register_forward_hook(self._saw)
         for place, block in enumerate(blocks):
             setattr(block, "forward", partial(self._pass, place))  # noqa: B010 - mypy has methods constant
 
     def _saw(self, _: nn.Module, __: object, out: object) -> None:
-        self._in_tuple = isinstance(out, tuple)
+        self._beside = len(out) - 1 if isinstance(out, tuple) else None
+        only_hidden(out)
 
     def _pass(self, place: int, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - a block's own
         named = dict(kwargs)
@@ -127,11 +136,35 @@ class LentBlocks:
                 "layers cannot divide this model; train it with split: data"
             )
         if place == 0:
-            self._given = Given()
+            self._given, self._before = Given(), hidden
+        elif hidden is not self._between or self._before is None:
+            raise TaskError(
+                "the model does more between its blocks than to hand on hidden states, as an "
+                "encoder and a decoder do, so split: layers cannot divide it; use split: data"
+            )
         self._given.add(args[1:], named)
-        if place == self._last and self.compute is not None:
-            hidden = self.compute(hidden, self._given)
-        return (hidden,) if self._in_tuple else hidden
+        if place < self._last:
+            out = self._between = hidden.new_full((), math.nan).expand(hidden.shape)
+        else:
+            before = self._before
+            out = before if self.compute is None else self.compute(before, self._given)
+            self._before = self._between = None
+        return out if self._beside is None else (out, *[None] * self._beside)
+
+
+def only_hidden(out: Any) -> Tensor:  # noqa: ANN401 - whatever a block returns
+    """Return the hidden states of what a block returns.
+
+    Raises:
+        TaskError: It returns more than that.
+    """
+    hidden, *rest = out if isinstance(out, tuple) else (out,)
+    if not isinstance(hidden, Tensor) or any(each is not None for each in rest):
+        raise TaskError(
+            "the blocks of this model return more than hidden states, so train.split: layers "
+            "cannot divide it; train it with split: data"
+        )
+    return hidden
 
 
 class Cut:
@@ -145,22 +178,22 @@ class Cut:
         Raises:
             TaskError: It has too few blocks, or shares weights between both parts.
         """
-        blocks = list(task.blocks(model))
+        blocks = list(dict.fromkeys(task.blocks(model)))
         if len(blocks) < _FEWEST_BLOCKS:
             raise TaskError(
-                f"the model of {task.name} cannot be divided: it names {len(blocks)} blocks, and "
+                f"the model of {task.name} cannot be divided: it has {len(blocks)} blocks, and "
                 f"train.split: layers needs {_FEWEST_BLOCKS} or more; name them in the TrainTask, "
                 "or take a larger model"
             )
         self.leads = portion.leads
         self.forms = Identity.of(task.name, model.state_dict()).weights
         """Types and shapes of all weights."""
-        trained = {name for name, each in model.named_parameters() if each.requires_grad}
+        self.trained = {name for name, each in model.named_parameters() if each.requires_grad}
+        """Names of the weights that are trained, of both parts."""
         names = {each: name for name, each in model.named_parameters()}
-        self._groups = [
-            [names[each] for each in group["params"]]
-            for group in task.new_optimizer(model, settings).param_groups
-        ]
+        optimizer = task.new_optimizer(model, settings)
+        _refuse_optimizer(task, optimizer)
+        self._groups = _groups_of(optimizer, names)
         """Names of the parameters in each group of the optimiser of the whole."""
         costs = [_cost_bytes(block.parameters()) for block in blocks]
         rest_bytes = _cost_bytes(model.parameters()) - sum(costs)
@@ -173,22 +206,43 @@ class Cut:
         self.lent_share = len(middle) / len(blocks)
         inside = {module for block in middle for module in block.modules()}
         prefixes = tuple(f"{name}." for name, each in model.named_modules() if each in middle)
-        _refuse_shared(task, model, inside)
+        _refuse_shared(task, model, blocks, middle)
         self._of_middle = {name for name in self.forms if name.startswith(prefixes)}
-        if not trained & self._of_middle or not trained - self._of_middle:
+        in_last = any(each.requires_grad for each in blocks[-1].parameters())
+        if not self.trained & self._of_middle or not in_last:
             raise TaskError(
-                f"the model of {task.name} has nothing to train in one of its two parts; leave out "
-                "train.split: layers"
+                f"the model of {task.name} has nothing to train in the blocks that are lent, or in "
+                "the last one; leave out train.split: layers"
             )
         for module in model.modules():
             if (module in inside) is portion.leads:
                 module._parameters.clear()
                 module._buffers.clear()
 
+    def check(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Refuse an optimiser of the own part that is another one than that of the whole.
+
+        Raises:
+            TaskError: It groups parameters by more than each of them.
+        """
+        own = _groups_of(optimizer, {each: name for name, each in model.named_parameters()})
+        whole = [
+            ([name for name in names if (name in self._of_middle) is not self.leads], options)
+            for names, options in self._groups
+        ]
+        if any(not names for names, _ in self._groups) or own != [
+            each for each in whole if each[0]
+        ]:
+            raise TaskError(
+                f"the optimiser groups parameters by more than their own form ({len(own)} groups "
+                f"of a part, {len(self._groups)} of the whole), so split: layers cannot divide it; "
+                "group them by name or shape, without empty groups, or use split: data"
+            )
+
     def merged(self, own: State, other: State) -> dict[str, Any]:
         """Return the state of the whole from that of the leader and that of the other process."""
         weights = {**own["weights"], **other["weights"]}
-        numbers = {name: number for number, name in enumerate(chain(*self._groups))}
+        numbers = {name: number for number, name in enumerate(self._all_names)}
         sides = ((own, self._names(of_middle=False)), (other, self._names(of_middle=True)))
         states: dict[int, Any] = {}
         groups: dict[int, Any] = {}
@@ -196,7 +250,7 @@ class Cut:
             for place, state in side["optimizer"]["state"].items():
                 states[numbers[names[int(place)]]] = state
             given = iter(side["optimizer"]["param_groups"])
-            for number, group in enumerate(self._groups):
+            for number, (group, _) in enumerate(self._groups):
                 if set(group) & set(names):
                     params = [numbers[name] for name in group]
                     groups[number] = {**next(given), "params": params}
@@ -215,7 +269,7 @@ class Cut:
 
     def _part(self, whole: State, *, of_middle: bool) -> dict[str, Any]:
         names = self._names(of_middle=of_middle)
-        numbers = {name: number for number, name in enumerate(chain(*self._groups))}
+        numbers = {name: number for number, name in enumerate(self._all_names)}
         own = {name: place for place, name in enumerate(names)}
         states = {int(number): state for number, state in whole["optimizer"]["state"].items()}
         groups = zip(self._groups, whole["optimizer"]["param_groups"], strict=True)
@@ -234,7 +288,7 @@ class Cut:
                 },
                 "param_groups": [
                     {**group, "params": [own[name] for name in of_group if name in own]}
-                    for of_group, group in groups
+                    for (of_group, _), group in groups
                     if set(of_group) & set(names)
                 ],
             },
@@ -242,7 +296,12 @@ class Cut:
 
     def _names(self, *, of_middle: bool) -> list[str]:
         """Return the names of what one process trains, as its optimiser numbers them."""
-        return [name for name in chain(*self._groups) if (name in self._of_middle) is of_middle]
+        return [name for name in self._all_names if (name in self._of_middle) is of_middle]
+
+    @property
+    def _all_names(self) -> list[str]:
+        """Names of what is trained, as the optimiser of the whole numbers them."""
+        return list(chain.from_iterable(names for names, _ in self._groups))
 
 
 def middle_of(
@@ -273,13 +332,52 @@ def _cost_bytes(parameters: Iterable[nn.Parameter]) -> int:
     )
 
 
-def _refuse_shared(task: TrainTask, model: nn.Module, inside: set[nn.Module]) -> None:
-    """Raise a `TaskError` if a weight belongs to both parts."""
+def _refuse_optimizer(task: TrainTask, optimizer: Optimizer) -> None:
+    """Raise a `TaskError` if an update of a parameter may depend on others."""
+    home = type(optimizer).__module__
+    if isinstance(optimizer, LBFGS) or not home.startswith(("torch.optim.", "bitsandbytes.")):
+        raise TaskError(
+            f"the optimiser of {task.name} ({type(optimizer).__name__}) may look at all parameters "
+            "together, and train.split: layers divides them; take one of torch.optim that updates "
+            "each by itself, or split: data"
+        )
+
+
+def _groups_of(
+    optimizer: Optimizer, names: Mapping[nn.Parameter, str]
+) -> list[tuple[list[str], dict[str, Any]]]:
+    """Return the names and the options of each group."""
+    return [
+        (
+            [names[each] for each in group["params"]],
+            {key: value for key, value in group.items() if key not in {"params", "param_names"}},
+        )
+        for group in optimizer.param_groups
+    ]
+
+
+def _refuse_shared(
+    task: TrainTask, model: nn.Module, blocks: Sequence[nn.Module], middle: Sequence[nn.Module]
+) -> None:
+    """Raise a `TaskError` if both parts have one module with a state, or blocks one dropout."""
+    inside = {each for block in middle for each in block.modules()}
+    outside, waiting = set[nn.Module](), [model]
+    while waiting:
+        module = waiting.pop()
+        if module not in outside and module not in middle:
+            outside.add(module)
+            waiting += module.children()
     owners: dict[Tensor, bool] = {}
+    calls = Counter(each for block in blocks for each in block.modules())
     for name, module in model.named_modules():
-        for weight_name, weight in module.named_parameters(recurse=False):
-            if owners.setdefault(weight, module in inside) != (module in inside):
-                raise TaskError(
-                    f"the model of {task.name} cannot be divided: {name}.{weight_name} is shared by "
-                    "a block and what lies outside of it; train it with split: data"
-                )
+        state = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        is_inside = module in inside
+        is_shared = (state and is_inside and module in outside) or any(
+            owners.setdefault(each, is_inside) != is_inside for each in state
+        )
+        if is_shared or (isinstance(module, nn.Dropout) and calls[module] > 1):
+            raise TaskError(
+                f"the model of {task.name} cannot be divided: {name} ({type(module).__name__}) is "
+                "shared by several of its blocks, or by one and what lies outside of it; train it "
+                "with split: data"
+            )

@@ -25,6 +25,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.optim import Optimizer
 from torch.utils.flop_counter import FlopCounterMode
 
 from workers.messages import Progress
@@ -166,9 +167,7 @@ class Trainer:
         self._in_parts.compute = self.compiling.run
         self._recomputation = Recomputation(blocks)
 
-        optimizer = task.new_optimizer(self.model, settings)
-        if settings.layer_decay < 1:
-            decay_rates(optimizer, self.model, blocks, settings.layer_decay)
+        optimizer = self._new_optimizer(blocks)
         self.host_states = HostStates(optimizer, self.parameters, settings.first_share_pct)
         self._average = self._new_average()
         self._rates = Rates(optimizer, task.scheduler, task.schedule or self._usual_rate)
@@ -236,7 +235,7 @@ class Trainer:
         level = level_of(self.settings.recompute, level, self._recomputation.most)
         self._recomputation.level = level
         rows = batch.advance(most_rows, self._scaler.scale)
-        if self._is_shared and self._last.rows == 0:
+        if (self._is_shared or self.cut is not None) and self._last.rows == 0:
             self._refuse_changes(batch)
         updated = batch.is_done and not self._is_shared
         if updated:
@@ -414,7 +413,8 @@ class Trainer:
 
     def weights_sha256(self) -> str:
         """Return the SHA-256 of all weights."""
-        return weights_sha256(self.state()["weights"])
+        weights = self.model.state_dict() if self.other is None else self.state()["weights"]
+        return weights_sha256(weights)
 
     @property
     def identity(self) -> Identity:
@@ -434,7 +434,8 @@ class Trainer:
             RuntimeError: A part of an effective batch is under way.
         """
         # Passes of a shared training change nothing, so that each state belongs to a step.
-        if not self.at_boundary and (self._update.cut or not self._is_shared):
+        lends = self.cut is not None and not self.cut.leads
+        if not self.at_boundary and (self._update.cut or not (self._is_shared or lends)):
             raise RuntimeError("a training has a state only between two optimiser steps")
         own = {
             "version": _STATE_VERSION,
@@ -516,6 +517,14 @@ class Trainer:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(order.mixed(self.seed, 0) >> 1)
             return make(self.task, self.settings)
+
+    def _new_optimizer(self, blocks: Sequence[nn.Module]) -> Optimizer:
+        optimizer = self.task.new_optimizer(self.model, self.settings)
+        if self.cut is not None:
+            self.cut.check(self.model, optimizer)
+        if self.settings.layer_decay < 1:
+            decay_rates(optimizer, self.model, blocks, self.settings.layer_decay)
+        return optimizer
 
     def _new_average(self) -> Average | None:
         decay, on_host = self.settings.ema_decay, self.settings.ema_on == "host"

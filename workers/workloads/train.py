@@ -213,7 +213,7 @@ class Train(Workload):
         if trainer.finished and not self._lends:
             loop.was_partial()
             return True  # what follows the last step has failed, and comes again
-        if self._settings.states_on_host == "auto":
+        if self._settings.states_on_host == "auto" and not self._lends:
             _, room_bytes = host_share()
             trainer.host_states.move(level.states_on_host_pct, room_bytes)
         try:
