@@ -158,7 +158,7 @@ def alone(settings: TrainSettings, most_rows: int = 2) -> Trainer:
     ("family", "keys", "config"),
     [
         ("gpt2", {}, {}),
-        ("llama", {"adapter": "lora"}, {}),
+        ("llama", {"adapter": "lora", "weights": "nf4"}, {}),
         ("llama", {"precision": "bf16", "recompute": "all"}, {}),
         ("qwen3", {"recompute": "all"}, MIXED),
         ("gemma", {"adapter": "dora"}, {}),

@@ -218,6 +218,8 @@ class Cut:
             if (module in inside) is portion.leads:
                 module._parameters.clear()
                 module._buffers.clear()
+                # A layer of 4 bits would look for its weight.
+                setattr(module, "_save_to_state_dict", _save_nothing)  # noqa: B010 - a method
 
     def check(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Refuse an optimiser of the own part that is another one than that of the whole.
@@ -302,6 +304,10 @@ class Cut:
     def _all_names(self) -> list[str]:
         """Names of what is trained, as the optimiser of the whole numbers them."""
         return list(chain.from_iterable(names for names, _ in self._groups))
+
+
+def _save_nothing(*_: object, **__: object) -> None:
+    """Add nothing to a `state_dict`."""
 
 
 def middle_of(
