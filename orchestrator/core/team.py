@@ -56,7 +56,7 @@ class Member:
     team: TeamStatus | None
     """What its present process tells; `None`: nothing yet."""
     reached_step: float = NO_STATE
-    """The newest that its processes have told: it may have saved that, and told it to nobody."""
+    """The newest that its processes have told: it may have saved that without having told it."""
 
     @property
     def held_step(self) -> float:

@@ -81,7 +81,7 @@ def with_skips(settings: TrainSettings) -> TrainTask:
 
 
 class _Own(SGD):
-    """An optimiser that nobody knows."""
+    """An optimiser of an unknown rule."""
 
 
 def with_own_optimizer(settings: TrainSettings) -> TrainTask:

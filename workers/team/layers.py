@@ -39,7 +39,7 @@ from workers.settings import FailureKind, TeamSpec
 from workers.team import tensors, wire
 from workers.team.calls import Call, Link
 from workers.team.desk import AWAY_S
-from workers.team.wire import Connection, Kind, LostError
+from workers.team.wire import Kind, LostError
 from workers.training.batches import map_tensors, tensors_in
 from workers.training.cut import Given, Pass, Portion, only_hidden
 from workers.training.errors import TaskError, UpdateInterruptedError
@@ -284,7 +284,7 @@ class Leader(Place):
         except queue.Empty:
             return False
         trainer = self._training
-        is_same = said["step"] == trainer.step and said["line"] == self._line
+        is_same = said.get("step") == trainer.step and said.get("line") == self._line
         if not is_same and trainer.lent_state is None and trainer.step:
             link.close()
             trainer.void(
@@ -301,7 +301,7 @@ class Leader(Place):
             "team_joined",
             member=self._other,
             step=trainer.step,
-            from_step=said["step"],
+            from_step=said.get("step"),
             state_sent=state is not None,
         )
         return True
@@ -418,33 +418,16 @@ class Leader(Place):
             finally:
                 self._strangers.release()
             try:
-                said = self._hello(connection, orders)
-            except LostError:
+                said = wire.greeting(connection, orders.generation, {self._other}, self._identity)
+            except (LostError, TypeError):
                 connection.release()
                 raise
-        except LostError as error:
+        except (LostError, TypeError) as error:
             self._event("team_refused", count=1, address=whence, reason=str(error))
         else:
             with suppress(queue.Empty):  # it has come again since
                 self._arrived.get_nowait()[0].close()
             self._arrived.put((Link(connection, self.is_attended), said))
-
-    def _hello(self, connection: Connection, orders: TeamOrders) -> Mapping[str, Any]:
-        head = connection.head()
-        said = connection.said(head) if head.kind is Kind.HELLO else {}
-        reason = None
-        if said.get("generation") != orders.generation:
-            reason = f"it obeys generation {said.get('generation')}, and this is another"
-        elif said.get("slot") != self._other:
-            reason = f"{said.get('slot')} is not the other member of this team"
-        elif said.get("identity") != self._identity:
-            reason = (
-                "it trains something else: its settings, data or model differ from the leader's"
-            )
-        if reason is not None:
-            connection.tell(Kind.REFUSED, reason=reason)
-            raise LostError(reason)
-        return said
 
 
 class _Elsewhere(torch.autograd.Function):
@@ -528,9 +511,8 @@ class Lender(Place):
         except Exception as error:
             verdict = oom.classify(error)
             if verdict.kind not in {FailureKind.DEFINITE, FailureKind.PROBABLE}:
-                self._drop(
-                    f"{type(error).__name__}: {error}"
-                )  # else the leader waits for an answer
+                # Else the leader would wait for an answer.
+                self._drop(f"{type(error).__name__}: {error}")
                 raise
             oom.drop_frames(error)
             failure = verdict.text

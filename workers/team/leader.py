@@ -140,20 +140,8 @@ class Leader:
             return sorted(self._helpers.values(), key=lambda each: self._members.index(each.slot))
 
     def _hello(self, connection: Connection) -> tuple[Helper, int]:
-        head = connection.head()
-        said = connection.said(head) if head.kind is Kind.HELLO else {}
-        reason = None
-        if said.get("generation") != self.orders.generation:
-            reason = f"it obeys generation {said.get('generation')}, and this is another"
-        elif said.get("slot") not in set(self._members) - {self._slot}:
-            reason = f"{said.get('slot')} is no other member of this team"
-        elif said.get("identity") != self._identity:
-            reason = (
-                "it trains something else: its settings, data or model differ from the leader's"
-            )
-        if reason is not None:
-            connection.tell(Kind.REFUSED, reason=reason)
-            raise LostError(reason)
+        others = set(self._members) - {self._slot}
+        said = wire.greeting(connection, self.orders.generation, others, self._identity)
         step, checksum = said["version"]
         return Helper(said["slot"], connection, (step, checksum)), said["constant"]
 

@@ -21,10 +21,10 @@ _AGAIN_S: Final = 0.1
 
 
 def listened(address: str, secret: bytes, patience_s: float) -> None:
-    """Listen until somebody knows the secret, and take part until that one has measured.
+    """Listen until a peer proves the secret, and take part until it has measured.
 
     Raises:
-        OSError: The address cannot be listened at, or nobody comes in time (`TimeoutError`).
+        OSError: The address cannot be listened at, or no peer comes in time (`TimeoutError`).
     """
     until_s = time.monotonic() + patience_s
     with closing(wire.listen(address)) as listener:
@@ -42,7 +42,7 @@ def connected(address: str, secret: bytes, patience_s: float) -> float:
     """Return the bytes a second that come from who listens there, while as many are sent.
 
     Raises:
-        LostError: Nobody who knows the secret listens in time, or sends anything.
+        LostError: No peer that knows the secret listens in time, or it sends nothing.
     """
     until_s = time.monotonic() + patience_s
     while True:

@@ -19,7 +19,7 @@ import secrets
 import socket
 import struct
 import threading
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from enum import IntEnum
 from typing import Any, Final, NamedTuple
 
@@ -208,6 +208,30 @@ class Connection:
             raise LostError(self._why or f"nothing comes: {error}") from error
 
 
+def greeting(
+    connection: Connection, generation: int, others: Container[str], identity: str
+) -> Mapping[str, Any]:
+    """Return what a member says that has proved itself: it obeys this generation, is one of these
+    slots, and trains the same.
+
+    Raises:
+        LostError: It does not; it was told why.
+    """
+    head = connection.head()
+    said = connection.said(head) if head.kind is Kind.HELLO else {}
+    reason = None
+    if said.get("generation") != generation:
+        reason = f"it obeys generation {said.get('generation')}, and this is another"
+    elif said.get("slot") not in others:
+        reason = f"{said.get('slot')} is no other member of this team"
+    elif said.get("identity") != identity:
+        reason = "it trains something else: its settings, data or model differ from the leader's"
+    if reason is not None:
+        connection.tell(Kind.REFUSED, reason=reason)
+        raise LostError(reason)
+    return said
+
+
 def listen(address: str) -> socket.socket:
     """Listen at `host:port`, on this address alone; port 0 takes any free one.
 
@@ -255,7 +279,7 @@ def _proven(
         end.sendall(own, socket.MSG_NOSIGNAL)
         drawn = b"".join(sorted([own, end.recv(len(own), socket.MSG_WAITALL)]))
         end.sendall(hmac.digest(secret, role + drawn, hashlib.sha256), socket.MSG_NOSIGNAL)
-        # The deadline is for all bytes, so that nobody keeps it waiting byte by byte.
+        # The deadline is for all bytes, so that no stranger holds it byte by byte.
         theirs = end.recv(_PROOF_BYTES, socket.MSG_WAITALL)
         is_proven = hmac.compare_digest(theirs, hmac.digest(secret, other + drawn, hashlib.sha256))
     except OSError as error:
