@@ -329,7 +329,7 @@ class Course:
             return str(json.loads(Path(place, "spec.json").read_text("utf-8"))["spec"]["node"])
         folder, name = self._scene.newest_run(), Path(place).name
         standing = queue_of(folder).standings.get(name) if folder else None
-        return standing and standing.last_card
+        return standing.last_card if standing else None
 
     def _demand(self, sentences: Iterable[str]) -> None:
         self._broken += [each for each in sentences if each not in self._broken]
