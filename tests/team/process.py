@@ -43,7 +43,9 @@ class Channel:
             said = json.loads(self._orders.read_text())
         except OSError:
             return Orders()
-        return Orders(team=TeamOrders(**{**said, "secret": bytes.fromhex(said["secret"])}))
+        rests = said.pop("rests")  # asked for its state before, as the head does
+        team = TeamOrders(**{**said, "secret": bytes.fromhex(said["secret"])})
+        return Orders(team=team, saves=int(rests), holds=rests)
 
     def wait(self, seconds: float) -> bool:
         """Wait at most so long for others."""
@@ -91,6 +93,7 @@ def main(given: str) -> None:
             {
                 "pid": os.getpid(), "verdict": status.verdict, "reason": status.reason, "team": team,
                 "t": time.time(), "ooms": status.counts.steps_oom,
+                "rests": status.is_held and not status.save_due,
             }
         )  # fmt: skip
         if status.verdict is not Verdict.OK:

@@ -73,6 +73,8 @@ class Team:
         self.able = self.members[:1] if keys.get("split") == "layers" else self.members
         """Who may lead."""
         self.stopped: set[str] = set()
+        self.resting: set[str] = set()
+        """Who is to save, and to compute nothing then."""
         self._logs: dict[str, tuple[int, list[dict[str, Any]]]] = {}
 
     def __enter__(self) -> Team:
@@ -168,8 +170,18 @@ class Team:
         for slot in self.members:
             if slot not in self.stopped:
                 half = self.folder / "orders.half"
-                half.write_text(json.dumps(said))
+                half.write_text(json.dumps({**said, "rests": slot in self.resting}))
                 half.replace(self.folder / f"{self._name(slot)}.orders")
+
+    def rest(self, *slots: str) -> None:
+        """Have these save and rest, and no others."""
+        self.resting = set(slots)
+        self.order(*self._named)
+
+    def rests(self, slot: str) -> bool:
+        """Whether it has saved, and computes nothing."""
+        said = self.status(slot)
+        return said is not None and said["rests"]
 
     def step(self) -> int:
         """Return the newest step that was logged."""

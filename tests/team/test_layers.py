@@ -319,6 +319,37 @@ def test_killed_processes_cost_no_step(start: Start) -> None:
     assert weights == lone.weights_sha256()
 
 
+@pytest.mark.parametrize("others_s", [0.0, 0.3])
+def test_the_end_of_a_run_loses_no_step(start: Start, others_s: float) -> None:
+    """The lender goes on until its leader, which may be asked later, has saved the state of both."""
+    keys = {"steps": 40, "batch": 8, "micro": 2, "exact": True, "clip": None}
+    keys["preset"] = "tests.team.tasks:deep"
+    team = start(2, split="layers", paces={0: {"row_s": 0.005}}, **keys)
+    team.until(lambda: team.step() >= 5)
+    team.rest("pc1/0", *([] if others_s else ["pc0/0"]))
+    time.sleep(others_s)
+    team.rest("pc0/0", "pc1/0")
+    team.until(lambda: all(map(team.rests, team.members)))
+    for slot in team.members:
+        team.kill(slot)
+        team.start(slot)
+    team.rest()
+    team.run()
+    steps = [each["step"] for each in team.steps("pc0/0")]
+    assert steps == list(range(1, 41))
+
+
+def test_the_lender_alone_rests_and_comes_back(start: Start) -> None:
+    keys = {"preset": "tests.team.tasks:deep", "steps": 30, "batch": 8, "micro": 2}
+    team = start(2, split="layers", paces={0: {"row_s": 0.005}}, **keys)
+    team.until(lambda: team.step() >= 5)
+    team.rest("pc1/0")
+    team.until(lambda: team.rests("pc1/0"))
+    team.rest()
+    team.run()
+    assert [each["step"] for each in team.steps("pc0/0")] == list(range(1, 31))
+
+
 @pytest.mark.parametrize(
     ("preset", "said"),
     [

@@ -87,6 +87,12 @@ class Place(ABC):
     #: A state between two steps is there at any time.
     is_computing = False
 
+    #: Whether the other member is to rest, and waits until the leader has saved.
+    wants_save = False
+
+    #: Whether this member is asked for its state before it may rest.
+    save_due = False
+
     @property
     def portion(self) -> Portion:
         """Which part of the model is here."""
@@ -192,6 +198,12 @@ class Place(ABC):
         assert self._trainer is not None  # noqa: S101 - nothing is asked for before it is open
         return self._trainer
 
+    def save_soon(self) -> None:  # noqa: B027 - one of both has nothing to do
+        """Take note that this member is to rest once there is a checkpoint."""
+
+    def saved(self) -> None:  # noqa: B027 - as above
+        """Take note that there is a checkpoint of this step."""
+
     def _drop(self, why: str) -> None:
         """Take note that the other member is gone."""
         link, self._link = self._link, None
@@ -255,6 +267,12 @@ class Leader(Place):
             with self.busy():
                 self._link.call("end")
                 self._link.take(2 * wire.SILENT_S)
+
+    def saved(self) -> None:
+        """Let the other member rest."""
+        self.wants_save = False
+        if self._link is not None:
+            self._link.call("saved")
 
     def forward(self, hidden: Tensor, given: Given, *, wants_gradient: bool) -> Tensor:
         """Return the hidden states after the lent blocks."""
@@ -356,6 +374,7 @@ class Leader(Place):
         if answer is None or answer.name == "failed":
             text = "" if answer is None else answer.content["text"]
             raise torch.OutOfMemoryError(f"CUDA out of memory at {self._other}: {text}")
+        self.wants_save = answer.content["wants_save"]
         computed_s = answer.content.get("computed_s", 0.0)
         self._wire_s += time.perf_counter() - began_s - computed_s
         return answer.content
@@ -465,9 +484,20 @@ class Lender(Place):
         self._again_s = 0.0
         self._has_looked = False
         """Whether a pass was looked at: what it does to the blocks beside its result."""
+        self._wants_save = self._is_saved = False
+        """Whether it is to rest, and whether the leader has saved what is here."""
 
     def close(self) -> None:
         """Do nothing: the leader has said that all is done."""
+
+    def save_soon(self) -> None:
+        """Compute until the leader has a checkpoint: it lacks one without the state of this member."""
+        self._wants_save = not self._is_saved
+
+    @property
+    def save_due(self) -> bool:  # type: ignore[override]
+        """Whether the leader, if it is there, has not saved since this member is to rest."""
+        return self._wants_save and self._is_in
 
     def _is_ready(self, seconds: float) -> bool:
         if self._link is None:
@@ -502,8 +532,11 @@ class Lender(Place):
             self._is_over = True
             self._drop("the training is over")
             return MicroBatch(rows=0, level=0, updated=True)
-        if call.name == "welcome":
-            self._enter(call.content)
+        if call.name in {"welcome", "saved"}:
+            if call.name == "welcome":
+                self._enter(call.content)
+            self._is_saved = call.name == "saved"
+            self._wants_save = self._wants_save and not self._is_saved
             return MicroBatch(rows=0, level=0, updated=False)
         began_s, failure = time.perf_counter(), None
         try:
@@ -521,7 +554,7 @@ class Lender(Place):
             gc.collect()
             self._link.call("failed", text=failure)
         elif answer is not None:
-            self._link.call("done", computed_s=time.perf_counter() - began_s, **answer)
+            self._done(computed_s=time.perf_counter() - began_s, **answer)
         return MicroBatch(rows=0, level=0, updated=call.name == "norm")
 
     def _enter(self, said: Mapping[str, Any]) -> None:
@@ -563,7 +596,7 @@ class Lender(Place):
         super()._drop(why)
 
     def _forward(self, now: Pass, said: Mapping[str, Any]) -> Tensor:
-        trainer, self._held = self._training, None
+        trainer, self._held, self._is_saved = self._training, None, False
         if now.step != trainer.step:
             raise LostError(f"it computes step {now.step}, and this member has {trainer.step}")
         first: Tensor = said["hidden"].to(trainer.device)
@@ -611,10 +644,15 @@ class Lender(Place):
         assert before is not None  # noqa: S101 - it was asked for
         return before
 
+    def _done(self, **answer: Any) -> None:  # noqa: ANN401 - as `Link.call`
+        """Answer the leader."""
+        assert self._link is not None  # noqa: S101 - the call has come by it
+        self._link.call("done", wants_save=self._wants_save, **answer)
+
     def _agree(self, _: float, norm: float) -> tuple[float, float]:
         """Tell the norm of the own gradients; return what the leader says of all."""
         assert self._link is not None  # noqa: S101 - the call has come by it
-        self._link.call("done", norm=norm, rows=self._training.done_rows)
+        self._done(norm=norm, rows=self._training.done_rows)
         said = self._link.take()
         if said is None or said.name != "commit":
             raise LostError("the step was not committed")

@@ -44,7 +44,7 @@ class Member:
     """The team as a training's slot sees it, where members divide the samples of each step."""
 
     #: As `layers.Place` has them: each member has the whole model, and is done after the last step.
-    lends = is_needed = False
+    lends = is_needed = wants_save = save_due = False
     portion = None
 
     def __init__(self, spec: TeamSpec, slot: str, tell: Callable[..., None]) -> None:
@@ -121,6 +121,12 @@ class Member:
             ended_s = time.monotonic()
             self._pace.did(done.rows, updated=done.updated, began_s=began_s, ended_s=ended_s)
         return done
+
+    def save_soon(self) -> None:
+        """Do nothing: each member saves by itself."""
+
+    def saved(self) -> None:
+        """Do nothing, as above."""
 
     def busy(self) -> AbstractContextManager[None]:
         """Return the region in which the computing thread saves, or judges itself."""

@@ -135,6 +135,8 @@ class Train(Workload):
         """Whether a checkpoint was asked for, and there was no moment between two optimiser steps
         since.
         """
+        if self._team is not None and self._team.lends:
+            return self._team.save_due
         return self._save_soon and self._trainer is not None and self._checkpoints is not None
 
     @property
@@ -279,7 +281,8 @@ class Train(Workload):
             return
         if self._team is None or not self._team.is_computing:
             self._validate(trainer)
-        waits = trainer.finished or self._save_soon
+        is_asked = self._save_soon or (self._team is not None and self._team.wants_save)
+        waits = trainer.finished or is_asked
         if checkpoints is not None and waits:
             checkpoints.wait()
             if checkpoints.saved_step == trainer.step and not trainer.finished:
@@ -292,6 +295,8 @@ class Train(Workload):
                 self.context.tell("checkpoint_failed", reason=checkpoints.failure)
             self._told_failure = checkpoints.failure
             self._save_soon = False
+        if is_asked and self._team is not None:
+            self._team.saved()
         if trainer.finished:
             self._sha256 = trainer.weights_sha256()
 
@@ -318,6 +323,8 @@ class Train(Workload):
     def save_soon(self) -> None:
         """Have the next `save` between two optimiser steps not wait until a checkpoint is due."""
         self._save_soon = True
+        if self._team is not None:
+            self._team.save_soon()
 
     def release(self) -> None:
         """Drop model and state; the next step goes on from the last checkpoint."""
