@@ -20,14 +20,13 @@ import json
 import math
 import queue
 import secrets
-import socket
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -39,7 +38,8 @@ from workers.settings import FailureKind, TeamSpec
 from workers.team import tensors, wire
 from workers.team.calls import Call, Link
 from workers.team.desk import AWAY_S
-from workers.team.wire import Kind, LostError
+from workers.team.door import Admission, Door
+from workers.team.wire import Connection, Kind, LostError
 from workers.training.batches import map_tensors, tensors_in
 from workers.training.cut import Given, Pass, Portion, only_hidden
 from workers.training.errors import TaskError, UpdateInterruptedError
@@ -54,9 +54,6 @@ _STEPS: Final = 20
 
 #: Events that wait for the computing thread; older ones are forgotten.
 _MOST_EVENTS: Final = 100
-
-#: Connections that have not proved themselves yet, at most.
-_MOST_STRANGERS: Final = 16
 
 
 class Place(ABC):
@@ -236,9 +233,6 @@ class Leader(Place):
             OSError: The address cannot be listened at.
         """
         super().__init__(spec, slot, tell)
-        self._listener = wire.listen(spec.listen)
-        host, port = self._listener.getsockname()[:2]
-        self._listens = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._arrived: queue.SimpleQueue[tuple[Link, Mapping[str, Any]]] = queue.SimpleQueue()
         self._line = ""
         """Names what was trained from one loaded state on: states of equal steps are equal."""
@@ -249,8 +243,7 @@ class Leader(Place):
         """Rows of this batch whose gradients the other member has."""
         self._constant: dict[str, Tensor] | None = None
         """The lent weights that are not trained; `None`: they were not asked for."""
-        self._strangers = threading.BoundedSemaphore(_MOST_STRANGERS)
-        threading.Thread(target=self._accept, name="team-door", daemon=True).start()
+        self._listens = Door(spec.listen, self._admits, self._event).address
 
     def open(self, trainer: Trainer) -> None:
         """Share this training from now on."""
@@ -413,40 +406,22 @@ class Leader(Place):
         weights = {name: each for name, each in state["weights"].items() if name in cut.trained}
         return {**state, "weights": weights}
 
-    def _accept(self) -> None:
-        """Let the other member in."""
-        while True:
-            try:
-                end, whence = self._listener.accept()
-            except OSError:
-                time.sleep(wire.PING_EVERY_S)  # such as no descriptors left
-                continue
-            orders = self._orders
-            can_serve = orders is not None and self.is_attended()
-            if orders is None or not can_serve or not self._strangers.acquire(blocking=False):
-                end.close()
-                continue
-            threading.Thread(
-                target=self._serve, args=(orders, end, whence[0]), name="team-door", daemon=True
-            ).start()
+    def _admits(self) -> Admission | None:
+        """Let the other member in while this one computes."""
+        orders = self._orders
+        if orders is None or not self.is_attended():
+            return None
+        return Admission(orders.secret, partial(self._serve, orders))
 
-    def _serve(self, orders: TeamOrders, end: socket.socket, whence: str) -> None:
+    def _serve(self, orders: TeamOrders, connection: Connection) -> None:
         try:
-            try:
-                connection = wire.accepted(end, orders.secret)
-            finally:
-                self._strangers.release()
-            try:
-                said = wire.greeting(connection, orders.generation, {self._other}, self._identity)
-            except (LostError, TypeError):
-                connection.release()
-                raise
-        except (LostError, TypeError) as error:
-            self._event("team_refused", count=1, address=whence, reason=str(error))
-        else:
-            with suppress(queue.Empty):  # it has come again since
-                self._arrived.get_nowait()[0].close()
-            self._arrived.put((Link(connection, self.is_attended), said))
+            said = wire.greeting(connection, orders.generation, {self._other}, self._identity)
+        except (LostError, TypeError):
+            connection.release()
+            raise
+        with suppress(queue.Empty):  # it has come again since
+            self._arrived.get_nowait()[0].close()
+        self._arrived.put((Link(connection, self.is_attended), said))
 
 
 class _Elsewhere(torch.autograd.Function):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import socket
 import threading
 import time
 from collections import deque
@@ -22,6 +21,7 @@ from workers.messages import TeamOrders, TeamState, TeamStatus
 from workers.settings import TeamSpec
 from workers.team import wire
 from workers.team.desk import Desk, LeftError
+from workers.team.door import Admission, Door
 from workers.team.following import Following
 from workers.team.leader import Leader, Stepped
 from workers.team.pace import Pace
@@ -35,9 +35,6 @@ _AGAIN_S: Final = 0.1
 
 #: Steps that figures are of.
 _STEPS: Final = 20
-
-#: Connections that have not proved themselves yet, at most.
-_MOST_STRANGERS: Final = 16
 
 
 class Member:
@@ -55,9 +52,6 @@ class Member:
         """
         self._spec, self._slot, self._tell = spec, slot, tell
         self._desk = Desk()
-        self._listener = wire.listen(spec.listen)
-        host, port = self._listener.getsockname()[:2]
-        self._listens = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._events: deque[tuple[str, dict[str, Any]]] = deque()
         self._steps: deque[Stepped] = deque(maxlen=_STEPS)
         self._pace = Pace()
@@ -74,8 +68,8 @@ class Member:
         self._acts = self._is_over = False
         self._identity = ""
         """Equal for members that can share a training."""
-        self._strangers = threading.BoundedSemaphore(_MOST_STRANGERS)
-        for target, name in ((self._accept, "team-door"), (self._live, "team")):
+        self._listens = Door(spec.listen, self._admits, self._event).address
+        for target, name in ((self._ping, "team-ping"), (self._live, "team")):
             threading.Thread(target=target, name=name, daemon=True).start()
 
     def open(self, trainer: Trainer) -> None:
@@ -167,39 +161,18 @@ class Member:
     def _event(self, name: str, **figures: Any) -> None:  # noqa: ANN401 - of an event
         self._events.append((name, figures))
 
-    def _accept(self) -> None:
-        """Let members in while this one leads, and tell the others that it lives."""
-        self._listener.settimeout(wire.PING_EVERY_S)
-        pinged_s = time.monotonic()
-        while True:
-            leader = self._leader
-            acting = leader or self._following
-            if acting is not None and time.monotonic() - pinged_s >= wire.PING_EVERY_S:
-                pinged_s = time.monotonic()
-                acting.ping()
-            try:
-                end, whence = self._listener.accept()
-            except TimeoutError:
-                continue
-            except OSError:
-                time.sleep(wire.PING_EVERY_S)  # such as no descriptors left
-                continue
-            if leader is None or not self._strangers.acquire(blocking=False):
-                end.close()
-                continue
-            threading.Thread(
-                target=self._serve, args=(leader, end, whence[0]), name="team-helper", daemon=True
-            ).start()
+    def _admits(self) -> Admission | None:
+        """Let members in while this one leads."""
+        leader = self._leader
+        return None if leader is None else Admission(leader.orders.secret, leader.serve)
 
-    def _serve(self, leader: Leader, end: socket.socket, whence: str) -> None:
-        try:
-            try:
-                connection = wire.accepted(end, leader.orders.secret)
-            finally:
-                self._strangers.release()
-            leader.serve(connection)
-        except (LostError, LookupError, TypeError, ValueError) as error:
-            self._event("team_refused", count=1, address=whence, reason=str(error))
+    def _ping(self) -> None:
+        """Tell the others that this one lives."""
+        while True:
+            time.sleep(wire.PING_EVERY_S)
+            acting = self._leader or self._following
+            if acting is not None:
+                acting.ping()
 
     def _live(self) -> None:
         """Lead or follow, generation after generation."""
