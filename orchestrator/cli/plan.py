@@ -23,7 +23,7 @@ from orchestrator.run.prediction import memory_plan
 from orchestrator.run.team_forecast import forecast
 from orchestrator.view.tables import Cell, Column, Table, TableRow, row_of
 from workers.hf.folder_files import check_folder
-from workers.settings import ASSUMED_CONTEXT_BYTES
+from workers.settings import ASSUMED_CONTEXT_BYTES, TeamSpec
 from workers.training.errors import TrainingError
 from workers.training.settings import PRESETS
 from workers.units import GIB, MIB
@@ -101,18 +101,9 @@ def plan_parts(plan: _Told) -> Iterator[Part]:
         yield from ("", f"{team['sentence']}. {_ON_NAMED_PORTS}", *team["firewall"])
         if team["forecast"] is not None:
             yield from ("", f"Does it pay? {team['forecast']['sentence']}")
-        else:
-            yield from ("", _OF_THE_WHOLE)
     if (training := plan.get("training")) is not None:
         yield ""
         yield from _training_parts(training)
-
-
-#: Where a team divides the model.
-_OF_THE_WHOLE = (
-    "The figures below are of the whole model. Each member holds a part of it: as many blocks are "
-    "lent as leave the fuller one least full by its budget."
-)
 
 
 def _team(config: Config, training: _Told | None) -> dict[str, Any] | None:
@@ -176,21 +167,39 @@ def _training(config: Config, budgets: Sequence[NodeBudget]) -> dict[str, Any] |
     """
     if config.workload.name != "train":
         return None
-    groups = defaultdict[tuple[int, str], list[str]](list)
-    for budget in budgets:
-        groups[_cap_about_bytes(budget), "cuda" if budget.gpus else "cpu"].append(budget.node)
+    team = _dividing(config)
+    if team is not None:
+        of_node = {budget.node: budget for budget in budgets}
+        parts = [(of_node[slot.partition("/")[0]], [slot]) for slot in team.members]
+    else:
+        groups = defaultdict[tuple[int, int], list[NodeBudget]](list)
+        for budget in budgets:
+            groups[_cap_about_bytes(budget), bool(budget.gpus)].append(budget)
+        parts = [(each[0], [budget.node for budget in each]) for each in groups.values()]
     caps = [
-        {"nodes": nodes, "device": device, "cap_bytes": bound}
-        for (bound, device), nodes in groups.items()
+        {
+            "nodes": names,
+            "device": "cuda" if budget.gpus else "cpu",
+            "cap_bytes": _cap_about_bytes(budget),
+        }
+        for budget, names in parts
     ]
-    told = memory_plan(config, caps)
+    told = memory_plan(config, caps, None if team is None else team.budgets_bytes)
     return {
         **config.train.model_dump(include={"preset", "batch", "precision", "recompute"}),
         "blocks": told.get("blocks"),
+        "lent": told.get("lent"),
         "sums_bytes": told.get("sums_bytes"),
         "not_planned": told.get("not_planned"),
-        "caps": [{**cap, **_judged(cap, config, told["blocks"])} for cap in told.get("caps", ())],
+        "caps": [{**cap, **_judged(cap, config)} for cap in told.get("caps", ())],
     }
+
+
+def _dividing(config: Config) -> TeamSpec | None:
+    """Return the team whose members divide the model, the one that leads first; `None`: none do."""
+    if config.train.split != "layers" or not members(config):
+        return None
+    return plan_slots(config, Target())[0].spec.team
 
 
 def _training_parts(training: _Told) -> Iterator[Part]:
@@ -200,15 +209,29 @@ def _training_parts(training: _Told) -> Iterator[Part]:
     if training["not_planned"] is not None:
         yield f"Not known, so the run finds out by itself: {one_line(training['not_planned'])}"
         return
+    if training["lent"] is not None:
+        yield _divided(training)
     for cap in training["caps"]:
         names = ", ".join(cap["nodes"])
         yield from ("", f"{names}: cap about {cap['cap_bytes'] / MIB:.0f} MiB, {cap['device']}")
-        yield _steps_table(cap["steps"], training["blocks"])
+        yield _steps_table(cap["steps"], cap["blocks"])
         yield f"{names}: {cap['sentence']}"
     yield ""
     yield (
         "The total counts the larger of activations and update. On a CPU, libraries keep more for "
         "each shape."
+    )
+
+
+def _divided(training: _Told) -> str:
+    """Say who computes which blocks of a model that is divided."""
+    (leader,), (other,) = (cap["nodes"] for cap in training["caps"])
+    first, end = training["lent"]
+    lent, last = f"block {first}" if end == first + 1 else f"blocks {first} to {end - 1}", end
+    own = "block 0" if first == 1 else f"blocks 0 to {first - 1}"
+    return (
+        f"{leader} leads with {own} and block {last}, and what is before and after them; {other} has "
+        f"{lent}. Both compute parts of as many samples as fit both."
     )
 
 
@@ -235,9 +258,9 @@ def _steps_table(steps: Sequence[_Told], blocks: int) -> Table:
     )
 
 
-def _judged(cap: _Told, config: Config, blocks: int) -> dict[str, str]:
+def _judged(cap: _Told, config: Config) -> dict[str, str]:
     """Return the verdict on a cap, as a word and as a sentence."""
-    train, (*_, smallest) = config.train, cap["steps"]
+    train, (*_, smallest), blocks = config.train, cap["steps"], cap["blocks"]
     cap_text = f"{cap['cap_bytes'] / MIB:.0f} MiB"
     fixed = {"auto": None, "none": 0, "all": blocks}.get(str(train.recompute), train.recompute)
     largest = {step["memory_level"]: step for step in reversed(cap["steps"]) if step["fits"]}
@@ -257,10 +280,12 @@ def _judged(cap: _Told, config: Config, blocks: int) -> dict[str, str]:
         return {"verdict": "does_not_fit", "sentence": advice}
     needs_bytes, has_card = smallest["total_bytes"], cap["device"] == "cuda"
     gib = math.ceil(100 * (needs_bytes + ASSUMED_CONTEXT_BYTES * has_card) / GIB) / 100
-    node, *others = cap["nodes"]
+    node, *others = [name.partition("/")[0] for name in cap["nodes"]]
     key = "their vram_per_worker_gib" if others else f"nodes.{node}.vram_per_worker_gib"
 
     cures = [f"set {key} to {gib:.2f} or more", "take a smaller model"]
+    if len(members(config)) == 2 and train.split != "layers" and blocks > 2:
+        cures.append("divide it with train.split: layers")
     is_long = needs_bytes - smallest["activations_bytes"] < cap["cap_bytes"]
     if is_long and train.preset in PRESETS and train.preset.startswith("gpt"):
         cures.insert(1, "lower train.seq")

@@ -48,13 +48,18 @@ def job_config(base: Config, job: Job) -> Config:
     return config_from_data(data, f"job {job.name}")
 
 
-def memory_plan(config: Config, caps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what a training takes under these caps, or `not_planned`.
+def memory_plan(
+    config: Config, caps: Sequence[Mapping[str, Any]], budgets_bytes: Sequence[int] | None = None
+) -> dict[str, Any]:
+    """Return what a training takes under these caps, or `not_planned`. `budgets_bytes` of two
+    members divide the model, and the caps are theirs.
 
     Raises:
         UsageError: The section `train:` names what cannot be trained.
     """
     question = {"settings": config.train.model_dump(), "seed": config.workload.seed, "caps": caps}
+    if budgets_bytes is not None:
+        question["budgets_bytes"] = budgets_bytes
     told = ask_child("workers.training.memory_plan", question, _TIMEOUT_S)
     if isinstance(told, str):
         return {"not_planned": told}

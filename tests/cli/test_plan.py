@@ -172,6 +172,25 @@ def test_a_person_reads_the_parts_the_verdict_and_what_to_change(small: dict[str
     )
 
 
+def test_a_model_that_is_divided_is_planned_by_its_parts(command: Command) -> None:
+    team = ("--set", "workload.name=train", "--set", "train.team=[pc2, pc1]")
+    large = ("--set", "train.preset=gpt2-medium", "--set", "nodes.pc1.vram_per_worker_gib=0.7")
+    typed = ("plan", "-c", str(ROOT / "cluster.yaml"), *team, *large)
+    alone = command(*typed, "--json").stdout
+    verdicts = [cap["verdict"] for cap in json.loads(alone)["training"]["caps"]]
+    assert verdicts == ["does_not_fit"] * 2
+    assert alone.count("or divide it with train.split: layers") == 2
+    training = json.loads(command(*typed, "--set", "train.split=layers", "--json").stdout)[
+        "training"
+    ]
+    assert [cap["nodes"] for cap in training["caps"]] == [["pc1/0"], ["pc2/0"]]
+    first, end = training["lent"]
+    assert "does_not_fit" not in {cap["verdict"] for cap in training["caps"]}
+    text = command(*typed, "--set", "train.split=layers").stdout
+    assert f"pc1/0 leads with blocks 0 to {first - 1} and block {end}, and what is before" in text
+    assert f"pc2/0 has blocks {first} to {end - 1}." in text
+
+
 def test_the_page_shows_what_a_plan_says(command: Command, nowhere: Path) -> None:
     page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
     (typed, shown) = re.findall(

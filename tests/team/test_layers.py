@@ -26,6 +26,7 @@ from workers.team.layers import Leader, Lender
 from workers.testing import injected_error
 from workers.training.cut import middle_of
 from workers.training.errors import TaskError, UpdateInterruptedError
+from workers.training.memory_plan import answer
 from workers.training.settings import TrainSettings
 from workers.training.tasks import find_task
 from workers.training.trainer import Trainer
@@ -376,3 +377,27 @@ def test_the_fuller_member_is_as_empty_as_can_be(
 ) -> None:
     first, end = middle_of([10] * 8, rest, budgets)
     assert (end, end - first) == (7, lent)
+
+
+@pytest.mark.parametrize("preset", ["gpt-nano", "hf-causal"])
+def test_both_parts_are_planned_as_they_are(tmp_path: Path, preset: str) -> None:
+    keys = {"preset": preset} if preset == "gpt-nano" else folder_keys(tmp_path, "llama")
+    settings = settings_of(**keys, optimizer="adamw-foreach")
+    caps = [{"cap_bytes": 2**34, "device": "cpu"}] * 2
+    question = {"settings": settings.model_dump(), "seed": SEED, "caps": caps}
+    (whole, _) = answer(question)["caps"]
+    told = answer({**question, "budgets_bytes": SPEC.budgets_bytes})
+    with divided(settings) as pair:
+        pair.train(lambda: 6)
+        for part, trainer in zip(told["caps"], (pair.first, pair.second), strict=True):
+            assert trainer.cut is not None
+            assert told["lent"] == trainer.cut.lent_range
+            assert part["blocks"] == len(trainer.cut.blocks)
+            held = sum(each.nbytes for each in trainer.model.parameters())
+            assert part["steps"][0]["weights_bytes"] == pytest.approx(held, rel=1e-3)
+    steps = [part["steps"][0] for part in told["caps"]]
+    for key in ("weights_bytes", "gradients_bytes", "optimizer_bytes"):
+        assert sum(step[key] for step in steps) == pytest.approx(whole["steps"][0][key], rel=1e-3)
+    # Of activations both have, beside their own, those that go from one to the other.
+    between = sum(step["activations_bytes"] for step in steps)
+    assert 1 < between / whole["steps"][0]["activations_bytes"] < 1.3

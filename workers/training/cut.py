@@ -199,6 +199,8 @@ class Cut:
         rest_bytes = _cost_bytes(model.parameters()) - sum(costs)
         first, end = middle_of(costs, rest_bytes, portion.budgets_bytes)
         middle = blocks[first:end]
+        self.lent_range = first, end
+        """Numbers of the blocks that are lent: the first, and the one after the last."""
         self.lent = LentBlocks(middle, blocks[0]) if portion.leads else None
         """What stands for the blocks that the other process computes for this one."""
         self.blocks = [*blocks[:first], *blocks[end:]] if portion.leads else middle

@@ -20,7 +20,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
@@ -37,6 +37,7 @@ from workers.oom import one_line
 from workers.training import order, precision
 from workers.training.accumulator import Accumulator
 from workers.training.batches import map_tensors, tensors_in
+from workers.training.cut import Cut, Given, Portion, only_hidden
 from workers.training.errors import TrainingError
 from workers.training.host_memory import host_bytes, power_of_two
 from workers.training.host_states import hosted_of, parts_of, states_of
@@ -117,11 +118,12 @@ class MemoryPlanner:
         *,
         on_card: bool,
         with_data: bool = False,
+        portion: Portion | None = None,
     ) -> None:
         """Make the model and all that outlives a step; takes no memory for it.
 
         With `with_data` the model is made as for a training, and then emptied: some can be made in
-        no other way.
+        no other way. With a `portion` it is divided, and this is one of its parts.
         """
         self._task = task
         self._settings = settings
@@ -138,8 +140,11 @@ class MemoryPlanner:
         held = [0]
         self._model = self._made(with_data=with_data).train()
         with self._without_data():
+            self.cut = None if portion is None else Cut(task, settings, self._model, portion)
+            """How the model is divided; `None`: it is here as a whole."""
+            blocks = task.blocks(self._model) if self.cut is None else self.cut.blocks
             self._levers = ModelLevers(settings, self._model, device_type="cpu", on_card=on_card)
-            self._recomputation = Recomputation(task.blocks(self._model))
+            self._recomputation = Recomputation(blocks)
             self._dropouts = Dropouts(self._model, 0)
             held.append(self._live.now_bytes)
             self._parameters = trained_parameters(task, self._model)
@@ -271,12 +276,31 @@ class MemoryPlanner:
         """Do what the trainer does with a part of a batch."""
         cpu = torch.device("cpu")
         self._recomputation.level = max(0, min(level, self._recomputation.most))
-        part = map_tensors(lambda one: one.new_empty((micro, *one.shape[1:])), self._batch_of_one)
         self._dropouts.key(0, micro, cpu)
         self._accumulator.begin(micro, 1)
         with precision.autocast(self._settings.precision, cpu), self._levers.saving():
-            loss = self._task.loss(self._model, self._levers.ordered(part))
-        self._accumulator.add(micro, loss)
+            loss, inputs = self._computed_loss(micro)
+        self._accumulator.add(micro, loss, inputs=inputs)
+
+    def _computed_loss(self, micro: int) -> tuple[Tensor, list[Tensor]]:
+        """Return the loss of so many samples, and what gets a gradient beside the parameters."""
+        part = map_tensors(lambda one: one.new_empty((micro, *one.shape[1:])), self._batch_of_one)
+        return self._task.loss(self._model, self._levers.ordered(part)), []
+
+    def handed_over(self, micro: int) -> tuple[Tensor, list[dict[str, Any]], list[int]]:
+        """Return what the lent blocks get with so many samples: hidden states, and see `Given`."""
+        found: list[tuple[Tensor, list[dict[str, Any]], list[int]]] = []
+
+        def compute(hidden: Tensor, given: Given) -> Tensor:
+            found.append((hidden, given.kinds, given.of_block))
+            return hidden * 1  # the answer is another tensor
+
+        assert self.cut is not None  # noqa: S101 - it leads
+        assert self.cut.lent is not None  # noqa: S101 - as above
+        self.cut.lent.compute = compute
+        with self._without_data():
+            self._compute_part(micro, self.most_level)
+        return found[-1]
 
     def _states_bytes(self, parameter: nn.Parameter) -> int:
         states = states_of(self._optimizer, parameter).values()
@@ -344,11 +368,33 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # missing
         self.now_bytes -= size
 
 
-def answer(question: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the blocks of the model, the tokens of a sample where it has some, and each cap with
-    the steps to show for it; or why that cannot be told.
+class PlannerOfLent(MemoryPlanner):
+    """The same of the process that computes the lent blocks for the one that `leads`."""
 
-    `question` holds `settings`, `seed` and `caps`, each of these with `cap_bytes` and `device`.
+    def __init__(self, leads: MemoryPlanner, *args: Any, **how: Any) -> None:  # noqa: ANN401 - as above
+        super().__init__(*args, **how)
+        self._leads, self._handed_over = leads, leads.handed_over(1)
+
+    def _computed(self, micro: int, level: int) -> tuple[int, int]:
+        self._handed_over = self._leads.handed_over(micro)
+        return super()._computed(micro, level)
+
+    def _computed_loss(self, _: int) -> tuple[Tensor, list[Tensor]]:
+        hidden, kinds, of_block = self._handed_over
+        first = out = torch.empty(hidden.shape, dtype=hidden.dtype, requires_grad=True)
+        own = map_tensors(lambda each: torch.empty(each.shape, dtype=each.dtype), kinds)
+        assert self.cut is not None  # noqa: S101 - it was made with a portion
+        for block, place in zip(self.cut.blocks, of_block, strict=True):
+            out = only_hidden(block(out, *own[place]["args"], **own[place]["kwargs"]))
+        return (out * torch.empty_like(out)).sum(), [first]
+
+
+def answer(question: Mapping[str, Any]) -> dict[str, Any]:
+    """Return each cap with the steps to show for it and the blocks that are computed there, and the
+    tokens of a sample where it has some; or why that cannot be told.
+
+    `question` holds `settings`, `seed` and `caps`, each of these with `cap_bytes` and `device`, and
+    `budgets_bytes` of both members where they divide the model, the caps being theirs.
     """
     settings = TrainSettings.model_validate(question["settings"])
     for key, path in (("model", settings.model), ("data", settings.data)):
@@ -360,24 +406,22 @@ def answer(question: Mapping[str, Any]) -> dict[str, Any]:
         settings = settings.model_copy(update={"data": None, "documents": "windows"})
     try:
         task = find_task(settings, question["seed"])
-        planners = {
-            device: MemoryPlanner(
-                task,
-                settings,
-                on_card=device == "cuda",
-                with_data=question.get("with_data", False),
-            )
-            for device in {cap["device"] for cap in question["caps"]}
-        }
+        planners = _planners(task, settings, question)
+        cut = planners[0].cut
         return {
-            "blocks": max(planner.most_level for planner in planners.values()),
+            "blocks": max(planner.most_level for planner in planners),
+            "lent": None if cut is None else cut.lent_range,
             "tokens": settings.seq or GPTS[settings.preset].seq
             if settings.preset in GPTS
             else None,
-            "sums_bytes": next(planner.sums_bytes for planner in planners.values()),
+            "sums_bytes": planners[0].sums_bytes,
             "caps": [
-                {**cap, "steps": _steps(planners[cap["device"]], settings, cap["cap_bytes"])}
-                for cap in question["caps"]
+                {
+                    **cap,
+                    "blocks": planner.most_level,
+                    "steps": _steps(planner, settings, cap["cap_bytes"]),
+                }
+                for cap, planner in zip(question["caps"], planners, strict=True)
             ],
         }
     except TrainingError as error:
@@ -385,6 +429,24 @@ def answer(question: Mapping[str, Any]) -> dict[str, Any]:
     except Exception as error:  # noqa: BLE001 - a user's model fails in any way
         reason = one_line(error)
         return {"not_planned": f"the model cannot be computed on tensors without data: {reason}"}
+
+
+def _planners(
+    task: TrainTask, settings: TrainSettings, question: Mapping[str, Any]
+) -> list[MemoryPlanner]:
+    """Return one for each cap."""
+    on_card = [cap["device"] == "cuda" for cap in question["caps"]]
+    make = partial(MemoryPlanner, task, settings, with_data=question.get("with_data", False))
+    if "budgets_bytes" not in question:
+        of_device = {each: make(on_card=each) for each in set(on_card)}
+        return [of_device[each] for each in on_card]
+    portions = [
+        Portion(leads=leads, budgets_bytes=tuple(question["budgets_bytes"]))
+        for leads in (True, False)
+    ]
+    leader = make(on_card=on_card[0], portion=portions[0])
+    other = partial(PlannerOfLent, leader, *make.args, **make.keywords)
+    return [leader, other(on_card=on_card[1], portion=portions[1])]
 
 
 def _steps(planner: MemoryPlanner, settings: TrainSettings, cap_bytes: int) -> list[dict[str, Any]]:
