@@ -19,11 +19,17 @@ from orchestrator.config.team import members, with_team_alone
 from orchestrator.core.node_commands import firewall_lines
 from orchestrator.core.placement import NodeBudget, Target, idle_line, node_budget, plan_slots
 from orchestrator.errors import UsageError, one_line
-from orchestrator.run.prediction import memory_plan
+from orchestrator.run.prediction import (
+    cap_about_bytes,
+    caps_of,
+    divided_where_needed,
+    dividing,
+    memory_plan,
+)
 from orchestrator.run.team_forecast import forecast
 from orchestrator.view.tables import Cell, Column, Table, TableRow, row_of
 from workers.hf.folder_files import check_folder
-from workers.settings import ASSUMED_CONTEXT_BYTES, TeamSpec
+from workers.settings import ASSUMED_CONTEXT_BYTES
 from workers.training.errors import TrainingError
 from workers.training.settings import PRESETS
 from workers.units import GIB, MIB
@@ -74,7 +80,7 @@ def plan_object(config: Config) -> dict[str, Any]:
     Raises:
         UsageError: The section `train:` names what cannot be trained.
     """
-    config = with_team_alone(config)
+    config = divided_where_needed(with_team_alone(config), Target())
     budgets = [node_budget(name, node, config) for name, node in config.nodes.items()]
     training = _training(config, budgets)
     return {
@@ -136,7 +142,7 @@ def _node(budget: NodeBudget, config: Config) -> dict[str, Any]:
     told = asdict(budget)
     keys = ("gpu_fraction", "budget_bytes", "duty", "size", "batch", "dtype")
     of_each = {key: told.pop(key) for key in keys}
-    of_each |= {"cpus": told.pop("cpus_per_worker"), "cap_about_bytes": _cap_about_bytes(budget)}
+    of_each |= {"cpus": told.pop("cpus_per_worker"), "cap_about_bytes": _cap_bytes(budget)}
     workers = [
         {
             "slot": f"{budget.node}/{index}",
@@ -152,11 +158,8 @@ def _gib(size_bytes: int | None) -> str | None:
     return None if size_bytes is None else f"{size_bytes / GIB:.2f} GiB"
 
 
-def _cap_about_bytes(budget: NodeBudget) -> int:
-    """Return the cap of a worker, as far as it is known before one has measured its
-    CUDA context.
-    """
-    return max(0, budget.budget_bytes - (ASSUMED_CONTEXT_BYTES if budget.gpus else 0))
+def _cap_bytes(budget: NodeBudget) -> int:
+    return cap_about_bytes(budget.budget_bytes, on_card=bool(budget.gpus))
 
 
 def _training(config: Config, budgets: Sequence[NodeBudget]) -> dict[str, Any] | None:
@@ -167,23 +170,17 @@ def _training(config: Config, budgets: Sequence[NodeBudget]) -> dict[str, Any] |
     """
     if config.workload.name != "train":
         return None
-    team = _dividing(config)
+    team = dividing(config, Target())
     if team is not None:
-        of_node = {budget.node: budget for budget in budgets}
-        parts = [(of_node[slot.partition("/")[0]], [slot]) for slot in team.members]
+        caps = caps_of(team, config, Target())
     else:
-        groups = defaultdict[tuple[int, int], list[NodeBudget]](list)
+        groups = defaultdict[tuple[int, str], list[str]](list)
         for budget in budgets:
-            groups[_cap_about_bytes(budget), bool(budget.gpus)].append(budget)
-        parts = [(each[0], [budget.node for budget in each]) for each in groups.values()]
-    caps = [
-        {
-            "nodes": names,
-            "device": "cuda" if budget.gpus else "cpu",
-            "cap_bytes": _cap_about_bytes(budget),
-        }
-        for budget, names in parts
-    ]
+            groups[_cap_bytes(budget), "cuda" if budget.gpus else "cpu"].append(budget.node)
+        caps = [
+            {"nodes": nodes, "device": device, "cap_bytes": bound}
+            for (bound, device), nodes in groups.items()
+        ]
     told = memory_plan(config, caps, None if team is None else team.budgets_bytes)
     return {
         **config.train.model_dump(include={"preset", "batch", "precision", "recompute"}),
@@ -193,13 +190,6 @@ def _training(config: Config, budgets: Sequence[NodeBudget]) -> dict[str, Any] |
         "not_planned": told.get("not_planned"),
         "caps": [{**cap, **_judged(cap, config)} for cap in told.get("caps", ())],
     }
-
-
-def _dividing(config: Config) -> TeamSpec | None:
-    """Return the team whose members divide the model, the one that leads first; `None`: none do."""
-    if config.train.split != "layers" or not members(config):
-        return None
-    return plan_slots(config, Target())[0].spec.team
 
 
 def _training_parts(training: _Told) -> Iterator[Part]:

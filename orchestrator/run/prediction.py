@@ -1,5 +1,5 @@
-"""What is known of jobs before they run: where they are submitted, their configuration, and the
-least memory of trainings.
+"""What is known of jobs and trainings before they run: where jobs are submitted, their
+configuration, the memory of trainings, and whether two members divide a model.
 
 Memory is predicted as for `plan` of a training, by a process of its own. Measures nothing, and
 starts no job.
@@ -15,12 +15,13 @@ from typing import Any, Final
 
 from orchestrator.config.load import config_from_data
 from orchestrator.config.schema import Config
-from orchestrator.core.placement import Target
-from orchestrator.errors import UsageError, one_line
+from orchestrator.config.team import members
+from orchestrator.core.placement import Target, plan_slots
+from orchestrator.errors import ConfigError, UsageError, one_line
 from orchestrator.jobs.model import SAME_STEP, Job, Submitted
 from orchestrator.run.child import ask_child
 from workers.command.code import code_of
-from workers.settings import ASSUMED_CONTEXT_BYTES
+from workers.settings import ASSUMED_CONTEXT_BYTES, TeamSpec
 
 #: A large model of the user, on a slow disk.
 _TIMEOUT_S: Final = 300.0
@@ -29,6 +30,9 @@ _NO_CAP_BYTES: Final = 2**60
 #: Predictions are within a tenth (docs/results/hugging-face.md): a job is refused only
 #: where so much of it does not fit.
 _SURE: Final = 0.9
+
+#: Said where `train.split: auto` becomes `layers`.
+DIVIDES: Final = "The training fits neither member alone: they divide the model (split: layers)"
 
 
 def job_config(base: Config, job: Job) -> Config:
@@ -66,6 +70,69 @@ def memory_plan(
     if "refused" in told:
         raise UsageError(one_line(told["refused"]))
     return told
+
+
+def cap_about_bytes(budget_bytes: int, *, on_card: bool) -> int:
+    """Return the cap of a worker, as far as it is known before one has measured its CUDA
+    context.
+    """
+    return max(0, budget_bytes - (ASSUMED_CONTEXT_BYTES if on_card else 0))
+
+
+def dividing(config: Config, target: Target) -> TeamSpec | None:
+    """Return the team whose members divide the model, the one that leads first; `None`: none do."""
+    if config.train.split != "layers" or not members(config):
+        return None
+    return plan_slots(config, target)[0].spec.team
+
+
+def caps_of(team: TeamSpec, config: Config, target: Target) -> list[dict[str, Any]]:
+    """Return the caps of the members of a team, as `memory_plan` wants them."""
+    gpus = {name: 0 if target.device == "cpu" else node.gpus for name, node in config.nodes.items()}
+    on_card = [bool(gpus[slot.partition("/")[0]]) for slot in team.members]
+    return [
+        {
+            "nodes": [slot],
+            "device": "cuda" if is_card else "cpu",
+            "cap_bytes": cap_about_bytes(budget_bytes, on_card=is_card),
+        }
+        for slot, budget_bytes, is_card in zip(
+            team.members, team.budgets_bytes, on_card, strict=True
+        )
+    ]
+
+
+def divided_where_needed(config: Config, target: Target) -> Config:
+    """Return the configuration with `split: layers` in the place of `auto` where a training of two
+    members fits neither, and fits both together; else as it is. Takes as long as `plan`.
+    """
+    if config.train.split != "auto" or len(members(config)) != 2:
+        return config
+    data = config.model_dump()
+    try:
+        divided = config_from_data(
+            {**data, "train": {**data["train"], "split": "layers"}}, "train.split: auto"
+        )
+        if _fits(config, target) is False and _fits(divided, target):
+            return divided
+    except (ConfigError, UsageError):
+        pass  # it cannot be divided
+    return config
+
+
+def _fits(config: Config, target: Target) -> bool | None:
+    """Say whether a training fits one of its members, or all of them where they divide it; `None`:
+    that is not known.
+    """
+    team = plan_slots(config, target)[0].spec.team
+    assert team is not None  # noqa: S101 - it has members
+    is_divided = config.train.split == "layers"
+    told = memory_plan(
+        config, caps_of(team, config, target), team.budgets_bytes if is_divided else None
+    )
+    if "not_planned" in told:
+        return None
+    return (all if is_divided else any)(cap["steps"][-1]["fits"] for cap in told["caps"])
 
 
 def least_room_of(

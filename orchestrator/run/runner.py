@@ -48,6 +48,7 @@ from orchestrator.run.dispatcher import Dispatcher
 from orchestrator.run.earlier import fetch_weights
 from orchestrator.run.environment import Environment, Mode
 from orchestrator.run.notify_urls import notify_urls
+from orchestrator.run.prediction import DIVIDES, divided_where_needed
 from orchestrator.run.resume import Past
 from orchestrator.run.supervisor import Clock, Outlets, Supervisor, answers_before
 from orchestrator.run.terminal import (
@@ -208,6 +209,10 @@ def _in_environment(environment: Environment, record: _Record, interrupts: Inter
         settled = environment.settle(environment, fleet)
         if settled is not environment:
             record.tell(*settled.lines)
+        config = divided_where_needed(settled.config, settled.target)
+        if config is not settled.config:
+            record.tell(DIVIDES)
+            settled = replace(settled, config=config)
         if settled.target != environment.target:
             record.open_queue(settled)
         facts = record.begin(settled)

@@ -186,7 +186,7 @@ def test_a_model_that_is_divided_is_planned_by_its_parts(command: Command) -> No
     assert [cap["nodes"] for cap in training["caps"]] == [["pc1/0"], ["pc2/0"]]
     first, end = training["lent"]
     assert "does_not_fit" not in {cap["verdict"] for cap in training["caps"]}
-    text = command(*typed, "--set", "train.split=layers").stdout
+    text = command(*typed, "--set", "train.split=auto").stdout
     assert f"pc1/0 leads with blocks 0 to {first - 1} and block {end}, and what is before" in text
     assert f"pc2/0 has blocks {first} to {end - 1}." in text
 
