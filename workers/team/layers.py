@@ -567,7 +567,7 @@ class Lender(Place):
         return {**state, "constant": constant} if said["constant"] else state
 
     def _drop(self, why: str) -> None:
-        self._held = self._next = None
+        self._held, self._next, self._wants_save = None, None, False
         super()._drop(why)
 
     def _forward(self, now: Pass, said: Mapping[str, Any]) -> Tensor:
