@@ -32,6 +32,7 @@ from workers.messages import (
     StepCounts,
     WorkerState,
 )
+from workers.readings import SensorReading
 from workers.settings import Learned, LimitKey, PolicyState, StoredLimit
 from workers.units import GIB
 
@@ -170,7 +171,12 @@ _HEALTHY: dict[str, Any] = {
 
 def make_row(**changed: object) -> Row:
     """Make a healthy row with some fields changed."""
-    return Row(**with_counts({**_HEALTHY, **changed}))
+    values = with_counts({**_HEALTHY, **changed})
+    told, held = (
+        {name: values.pop(name) for name in kind.__slots__ if name in values}
+        for kind in (SensorReading, MemoryInfo)
+    )
+    return Row(**values, sensors=SensorReading(**told), memory=replace(MEMORY, **held))
 
 
 _LEARNED = PolicyState(policy="adaptive", learned=(Learned(size=8192), None))

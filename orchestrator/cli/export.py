@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from orchestrator.core.placement import plan_slots
 from orchestrator.errors import OrchestratorError, UsageError, one_line
 from orchestrator.record.archive import read_run
-from orchestrator.run.child import ask_child
 from orchestrator.run.earlier import BEST, LAST, checkpoints_of
 from orchestrator.run.environment import ground_of
+from orchestrator.run.job_files import ask_export
 from workers.units import MIB
 
 
@@ -48,17 +49,8 @@ def export(
     with ExitStack() as until_written:
         names = BEST if best else LAST
         paths = checkpoints_of(stored, slot, specs[slot].node, names, to.parent, until_written)
-        question = {
-            "checkpoints": list(map(str, paths)),
-            "settings": dict(specs[slot].workload.settings),
-            "seed": specs[slot].workload.seed,
-            "run_id": facts.run_id,
-            "slot": slot,
-            "to": str(to),
-            "form": form,
-            "average": average,
-        }
-        told = ask_child("workers.hf.export", question)
+        spec = replace(specs[slot], run_id=facts.run_id)
+        told = ask_export(spec, paths, to, form=form, average=average)
     if isinstance(told, str):
         raise OrchestratorError(one_line(told))
     if "refused" in told:

@@ -15,9 +15,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeAlias
 
 import psutil
 
@@ -30,6 +31,7 @@ from orchestrator.errors import NoClusterError, UsageError, one_line
 from orchestrator.record.archive import NOTE_NAME, head_of
 from orchestrator.run.terminal import Interrupts
 from workers.card_settings import put_back_left
+from workers.keeper import processes
 
 #: How long processes get to end by themselves before they are killed.
 _GRACE_S = 10.0
@@ -46,6 +48,9 @@ _STORE = "gcs_server"
 
 #: After its last steps a run writes its summary and ends its processes.
 _SUMMARY_S = 30.0
+
+#: Processes by their ids, each with when it began (`processes.start_time`): ids come again.
+Family: TypeAlias = Mapping[int, str]
 
 _HOW_TO_GET_IT = (
     "this PC has no token, the secret of the cluster: copy ~/.ray/auth_token from the head's PC "
@@ -118,8 +123,8 @@ def keep(command: NodeCommand) -> int:
         os.execve(sys.executable, again, {**os.environ, NODE_MARK: node})  # noqa: S606
     if family := processes_of(node):
         raise UsageError(
-            f"{node} runs here already (process {min(process.pid for process in family)}); to end "
-            f"it: python -m orchestrator stop --node {node}"
+            f"{node} runs here already (process {min(family)}); to end it: python -m orchestrator "
+            f"stop --node {node}"
         )
     get_token(command)
     interrupts, said = Interrupts(), ""
@@ -170,9 +175,7 @@ def _run_once(command: NodeCommand, interrupts: Interrupts) -> str:
 
 
 def _has_raylet(started: subprocess.Popen[bytes]) -> bool:
-    with suppress(psutil.Error):
-        return any(name_of(one) == "raylet" for one in psutil.Process(started.pid).children())
-    return False
+    return any(processes.name_of(pid) == "raylet" for pid in processes.below(started.pid))
 
 
 def _away(command: NodeCommand) -> NoClusterError | None:
@@ -234,6 +237,7 @@ def stop_runs(run_dir: str, *, wait_s: float = 0.0) -> Iterator[str]:
         raise UsageError(
             f"no run is under way in {Path(run_dir).absolute()}; --run-dir names another folder"
         )
+    began = {head.pid: processes.start_time(head.pid) or "" for head in heads.values()}
     for name, head in heads.items():
         try:
             head.send_signal(signal.SIGINT)
@@ -242,10 +246,9 @@ def stop_runs(run_dir: str, *, wait_s: float = 0.0) -> Iterator[str]:
             yield f"run {name} cannot be asked to end: {error}"
     if wait_s > 0:
         yield f"waiting up to {wait_s:.0f} s until it has ended"
-        _await_end(heads.values(), wait_s)
-        yield from (
-            f"run {name} has not ended" for name, head in heads.items() if not has_ended(head)
-        )
+        _await_end(began, wait_s)
+        left = left_of(began)
+        yield from (f"run {name} has not ended" for name, head in heads.items() if head.pid in left)
 
 
 def stop_node(node: str) -> Iterator[str]:
@@ -265,60 +268,47 @@ def stop_node(node: str) -> Iterator[str]:
     yield f"ended {len(family)} processes of node {node}"
 
 
-def processes_of(node: str) -> set[psutil.Process]:
+def processes_of(node: str) -> Family:
     """Return what `up NODE` started on this PC, with the children, except this very process.
 
     A container is a PC of its own, and may have a node of the same name: its processes are seen
     from outside, and are told apart by their namespace.
     """
-    family: set[psutil.Process] = set()
+    found: set[int] = set()
     here = Path("/proc/self/ns/pid").readlink()
-    for process in psutil.process_iter():
-        with suppress(psutil.Error, OSError):  # another user's, or gone
-            is_marked = process.environ().get(NODE_MARK) == node and process.pid != os.getpid()
-            if is_marked and Path(f"/proc/{process.pid}/ns/pid").readlink() == here:
-                family |= {process, *process.children(recursive=True)}
-    return family
+    for pid in processes.marked(NODE_MARK, node):
+        with suppress(OSError):  # it is gone
+            if Path(f"/proc/{pid}/ns/pid").readlink() == here:
+                found |= {pid, *processes.below(pid)}
+    began = {pid: processes.start_time(pid) for pid in found - {os.getpid()}}
+    return {pid: at for pid, at in began.items() if at is not None}
 
 
-def end(processes: Iterable[psutil.Process], grace_s: float) -> None:
+def end(family: Family, grace_s: float) -> None:
     """End processes; kill those that do not end by themselves, each group within `grace_s`.
 
     The head's store comes last: told to end together with the others it waits for them, and its
     raylet for it, until all of them are killed (Ray 2.60; 10 s instead of 1 s).
     """
-    family = set(processes)
-    stores = {process for process in family if name_of(process) == _STORE}
+    stores = {pid: began for pid, began in family.items() if processes.name_of(pid) == _STORE}
+    others = {pid: began for pid, began in family.items() if pid not in stores}
     asked, killed = signal.SIGTERM, signal.SIGKILL
-    for group, number in ((family - stores, asked), (stores, asked), (family, killed)):
-        for process in group:
-            with suppress(psutil.Error):  # it ended by itself
-                process.send_signal(number)
+    for group, number in ((others, asked), (stores, asked), (family, killed)):
+        processes.send(left_of(group), number)
         _await_end(group, grace_s)
 
 
-def name_of(process: psutil.Process) -> str:
-    """Return what a process is called; nothing once it has ended."""
-    try:
-        return process.name()
-    except psutil.Error:
-        return ""
-
-
-def _await_end(processes: Iterable[psutil.Process], patience_s: float) -> None:
-    deadline_s = time.monotonic() + patience_s
-    while time.monotonic() < deadline_s and not all(map(has_ended, processes)):
-        time.sleep(0.05)
-
-
-def has_ended(process: psutil.Process) -> bool:
-    """Say whether it has ended, or is a zombie (in a container the parent often
+def left_of(family: Family) -> list[int]:
+    """Return the ids of those that still run; a zombie does not (in a container the parent often
     does not reap it).
     """
-    try:
-        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return True
+    return [pid for pid, began in family.items() if processes.start_time(pid) == began]
+
+
+def _await_end(family: Family, patience_s: float) -> None:
+    deadline_s = time.monotonic() + patience_s
+    while time.monotonic() < deadline_s and left_of(family):
+        time.sleep(0.05)
 
 
 def _path_with_ray() -> dict[str, str]:

@@ -3,6 +3,7 @@ too.
 
 - `survey` asks every node for facts about its machine, its clock, and the ports that it reaches.
 - `measure_links` has nodes send to one of them, by the wire of a team.
+- `sent_folder` sends the folder of a command to a PC that has no copy of it.
 - `with_cards_set` has an actor set the cards of each node that needs it, and put them back.
 
 Needs a connection (`connect.py`) and judges nothing: `orchestrator.doctor` and `run/node_setup.py`
@@ -27,8 +28,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orchestrator.core.fleet import Link, NodeAnswer
 from workers.card_settings import CardSettingError, WantedSettings, put_back_own, set_cards
+from workers.command.folder import look, pack, unpack
 from workers.host.facts import MachineFacts
 from workers.host.machine import look_around
+from workers.settings import WorkerSpec
 from workers.team import link
 
 #: The label that names a node. Set by `ray start --labels=node=pc1`.
@@ -47,17 +50,14 @@ _DOOR_S = 2.0
 _LINK_S = 60.0
 
 
-def survey(answer_s: float = _ANSWER_S) -> tuple[NodeAnswer, ...]:
-    """Return each live node's answer, those without a label too, by name.
-
-    They have `answer_s` together.
-    """
+def survey() -> tuple[NodeAnswer, ...]:
+    """Return each live node's answer, those without a label too, by name."""
     # No types here.
     live = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
     doors = {
         node["NodeID"]: f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}" for node in live
     }
-    deadline_s = time.monotonic() + answer_s
+    deadline_s = time.monotonic() + _ANSWER_S  # for all of them together
     requests = []
     for node in live:
         others = tuple(door for node_id, door in sorted(doors.items()) if node_id != node["NodeID"])
@@ -132,6 +132,24 @@ def measure_links(to: str, listen: str, nodes: Sequence[str]) -> tuple[Link, ...
             ray.cancel(second, force=True)
         links.append(Link(node=node, to=to, bytes_per_s=rate, error=error))
     return tuple(links)
+
+
+def sent_folder(spec: WorkerSpec) -> Any:  # noqa: ANN401 - Ray's reference type has no name
+    """Return a reference to the `CommandFolder` on the node of a command with a folder.
+
+    Nothing here waits: each task waits for the one before it. Not as Ray's `runtime_env`: a local
+    `working_dir` is only taken for a whole connection (Ray 2.60), it comes first in the worker's
+    path, where a user's folder `workers` would hide ours, and private clusters have no agent for
+    it.
+    """
+    assert spec.command is not None  # noqa: S101 - asked for nothing else
+    cwd = str(spec.command.cwd)
+    there = {"num_cpus": 0, "label_selector": {NODE_LABEL: spec.node}}
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    theirs = ray.remote(look).options(**there).remote(cwd)
+    at_head = ray.remote(pack).options(num_cpus=0, scheduling_strategy=here)
+    packed = at_head.remote(theirs, cwd, spec.node)
+    return ray.remote(unpack).options(**there).remote(packed, spec.run_id, spec.slot)
 
 
 #: A process starts, and another run puts its cards back.

@@ -25,9 +25,8 @@ from ray.exceptions import (
 
 from orchestrator.cluster.actor import WorkerActor
 from orchestrator.cluster.command_actor import CommandActor
-from orchestrator.cluster.command_folder import sent_folder
 from orchestrator.cluster.liveness import Pulse
-from orchestrator.cluster.node_tasks import NODE_LABEL, in_a_line, status_command
+from orchestrator.cluster.node_tasks import NODE_LABEL, in_a_line, sent_folder, status_command
 from orchestrator.cluster.raylets import Raylets
 from orchestrator.core.fleet import Heard, NodeFact, Told, Unreached
 from orchestrator.errors import NoClusterError, PreflightError, UsageError

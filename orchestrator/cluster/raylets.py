@@ -224,6 +224,6 @@ def reap_adopted() -> None:
     for thread in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):  # the thread, or a child of it, is gone meanwhile
             for pid in map(int, (thread / "children").read_text(encoding="ascii").split()):
-                name = Path(f"/proc/{pid}/comm").read_text(encoding="utf-8").rstrip("\n")
+                name = processes.name_of(pid)
                 if name in _ADOPTED or name.startswith(_WORKER):
                     os.waitpid(pid, os.WNOHANG)

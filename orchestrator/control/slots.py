@@ -39,7 +39,6 @@ from orchestrator.record.command_file import put
 from orchestrator.record.folders import go_on_command
 from workers.units import MIB
 
-COMMAND_MOST_BYTES: Final = 64 * 1024
 #: Of an id, of a slot's name, and of the name of the program.
 _TEXT_MOST: Final = 200
 _LOOK_EVERY_S: Final = 0.02
@@ -107,8 +106,6 @@ _AMOUNT: Final = TypeAdapter(Annotated[ByteSize, Field(gt=0, lt=2**63)])
 
 def command_of(content: bytes) -> Command:
     """Return the command that a file holds; `NoCommandError` if it holds none."""
-    if len(content) > COMMAND_MOST_BYTES:
-        raise NoCommandError(f"a command has at most {COMMAND_MOST_BYTES} bytes")
     try:
         command = _COMMAND.validate_json(content, strict=True, extra="forbid")
     except ValidationError as failure:
@@ -241,12 +238,7 @@ def send(
     """
     identity = identity or secrets.token_hex(8)
     command = Command(id=identity, do=do, slots=tuple(slots), by=by, amount_bytes=amount_bytes)
-    content = json.dumps(asdict(command)).encode("ascii")
-    if len(content) > COMMAND_MOST_BYTES:
-        error = f"a command with {len(slots)} slots is too long: name fewer of them at a time"
-        return Answer(ok=False, id=identity, error=error)
-
-    answer = None
+    content, answer = json.dumps(asdict(command)).encode("ascii"), None
     try:
         if (why := _why_none(folder)) is None:
             put(folder, content, identity=identity, until_unix_s=time.time() + timeout_s)

@@ -332,28 +332,18 @@ _RULE_5 = "rule 5"
 _FINAL = "the slot has ended; the supervisor still tells every slot"
 _RULE_6 = "rule 6"
 _RULE_7 = "rule 7"
+#: What is over stays so, whatever nodes, time and the run do.
+_OVER = {Phase.QUARANTINED: _RULE_5, Phase.STOPPED: _FINAL, Phase.DONE: _RULE_6}
 
 #: What an event does to a slot by its phase: its handler, or why it changes nothing. What is not
 #: here is illegal.
 _TABLE: Mapping[type[Event], Mapping[Phase, Handler | str]] = {
-    NodeJoined: {
-        Phase.ABSENT: _node_joined,
-        Phase.QUARANTINED: _RULE_5,
-        Phase.STOPPED: _FINAL,
-        Phase.DONE: _RULE_6,
-    },
+    NodeJoined: {Phase.ABSENT: _node_joined, **_OVER},
     NodeLeft: {
         **dict.fromkeys((Phase.WORKING, Phase.PAUSING, Phase.HELD), _node_left),
-        Phase.QUARANTINED: _RULE_5,
-        Phase.STOPPED: _FINAL,
-        Phase.DONE: _RULE_6,
+        **_OVER,
     },
-    NodeRefused: {
-        Phase.ABSENT: _node_refused,
-        Phase.QUARANTINED: _RULE_5,
-        Phase.STOPPED: _FINAL,
-        Phase.DONE: _RULE_6,
-    },
+    NodeRefused: {Phase.ABSENT: _node_refused, **_OVER},
     CardQuarantined: {
         **dict.fromkeys((Phase.WORKING, Phase.PAUSING), _card_quarantined),
         Phase.QUARANTINED: _RULE_5,
@@ -386,21 +376,9 @@ _TABLE: Mapping[type[Event], Mapping[Phase, Handler | str]] = {
         Phase.WORKING: _time_passed_while_working,
         Phase.PAUSING: _time_passed_while_pausing,
         Phase.HELD: _RULE_7,
-        Phase.QUARANTINED: _RULE_5,
-        Phase.STOPPED: _FINAL,
-        Phase.DONE: _RULE_6,
+        **_OVER,
     },
-    Drain: {
-        **dict.fromkeys(Phase, _drain),
-        Phase.QUARANTINED: _FINAL,
-        Phase.STOPPED: _FINAL,
-        Phase.DONE: _RULE_6,
-    },
-    Close: {
-        **dict.fromkeys(Phase, _close),
-        Phase.QUARANTINED: _FINAL,
-        Phase.STOPPED: _FINAL,
-        Phase.DONE: _RULE_6,
-    },
+    Drain: {**dict.fromkeys(Phase, _drain), **_OVER},
+    Close: {**dict.fromkeys(Phase, _close), **_OVER},
 }
 _CELLS = {(phase, event): row.get(phase) for event, row in _TABLE.items() for phase in Phase}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from orchestrator.config import team
@@ -122,22 +121,14 @@ class SlotPlan:
     """The card the configuration promises, until the worker has seen it."""
 
 
-class Missing(StrEnum):
-    """What a node lacks."""
-
-    NODE = "node"
-    CPUS = "cpus"
-    GPUS = "gpus"
-    TWICE = "twice"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
     """A node that cannot take its workers, and why."""
 
     node: str
-    missing: Missing
     text: str
+    is_absent: bool = False
+    """Whether no live node has its label."""
 
 
 def plan_slots(config: Config, target: Target) -> tuple[SlotPlan, ...]:
@@ -266,30 +257,20 @@ def refusals(config: Config, live: Iterable[NodeFact]) -> tuple[Refusal, ...]:
     facts = tuple(live)
     refused: list[Refusal] = []
     for name, node in config.nodes.items():
-        budget, mine = (
-            node_budget(name, node, config),
-            [fact for fact in facts if fact.name == name],
-        )
-        needs: dict[Missing, str] = {}
+        budget = node_budget(name, node, config)
+        mine = [fact for fact in facts if fact.name == name]
+        texts = []
         if not mine:
-            needs[Missing.NODE] = f"no live node has the label node={name}"
+            text = f"no live node has the label node={name}"
+            refused.append(Refusal(node=name, text=text, is_absent=True))
         elif len(mine) > 1:
             where = ", ".join(sorted(fact.address for fact in mine))
-            needs[Missing.TWICE] = f"{len(mine)} live nodes have the label node={name}: {where}"
+            texts = [f"{len(mine)} live nodes have the label node={name}: {where}"]
         else:
             if mine[0].cpus < budget.cpus_total:
                 cpus = f"{budget.workers} workers x {budget.cpus_per_worker} = {budget.cpus_total}"
-                needs[Missing.CPUS] = f"{name} offers {mine[0].cpus:g} CPUs, the plan needs {cpus}"
+                texts = [f"{name} offers {mine[0].cpus:g} CPUs, the plan needs {cpus}"]
             if mine[0].gpus < budget.gpus:
-                needs[Missing.GPUS] = (
-                    f"{name} offers {mine[0].gpus:g} GPUs, the plan needs {budget.gpus}"
-                )
-        refused += (
-            Refusal(node=name, missing=missing, text=text) for missing, text in needs.items()
-        )
+                texts += [f"{name} offers {mine[0].gpus:g} GPUs, the plan needs {budget.gpus}"]
+        refused += (Refusal(node=name, text=text) for text in texts)
     return tuple(refused)
-
-
-def unnamed(live: Iterable[NodeFact]) -> tuple[str, ...]:
-    """Return the addresses of live nodes without the label, the usual cause of a missing one."""
-    return tuple(sorted(fact.address for fact in live if fact.name is None))

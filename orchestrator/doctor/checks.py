@@ -1,8 +1,8 @@
 """What is wrong with one machine, with a running cluster as a whole, and with this PC as the one on
 which a run is typed.
 
-A check is one function that yields findings, and its line in `OF_MACHINE`, `OF_CLUSTER` or
-`OF_HERE`. Those of machines and clusters are pure: facts in, findings out. Those of this PC look
+A check is one function that yields findings, and is named in `of_machine`, `of_cluster` or
+`of_here`. Those of machines and clusters are pure: facts in, findings out. Those of this PC look
 themselves, and change nothing. Does not cover what the cluster offers to Ray
 (`placement.refusals`).
 """
@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Final, TypeVar
 
 from orchestrator.config.gpu_specs import key_of
@@ -50,12 +49,12 @@ _RESTART_WSL = "wsl --shutdown"
 _NEW_FILE = "python -m orchestrator init --output mine.yaml"
 
 
-def found_by(
-    checks: Mapping[str, Callable[[_Subject], Iterable[Finding]]], subject: _Subject
-) -> list[Finding]:
-    """Return what some checks find on a machine or cluster, with their names."""
+def _found(subject: _Subject, *checks: Callable[[_Subject], Iterable[Finding]]) -> list[Finding]:
+    """Return what checks find on a machine or cluster; a check is called as its function."""
     return [
-        replace(finding, check=name) for name, check in checks.items() for finding in check(subject)
+        replace(finding, check=check.__name__.lstrip("_"))
+        for check in checks
+        for finding in check(subject)
     ]
 
 
@@ -258,17 +257,9 @@ def _plan(machine: Machine) -> Iterator[Finding]:
         yield ok(f"{node}: {workers} on the processor, which it has")
 
 
-OF_MACHINE: Final[Mapping[str, Callable[[Machine], Iterable[Finding]]]] = MappingProxyType(
-    {
-        "card": _card,
-        "vram": _vram,
-        "persistence": _persistence,
-        "torch": _torch,
-        "cpu_governor": _cpu_governor,
-        "plan": _plan,
-    }
-)
-"""What is checked on each machine, by the name in the report."""
+def of_machine(machine: Machine) -> list[Finding]:
+    """Return what is checked on each machine."""
+    return _found(machine, _card, _vram, _persistence, _torch, _cpu_governor, _plan)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -378,10 +369,9 @@ def _link(cluster: Cluster) -> Iterator[Finding]:
             yield ok(f"{found}: {sums} a step", node=link.node)
 
 
-OF_CLUSTER: Final[Mapping[str, Callable[[Cluster], Iterable[Finding]]]] = MappingProxyType(
-    {"nodes": _nodes, "network": _network, "versions": _versions, "link": _link}
-)
-"""What is checked on a cluster as a whole."""
+def of_cluster(cluster: Cluster) -> list[Finding]:
+    """Return what is checked on a cluster as a whole."""
+    return _found(cluster, _nodes, _network, _versions, _link)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -429,7 +419,6 @@ def _token(here: Here) -> Iterator[Finding]:
         yield skip("none yet; a cluster needs one", hint=hint)
 
 
-OF_HERE: Final[Mapping[str, Callable[[Here], Iterable[Finding]]]] = MappingProxyType(
-    {"disk": _disk, "token": _token}
-)
-"""What is checked on this PC alone."""
+def of_here(here: Here) -> list[Finding]:
+    """Return what is checked on this PC alone."""
+    return _found(here, _disk, _token)

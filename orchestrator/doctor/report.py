@@ -46,7 +46,7 @@ class Finding:
     node: str | None = None
     """The node it is about; `None`: this machine, or the cluster as a whole."""
     check: str = ""
-    """One word, which stays the same from run to run; `found_by` sets it."""
+    """One word, which stays the same from run to run; its function (`checks.py`)."""
 
     @property
     def subject(self) -> str:

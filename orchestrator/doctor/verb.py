@@ -21,15 +21,7 @@ from orchestrator.config.schema import Config
 from orchestrator.config.team import members, with_team_alone
 from orchestrator.core.fleet import Link, NodeFact
 from orchestrator.core.placement import Target, listening_at, plan_slots, refusals
-from orchestrator.doctor.checks import (
-    OF_CLUSTER,
-    OF_HERE,
-    OF_MACHINE,
-    Cluster,
-    Here,
-    Machine,
-    found_by,
-)
+from orchestrator.doctor.checks import Cluster, Here, Machine, of_cluster, of_here, of_machine
 from orchestrator.doctor.report import Diagnosis, Finding, Verdict, fail, ok, skip, warn
 from orchestrator.errors import ConfigError, NoClusterError, UsageError
 from orchestrator.run.team_forecast import link_of, remember_links
@@ -132,12 +124,12 @@ def _of_cluster(config: Config | None, address: str, findings: Sequence[Finding]
         missing, answers = refusals(config, nodes), survey()
         links = _links(config, nodes)
     cluster = Cluster(config=config, address=address, missing=missing, answers=answers, links=links)
-    found = [*findings, *found_by(OF_HERE, Here(config=config, is_cluster=True))]
-    found += found_by(OF_CLUSTER, cluster)
+    found = [*findings, *of_here(Here(config=config, is_cluster=True))]
+    found += of_cluster(cluster)
     for answer in answers:
         if answer.facts is not None:
             machine = Machine(facts=answer.facts, config=config, name=answer.name)
-            found += [replace(one, node=answer.title) for one in found_by(OF_MACHINE, machine)]
+            found += [replace(one, node=answer.title) for one in of_machine(machine)]
     return Diagnosis(
         where=f"the cluster at {address}",
         is_cluster=True,
@@ -170,11 +162,11 @@ def _links(config: Config, nodes: Sequence[NodeFact]) -> tuple[Link, ...]:
 def _of_this_machine(config: Config | None, node: str | None, findings: list[Finding]) -> Diagnosis:
     facts = look_around()
     name = node if config is None else node or _own_node(config, facts.hostname)
-    found = found_by(OF_MACHINE, Machine(facts=facts, config=config, name=name))
+    found = of_machine(Machine(facts=facts, config=config, name=name))
     if config is not None and name is None:
         names = ", ".join(config.nodes)
         found.append(skip(f"say which node this PC is: --node NAME ({names})", check="plan"))
-    found += found_by(OF_HERE, Here(config=config, is_cluster=False))
+    found += of_here(Here(config=config, is_cluster=False))
     return Diagnosis(
         where=f"this machine ({facts.hostname})",
         is_cluster=False,

@@ -213,21 +213,17 @@ def plan(
         for card in cards
         if card.closed is None
     }
-    holding: dict[tuple[object, ...], list[_Row]] = {}
     able: list[tuple[Candidate, list[tuple[float, _Row]]]] = []
     reasons: dict[str, str] = {}
     for candidate, work_s in zip(candidates, works_s, strict=True):
-        job = candidate.job
-        needs = (job.is_team, job.nodes, job.card, _needed(candidate))
-        if needs not in holding:
-            holding[needs] = [
-                _Row(card, tuple(lines[name] for name in card.name.split(JOINT)))
-                for card in choices(job, cards)
-                if card.closed is None and _fits(candidate, card)
-            ]
-        if holding[needs]:
+        rows = [
+            _Row(card, tuple(lines[name] for name in card.name.split(JOINT)))
+            for card in choices(candidate.job, cards)
+            if card.closed is None and _fits(candidate, card)
+        ]
+        if rows:
             length_s = typical_s if work_s is None else work_s
-            able.append((candidate, _lengths(candidate, holding[needs], length_s)))
+            able.append((candidate, _lengths(candidate, rows, length_s)))
         else:
             reasons[candidate.job.name] = _why_no_card(candidate, cards)
     able.sort(key=lambda it: (-it[0].job.priority, -min(took_s for took_s, _ in it[1])))

@@ -206,8 +206,6 @@ class _Turn:
         self._standings = dict(queue.standings)
         self._facts = queue.facts
         self.events: list[Event] = []
-        self._never: dict[tuple[object, ...], str | None] = {}
-        """Why a job can never run, by all that decides it."""
 
     @property
     def queue(self) -> Queue:
@@ -478,12 +476,8 @@ class _Turn:
 
     def _never_fits(self, standing: Standing) -> Goal | None:
         """Look whether a job can ever run here."""
-        job, least_bytes = standing.job, standing.least_room_bytes
-        needs = (job.is_team, job.nodes, job.card, job.memory_bytes, least_bytes)
-        if needs not in self._never:
-            cards = self._world.cards
-            self._never[needs] = places.never_fits(job, least_bytes, cards) if cards else None
-        why = self._never[needs]
+        cards, least_bytes = self._world.cards, standing.least_room_bytes
+        why = places.never_fits(standing.job, least_bytes, cards) if cards else None
         return None if why is None else Goal(to=JobState.INFEASIBLE, reason=why)
 
     def _saves(self, standing: Standing) -> Goal | None:

@@ -168,7 +168,6 @@ class Tuning:
         self._arm: _Arm | None = None
         self._turns: list[Turn] = []
         """Those of this process of the baseline."""
-        """Of the baseline."""
         self.result: dict[str, Any] = {}
         """As `tune --json` prints it, once it has run."""
 

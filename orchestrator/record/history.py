@@ -98,12 +98,13 @@ def sampled_between(folder: Path) -> tuple[float, float] | None:
     return None if first is None else (float(first), float(last))
 
 
-def state_spans(folder: Path, slot: str | None = None) -> dict[str, tuple[Span, ...]]:
-    """Return the states of each slot one after the other, from its first change on, by slot; or of
-    one slot. Of very many changes, the last ones.
+def state_spans(folder: Path) -> dict[str, tuple[Span, ...]]:
+    """Return the states of each slot one after the other, from its first change on, by slot.
+
+    Of very many changes, the last ones.
     """
     changes: dict[str, list[tuple[float, str, str]]] = {}
-    for event in read_events(folder, ("state",), slot=slot, limit=_CHANGES_MOST):
+    for event in read_events(folder, ("state",), limit=_CHANGES_MOST):
         if event.slot is not None and (at_unix_s := event.at_unix_s) is not None:
             to, cause = (str(event.details.get(key, "")) for key in ("to_state", "cause"))
             changes.setdefault(event.slot, []).append((at_unix_s, to, cause))

@@ -19,11 +19,13 @@ from orchestrator.core.slot import HeadState, SlotState
 from workers.messages import (
     NO_COUNTS,
     NO_PROGRESS,
+    MemoryInfo,
     Progress,
     StepCounts,
     TeamState,
     WorkerState,
 )
+from workers.readings import SensorReading
 
 #: The order of the table, and of every list of states in words.
 STATES_WORST_FIRST: Final[tuple[SlotState, ...]] = (
@@ -187,9 +189,12 @@ _DECLARED = (
 FIELDS: Final[Mapping[str, Field]] = {field.key: field for field in _DECLARED}
 
 
+_NO_SENSORS: Final = SensorReading()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One slot of the health table; with the keys of its counts and its progress it has `FIELDS`.
+    """One slot of the health table; with the keys of its parts, from `memory` on, it has `FIELDS`.
 
     Counts are the head's, over the whole run: they outlive the process in the slot and never go
     backwards. Progress does, when a process begins at a checkpoint.
@@ -212,32 +217,14 @@ class Row:
     """Share of the best that this card has done for such a worker."""
     peak_pct: float | None = None
     """Share of what the card is rated for at its present clock."""
-    allocated_bytes: int | None = None
-    reserved_bytes: int | None = None
     claim_bytes: int | None = None
     cap_bytes: int | None = None
     budget_bytes: int | None = None
-    device_used_bytes: int | None = None
-    device_total_bytes: int | None = None
-    alloc_retries: int | None = None
     restarts: int = 0
     duty_requested: float | None = None
     duty_measured: float | None = None
-    temperature_c: float | None = None
     temperature_of: str | None = None
     """`card`, or `processor` on a computer without one; `None` if no temperature is known."""
-    margin_c: float | None = None
-    """How much warmer the card may get before it slows itself down."""
-    memory_temperature_c: float | None = None
-    power_w: float | None = None
-    power_limit_w: float | None = None
-    sm_clock_mhz: int | None = None
-    utilisation_pct: float | None = None
-    """Share of a short time in which any program's kernel ran on the card: NVML does not divide it
-    among workers.
-    """
-    fan_pct: float | None = None
-    throttle_pct: float | None = None
     heartbeat_age_s: float | None = None
     shares_steps: bool = False
     """Whether it is a member of a team: a step of the others is the same step."""
@@ -247,14 +234,19 @@ class Row:
     """Of the samples of a step, those that it computes."""
     team_wire_s: float | None = None
     """Time of a step for sums on the wire."""
+    memory: MemoryInfo | None = None
+    """Of its process; `None`: there is none, or it has not told."""
+    sensors: SensorReading = _NO_SENSORS
     counts: StepCounts = NO_COUNTS
     progress: Progress = NO_PROGRESS
 
     def value(self, key: str) -> Any:  # noqa: ANN401 - the type of each field
         """Return the value of one of `FIELDS`."""
-        for part in (self, self.counts, self.progress):
+        for part in (self, self.counts, self.progress, self.sensors, self.memory):
             if hasattr(part, key):
                 return getattr(part, key)
+        if key in FIELDS:
+            return None  # of its memory, which is not known
         raise KeyError(key)
 
     def to_dict(self) -> dict[str, Any]:

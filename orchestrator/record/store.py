@@ -31,7 +31,7 @@ from workers.settings import PolicyState
 
 STORE_NAME: Final = "run.sqlite"
 """The store's file in the run folder."""
-SCHEMA_VERSION: Final = 5
+SCHEMA_VERSION: Final = 6
 """Counts up when a reader of the version before could misunderstand the tables."""
 
 SAMPLE_EVERY_S: Final = 1.0

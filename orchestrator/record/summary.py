@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.record.model import FIELDS, Snapshot, finite
+from workers.files import made_whole
 from workers.messages import NO_COUNTS
 
 SCHEMA = 1
@@ -83,21 +84,12 @@ def summary_text(summary: Mapping[str, Any]) -> str:
     return json.dumps(summary, indent=2, ensure_ascii=False, allow_nan=False)
 
 
-def write_summary(path: Path, summary: Mapping[str, Any]) -> None:
-    """Write the summary as `write_file` does."""
-    write_file(path, summary_text(summary) + "\n")
-
-
 def write_file(path: Path, text: str) -> None:
     """Write a file that is for others too, so that a reader never sees half of it.
 
     `OSError` if the folder cannot be written.
     """
-    half = path.with_name(f".{path.name}.tmp")
-    try:
+    with made_whole(path) as fresh:
         # A text that is no valid Unicode (a file name, say) becomes \udcXX, which is a valid escape
         # in JSON.
-        half.write_bytes(text.encode("utf-8", "backslashreplace"))
-        half.replace(path)
-    finally:
-        half.unlink(missing_ok=True)
+        fresh.write_bytes(text.encode("utf-8", "backslashreplace"))

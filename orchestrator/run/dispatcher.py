@@ -68,9 +68,6 @@ from workers.units import MIB
 #: What the head keeps of the state of a job in one of these is needed no more.
 _NEEDS_NO_STATE: Final = frozenset({JobState.STOPPED, JobState.DONE})
 
-#: A line about all jobs is made so often.
-_HEADLINE_EVERY_S: Final = 1.0
-
 #: With less room on the disk of the run folder nothing new is started.
 _LEAST_FREE_BYTES: Final = 64 * MIB
 
@@ -131,7 +128,6 @@ class Dispatcher:
         self._choosing: tuple[Job, Future[dict[str, int]]] | None = None
         """A member of a sweep with its settings, and what it needs at least of a card."""
         self._least_room_of = partial(least_room_of, config=self.config, on_card=on_card, known={})
-        self._headline = -math.inf, ""
 
     @property
     def is_over(self) -> bool:
@@ -314,15 +310,13 @@ class Dispatcher:
 
     def headline(self, rows: Sequence[Row]) -> str:
         """Return how many jobs are in which state, and when the last may end, in a line."""
-        if self._at_s - self._headline[0] >= _HEADLINE_EVERY_S:
-            now = QueueSnapshot(
-                standings=tuple(self.queue.standings.values()),
-                now_s=self._at_s,
-                held=self.queue.facts.held,
-                rows={row.slot: row for row in rows},
-            )
-            self._headline = self._at_s, summary_line(now)
-        return self._headline[1]
+        now = QueueSnapshot(
+            standings=tuple(self.queue.standings.values()),
+            now_s=self._at_s,
+            held=self.queue.facts.held,
+            rows={row.slot: row for row in rows},
+        )
+        return summary_line(now)
 
     def notices(self) -> Iterator[str]:
         """Yield a line for what a person may want to do something about."""

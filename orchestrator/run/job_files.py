@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final
@@ -128,25 +128,40 @@ class JobFiles:
         copied(spec.node, str(spec.run_id), spec.slot, "**/*", place)
 
 
+def ask_export(
+    spec: WorkerSpec,
+    checkpoints: Iterable[Path],
+    to: Path,
+    *,
+    form: str | None = None,
+    average: bool = False,
+    most_s: float | None = None,
+) -> dict[str, Any] | str:
+    """Have a child process, which loads torch, write what a slot has trained as a folder of Hugging
+    Face; return what it tells of that (`workers.hf.export`), or why it told nothing.
+    """
+    question = {
+        "checkpoints": list(map(str, checkpoints)),
+        "settings": dict(spec.workload.settings),
+        "seed": spec.workload.seed,
+        "run_id": spec.run_id,
+        "slot": spec.slot,
+        "to": str(to),
+        "form": form,
+        "average": average,
+    }
+    return ask_child("workers.hf.export", question, most_s)
+
+
 def _export(spec: WorkerSpec, checkpoint: Path, to: Path) -> None:
-    """Have a child process, which loads torch, write a folder of Hugging Face.
+    """Have a folder of Hugging Face written.
 
     Raises:
         OSError: The disk refuses.
         NotExportedError: The model, or what this PC has installed, refuses; or it takes too long.
     """
     shutil.rmtree(to, ignore_errors=True)
-    request: Mapping[str, Any] = {
-        "checkpoints": [str(checkpoint)],
-        "settings": dict(spec.workload.settings),
-        "seed": spec.workload.seed,
-        "run_id": spec.run_id,
-        "slot": spec.slot,
-        "to": str(to),
-        "form": None,
-        "average": False,
-    }
-    told = ask_child("workers.hf.export", request, _EXPORT_MOST_S)
+    told = ask_export(spec, [checkpoint], to, most_s=_EXPORT_MOST_S)
     if not to.is_dir():
         why, code = (told, None) if isinstance(told, str) else (told["refused"], told.get("errno"))
         # What writes tensors has errors of its own for a full disk.

@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from orchestrator.config.schema import Config
 from orchestrator.core.fleet import NodeFact
-from orchestrator.core.placement import Missing, refusals
+from orchestrator.core.placement import refusals
 from orchestrator.core.slot import NodeJoined, NodeLeft, NodeRefused
 from orchestrator.record.events import EventLog
 
@@ -87,7 +87,7 @@ class NodeWatch:
         answering = [fact for fact in seen if fact.answers and fact.name in self._config.nodes]
         texts: dict[str, list[str]] = {}
         for refusal in refusals(self._config, answering):
-            if refusal.missing is not Missing.NODE:
+            if not refusal.is_absent:
                 texts.setdefault(refusal.node, []).append(refusal.text)
 
         for name in self._config.nodes:

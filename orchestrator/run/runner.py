@@ -26,7 +26,7 @@ from orchestrator.config.load import dump_config
 from orchestrator.config.schema import ClusterConfig, Config, NotifyConfig
 from orchestrator.core.fleet import Fleet
 from orchestrator.core.node_commands import firewall_lines, node_command
-from orchestrator.core.placement import Missing, Target, idle_line, refusals, unnamed
+from orchestrator.core.placement import Target, idle_line, refusals
 from orchestrator.core.run_outcome import outcome_of
 from orchestrator.errors import (
     NoClusterError,
@@ -42,7 +42,7 @@ from orchestrator.record.folders import command_for, go_on_command
 from orchestrator.record.jobs import QUEUE_NAME, queue_of
 from orchestrator.record.model import Snapshot
 from orchestrator.record.store import STORE_NAME, RunFacts, RunStore
-from orchestrator.record.summary import failure_dict, summary_dict, summary_text, write_summary
+from orchestrator.record.summary import failure_dict, summary_dict, summary_text, write_file
 from orchestrator.run import node_setup, resume, run_dir
 from orchestrator.run.dispatcher import Dispatcher
 from orchestrator.run.earlier import fetch_weights
@@ -55,9 +55,9 @@ from orchestrator.run.terminal import (
     Interrupts,
     Screen,
     own_screen,
-    start_viewer,
+    show_report,
+    start_notify,
     take_addresses,
-    write_report,
 )
 from orchestrator.view.cells import width_of, wrapped
 from orchestrator.view.live import LiveTable, PlainLines, Watcher
@@ -187,7 +187,7 @@ def _in_folder(
                 # to resume.
                 record.begin(environment)
             record.open_queue(environment)
-            record.start_viewer(environment.config.notify)
+            record.start_notify(environment.config.notify)
             return _in_environment(environment, record, interrupts)
         except BaseException as error:
             record.fail(error)
@@ -285,7 +285,7 @@ class _Record:
     past: Past
     supervisor: Supervisor | None = None
     """Once there is one, a run that ends in an error is reported too."""
-    viewer: subprocess.Popen[bytes] | None = None
+    notify: subprocess.Popen[bytes] | None = None
     """Outlives the run, and is not waited for."""
     queue: Queue | None = None
     """Of a run of jobs."""
@@ -371,14 +371,14 @@ class _Record:
             before_unix_s=self.past.updated_at_unix_s,
         )
 
-    def start_viewer(self, settings: NotifyConfig) -> None:
+    def start_notify(self, settings: NotifyConfig) -> None:
         """Have another process tell of this run if there are addresses, and keep those from
         workers.
         """
         is_wanted = self.options.judge is None and bool(notify_urls(settings))
         typed = take_addresses()
         if is_wanted:
-            self.viewer = start_viewer("notify", self.folder, self.tell, typed)
+            self.notify = start_notify(self.folder, self.tell, typed)
 
     def tell(self, *lines: str) -> None:
         """Print lines for the user; with `--json` nothing is printed."""
@@ -437,7 +437,7 @@ class _Record:
 
     def _report(self) -> None:
         if self._with_report:
-            write_report(self.folder, self.tell)
+            show_report(self.folder, self.tell)
 
     def _summary(
         self, snapshot: Snapshot, outcome: str, code: int, error: str | None = None
@@ -453,7 +453,7 @@ class _Record:
         """Write the summary if the folder can take it; return where it is, or why it is not."""
         path = self.folder / _SUMMARY_NAME
         try:
-            write_summary(path, summary)
+            write_file(path, summary_text(summary) + "\n")
             return str(path)
         except OSError as error:
             return f"not written, {path}: {error.strerror}"
@@ -490,7 +490,7 @@ def check_nodes(config: Config, fleet: Fleet, *, wait_for_nodes: bool) -> None:
         refused = refusals(config, fleet.nodes())
     if not refused:
         return
-    absent = {refusal.node for refusal in refused if refusal.missing is Missing.NODE}
+    absent = {refusal.node for refusal in refused if refusal.is_absent}
     if wait_for_nodes and absent == {refusal.node for refusal in refused}:
         return
     problems = []
@@ -500,7 +500,7 @@ def check_nodes(config: Config, fleet: Fleet, *, wait_for_nodes: bool) -> None:
             f"{refusal.text}; on {node}, type: {command}  (`orchestrator up {node}` prints every "
             "step)"
         )
-    nameless = unnamed(fleet.nodes())
+    nameless = sorted(fact.address for fact in fleet.nodes() if fact.name is None)
     if absent and nameless:
         problems.append(
             f"the node at {', '.join(nameless)} has no label; a node started without "

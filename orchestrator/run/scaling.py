@@ -44,17 +44,8 @@ def scale_config(config: Config, scale: float, memory_limit_bytes: int | None) -
     exceed the limit.
 
     Raises:
-        UsageError: the scale is not above 0 and at most 1, the limit is not above 0, or a worker
-            would get less than 1 MiB.
+        UsageError: a worker would get less than 1 MiB.
     """
-    if not 0 < scale <= 1:
-        raise UsageError(
-            f"a scale of {scale:g} is not possible; valid: above 0, at most 1, such as 0.0625"
-        )
-    if memory_limit_bytes is not None and memory_limit_bytes <= 0:
-        raise UsageError(
-            f"a memory limit of {memory_limit_bytes} bytes leaves nothing; valid: more than 0 bytes"
-        )
     nodes = config.nodes.values()
     total_bytes = sum(node.workers * node.vram_per_worker_gib * GIB for node in nodes)
     used, lines = scale, []
@@ -63,10 +54,7 @@ def scale_config(config: Config, scale: float, memory_limit_bytes: int | None) -
         fitting = f"so that all workers fit into {_text(memory_limit_bytes)}"
         lines.append(f"scale: {scale:.4g} -> {used:.4g}, {fitting}")
     if min(node.vram_per_worker_gib for node in nodes) * used * GIB < MIB:
-        raise UsageError(
-            f"at a scale of {used:.2g} a worker gets less than 1 MiB; valid: a larger scale or "
-            "memory limit"
-        )
+        raise UsageError(f"at a scale of {used:.2g} a worker gets less than 1 MiB of what is free")
     if used == 1:
         return Scaled(config=config, scale=used, lines=())
     # Values from the card's profile are written out: the profile itself does not shrink.

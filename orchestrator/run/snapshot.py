@@ -1,4 +1,4 @@
-"""From a slot's plan and state to its row in the health table, and to its record in the store.
+"""From a slot's plan and state to its row in the health table.
 
 Pure; draws nothing.
 """
@@ -6,18 +6,14 @@ Pure; draws nothing.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from orchestrator.config.gpu_specs import match_profile
 from orchestrator.core.placement import SlotPlan
-from orchestrator.core.slot import HeadState, Phase, Slot, SlotState, UserOrders
-from orchestrator.core.training import Training
+from orchestrator.core.slot import HeadState, Phase, Slot
 from orchestrator.record.model import Row
-from orchestrator.record.store import RunStore, SlotRecord
 from workers.messages import (
     DeviceInfo,
-    MemoryInfo,
     Progress,
     Status,
     WorkerState,
@@ -27,9 +23,8 @@ from workers.readings import SensorReading
 #: Throughput and duty are means over about this long: steady to read, quick to fall.
 _WINDOW_S = 10.0
 
-#: Fields that a row has under the same name: of a status, of its memory and of its sensors.
+#: Fields that a row has under the same name as a status.
 _OF_STATUS = ("size", "batch", "claim_bytes")
-_OF_MEMORY = tuple(name for name in MemoryInfo.__slots__ if name in Row.__slots__)
 #: What progress tells of a process at work.
 _SPEEDS = (
     "samples_per_s",
@@ -40,8 +35,6 @@ _SPEEDS = (
     "mfu_pct",
     "eta_s",
 )
-
-_OF_SENSORS = tuple(name for name in SensorReading.__slots__ if name in Row.__slots__)
 
 
 @dataclass(slots=True)
@@ -153,7 +146,7 @@ def row_of(plan: SlotPlan, slot: Slot, meter: Meter, now_s: float) -> Row:
         slot.device,
     )
     team = None if status is None or isinstance(slot.state, HeadState) else status.team
-    memory, sensors = (None, None) if status is None else (status.memory, status.sensors)
+    sensors = None if status is None else status.sensors
     tflops = meter.tflops if _is_at_work(slot) else None
     peak_pct = (
         None if slot.state is WorkerState.PAUSED else _peak_pct(tflops, device, meter.sm_clock_mhz)
@@ -189,38 +182,7 @@ def row_of(plan: SlotPlan, slot: Slot, meter: Meter, now_s: float) -> Row:
         team_state=None if team is None else team.state,
         team_share_pct=None if team is None else team.share_pct,
         team_wire_s=None if team is None else team.wire_s,
+        memory=None if status is None else status.memory,
+        sensors=sensors or SensorReading(),
         **{name: getattr(status, name, None) for name in _OF_STATUS},
-        **{name: getattr(memory, name, None) for name in _OF_MEMORY},
-        **{name: getattr(sensors, name, None) for name in _OF_SENSORS},
     )
-
-
-class Recorder:
-    """Puts slots that have changed into the store: at once where another head must know it.
-
-    What a slot counts and has learned is stored with its sample, about once a second.
-    """
-
-    def __init__(
-        self, plans: Mapping[str, SlotPlan], meters: Mapping[str, Meter], store: RunStore
-    ) -> None:
-        self._plans = plans
-        self._meters = meters
-        self._store = store
-        self._written: dict[str, tuple[SlotState, str, int, Training, UserOrders]] = {}
-
-    def take(self, slots: Iterable[Slot], now_s: float) -> None:
-        """Give the store slots that have changed, at `now_s` (monotonic seconds)."""
-        for slot in slots:
-            name = slot.slot
-            # Every step that a training tells of: one that is done again later must be known to
-            # have been done.
-            told = (slot.state, slot.reason, slot.incarnation, slot.training, slot.orders)
-            record = SlotRecord(
-                row=row_of(self._plans[name], slot, self._meters[name], now_s),
-                incarnation=slot.incarnation,
-                resume=slot.resume,
-                orders=slot.orders,
-            )
-            self._store.slots([record], at_once=self._written.get(name) != told)
-            self._written[name] = told

@@ -38,13 +38,19 @@ from orchestrator.record.command_file import Incoming, Row
 from orchestrator.record.events import EventLog
 from orchestrator.record.model import Snapshot
 from orchestrator.record.output import OutputFiles
-from orchestrator.record.store import COMMANDS_KNOWN, CommandRecord, RunFacts, RunStore
+from orchestrator.record.store import (
+    COMMANDS_KNOWN,
+    CommandRecord,
+    RunFacts,
+    RunStore,
+    SlotRecord,
+)
 from orchestrator.run.dispatcher import Dispatcher
 from orchestrator.run.learned_limits import LearnedLimits
 from orchestrator.run.node_watch import NodeWatch
 from orchestrator.run.resume import Past, rules_of
 from orchestrator.run.run_dir import STATES, CheckpointKeeper
-from orchestrator.run.snapshot import Meter, Recorder, row_of
+from orchestrator.run.snapshot import Meter, row_of
 from orchestrator.run.team import Team, is_finished
 from orchestrator.view.live import Watcher
 from workers.learned_limits import LimitStore
@@ -172,7 +178,8 @@ class Supervisor:
         self._rules = rules_of(self.config, self.past)
         self._slots = {name: self.past.slots.get(name, Slot(slot=name)) for name in self._plans}
         self._meters = {name: Meter() for name in self._plans}
-        self._recorder = Recorder(self._plans, self._meters, self.outlets.store)
+        self._recorded: dict[str, tuple[object, ...]] = {}
+        """Of a slot what another head must know of it, as the store was given it last."""
         self._nodes = NodeWatch(self.config, self.outlets.events)
         self._shares = MemoryShares(self._plans)
         self._outbox: list[tuple[str, slots.Command]] = []
@@ -200,12 +207,7 @@ class Supervisor:
         self._counting_since_s: float | None = None
         self._ends_at_s: float | None = None
         self._ended_s: float | None = None
-        self._done_at_s = {
-            "look at nodes": float("-inf"),
-            "show": float("-inf"),
-            "save": self._began_s,
-            "dispatch": float("-inf"),
-        }
+        self._done_at_s = {**dict.fromkeys(_EVERY_S, float("-inf")), "save": self._began_s}
 
     def _add_team(self, plan: SlotPlan) -> None:
         spec = plan.spec.team
@@ -400,7 +402,8 @@ class Supervisor:
         for each in self._teams.values():
             if each.look(self._slots, now_s):
                 changed |= dict.fromkeys(each.members)  # all get other orders
-        self._recorder.take([self._slots[name] for name in changed], now_s)
+        for name in changed:
+            self._record(self._slots[name], now_s)
         for name, lease_bytes in self._shares.look(self._slots, now_s).items():
             self.outlets.events.write("leased", slot=name, lease_bytes=lease_bytes)
             changed[name] = None
@@ -413,6 +416,24 @@ class Supervisor:
         for name in changed:
             if (slot := self._slots[name]).placed:
                 self._order(name, slot)
+
+    def _record(self, slot: Slot, now_s: float) -> None:
+        """Give the store a slot that has changed: at once where another head must know it.
+
+        What it counts and has learned is stored with its sample, about once a second.
+        """
+        name = slot.slot
+        # Every step that a training tells of: one that is done again later must be known to have
+        # been done.
+        told = (slot.state, slot.reason, slot.incarnation, slot.training, slot.orders)
+        record = SlotRecord(
+            row=row_of(self._plans[name], slot, self._meters[name], now_s),
+            incarnation=slot.incarnation,
+            resume=slot.resume,
+            orders=slot.orders,
+        )
+        self.outlets.store.slots([record], at_once=self._recorded.get(name) != told)
+        self._recorded[name] = told
 
     def _order(self, name: str, slot: Slot) -> None:
         """Tell the fleet what is wanted of the slot now, if it is not what was wanted before."""

@@ -1,12 +1,11 @@
-"""The user's terminal, and the programs that show a run beside it.
+"""The user's terminal, and what tells of a run beside it: `notify` and the report.
 
 Ctrl-C is a question that the run asks. Ray writes multi-line warnings straight to file descriptors
 1 and 2 of the driver, whatever its logging settings: while a run lasts, both lead to a log file,
 and what the product itself shows goes to copies of the real ones.
 
-What watches a run from outside are verbs of this program in processes of their own, which outlive
-the head. The run ends none: each ends by itself after the run. If one fails, the run goes on. Only
-for the report does the head wait, once the run is over.
+`notify` watches a run from outside, in a process of its own that outlives the head and ends by
+itself. If it fails, the run goes on. The head writes the report once the run is over.
 """
 
 from __future__ import annotations
@@ -24,7 +23,9 @@ from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
+from orchestrator.errors import OrchestratorError
 from orchestrator.run.notify_urls import URLS_VARIABLE
+from orchestrator.view.html_report import write_report
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +113,6 @@ class Interrupts:
 
 
 REPORT_NAME = "report.html"
-#: A report of 1,000 slots takes a third of it.
-_REPORT_MOST_S = 60.0
 #: Set where windows can be shown: without one, `webbrowser` would start a browser for terminals.
 _DESKTOPS = ("DISPLAY", "WAYLAND_DISPLAY")
 
@@ -124,19 +123,19 @@ def take_addresses() -> dict[str, str]:
     return {} if typed is None else {URLS_VARIABLE: typed}
 
 
-def start_viewer(
-    verb: str, folder: Path, tell: Callable[[str], None], environment: Mapping[str, str], *more: str
+def start_notify(
+    folder: Path, tell: Callable[[str], None], environment: Mapping[str, str]
 ) -> subprocess.Popen[bytes] | None:
-    """Start a verb on a run folder, with the configuration and the log in it.
+    """Start `notify` on a run folder, with the configuration and the log in it.
 
     `None` if that fails.
     """
     command = [
-        *(sys.executable, "-m", "orchestrator", verb, folder.name),
-        *("--config", str(folder / "config.yaml"), "--run-dir", str(folder.parent), *more),
+        *(sys.executable, "-m", "orchestrator", "notify", folder.name),
+        *("--config", str(folder / "config.yaml"), "--run-dir", str(folder.parent)),
     ]
     try:
-        with (folder / f"{verb}.log").open("ab") as log:
+        with (folder / "notify.log").open("ab") as log:
             return subprocess.Popen(  # noqa: S603 - this very program
                 command,
                 stdin=subprocess.DEVNULL,
@@ -146,27 +145,21 @@ def start_viewer(
                 start_new_session=True,  # a Ctrl-C in the terminal is for the run
             )
     except OSError as failure:
-        tell(f"`{verb}` cannot be started: {failure}")
+        tell(f"`notify` cannot be started: {failure}")
         return None
 
 
-def write_report(folder: Path, tell: Callable[[str], None]) -> None:
+def show_report(folder: Path, tell: Callable[[str], None]) -> None:
     """Write the report of a run that has ended, open it where there is a desktop, and tell where it
-    is.
-
-    If it cannot be written, what is told is where the reason is.
+    is, or why it is not.
     """
     path = folder / REPORT_NAME
-    child = start_viewer("report", folder, tell, {}, "--html", str(path))
-    if child is None:
-        return
     try:
-        is_written = child.wait(_REPORT_MOST_S) == 0
-    except (subprocess.TimeoutExpired, KeyboardInterrupt):  # the run is over, and has its summary
-        child.kill()
-        child.wait()
-        is_written = False
-    if is_written and any(os.environ.get(name) for name in _DESKTOPS):
+        write_report(path, folder)
+    except (OrchestratorError, KeyboardInterrupt) as failure:  # the run is over, with its summary
+        tell(f"Report: not written: {failure or 'interrupted'}")
+        return
+    if any(os.environ.get(name) for name in _DESKTOPS):
         with suppress(webbrowser.Error, OSError):
             webbrowser.open(path.resolve().as_uri())
-    tell(f"Report: {path}" if is_written else f"Report: not written, see {folder / 'report.log'}")
+    tell(f"Report: {path}")

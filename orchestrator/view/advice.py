@@ -69,7 +69,7 @@ def advice_lines(
     Args:
         rows: Of all slots, as the run ended or is now.
         courses: Of each slot the values of `SAMPLED`, as `history.courses` returns them.
-        spans: Of each slot its states, as `history.all_state_spans` returns them.
+        spans: Of each slot its states, as `history.state_spans` returns them.
         ends_unix_s: Until when the last states lasted.
     """
     for (node, _), of_card in rows_by_card(rows).items():

@@ -209,7 +209,7 @@ def _of_cards(frame: Frame) -> _Wrong:
         card = f"{slots[0].gpu_name or 'card'} of {node}"
         if any(row.state is WorkerState.PAUSED for row in slots):
             yield "CardPaused", uuid, node, f"{card} is so hot that its workers pause"
-        elif any((row.throttle_pct or 0.0) > _SLOWED_PCT for row in slots):
+        elif any((row.sensors.throttle_pct or 0.0) > _SLOWED_PCT for row in slots):
             why = f"is slowed by heat or power more than {_SLOWED_PCT:.0f} % of the time"
             yield "CardSlowed", uuid, node, f"{card} {why}"
 

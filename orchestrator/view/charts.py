@@ -7,7 +7,7 @@ is `web/page/charts.js`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -70,35 +70,27 @@ def course_of_all(folder: Path, last_s: float = math.inf) -> Json:
     return _course(between, found, _OF_ALL)
 
 
-def course_of(folder: Path, slot: str, last_s: float = math.inf) -> Json:
-    """Return what was sampled of one slot, or of a job, whose slot has its name; with its events,
-    and the last lines that its worker printed. As `course_of_all` otherwise.
+def courses_of(
+    folder: Path, slots: Sequence[str], parts: int = PARTS, last_s: float = math.inf
+) -> dict[str, Json]:
+    """Return what was sampled of some slots, or of jobs, whose slots have their names; with their
+    events, and the last lines that their workers printed. As `course_of_all` otherwise.
     """
-    between = _between(folder, last_s)
-    found: _Found = {}
-    if between is not None:
-        found = history.courses(folder, _SAMPLED, *between, PARTS, slot).get(slot, {})
-    return _course_of(folder, slot, between, found)
-
-
-def courses_of(folder: Path, slots: Iterable[str], parts: int) -> dict[str, Json]:
-    """Return the same of several slots since the first sample, in one pass over all samples."""
-    between = _between(folder, math.inf)
+    between, only = _between(folder, last_s), slots[0] if len(slots) == 1 else None
     found: Mapping[str, _Found] = {}
     if between is not None:
-        found = history.courses(folder, _SAMPLED, *between, parts)
-    return {slot: _course_of(folder, slot, between, found.get(slot, {})) for slot in slots}
-
-
-def _course_of(folder: Path, slot: str, between: _Between, found: _Found) -> Json:
-    events = read_events(folder, slot=slot, limit=_EVENTS_MOST)
-    errors = read_events(folder, ("workload_error",), slot=slot, limit=1)
-    return {
-        **_course(between, found, _OF_SLOT),
-        "events": [event_line(event) for event in events],
-        "traceback": str(errors[0].details.get("traceback")) if errors else "",
-        "printed": "\n".join(last_lines(folder, slot)),
-    }
+        found = history.courses(folder, _SAMPLED, *between, parts, only)
+    told: dict[str, Json] = {}
+    for slot in slots:
+        events = read_events(folder, slot=slot, limit=_EVENTS_MOST)
+        errors = read_events(folder, ("workload_error",), slot=slot, limit=1)
+        told[slot] = {
+            **_course(between, found.get(slot, {}), _OF_SLOT),
+            "events": [event_line(event) for event in events],
+            "traceback": str(errors[0].details.get("traceback")) if errors else "",
+            "printed": "\n".join(last_lines(folder, slot)),
+        }
+    return told
 
 
 def _course(between: _Between, found: _Found, named: Mapping[str, tuple[str, float]]) -> Json:

@@ -218,7 +218,7 @@ def job_object(standing: Standing, snapshot: QueueSnapshot) -> dict[str, Any]:
     rows = snapshot.rows_of(standing)
     row = rows[0] if rows else None
     redone = None if row is None else row.progress.redone_steps
-    row = row if standing.state in ON_CARD else None
+    held_bytes = row.value("allocated_bytes") if row and standing.state in ON_CARD else None
     return {
         "job_id": job.id,
         "job_name": job.name,
@@ -256,7 +256,7 @@ def job_object(standing: Standing, snapshot: QueueSnapshot) -> dict[str, Any]:
         "job_moves": standing.moves,
         "job_predicted_mib": _mib(standing.least_room_bytes),
         "job_budget_mib": _mib(standing.budget_bytes),
-        "job_peak_mib": _mib(standing.peak_bytes or (row.allocated_bytes if row else None)),
+        "job_peak_mib": _mib(standing.peak_bytes or held_bytes),
         "job_exit_code": standing.exit_code,
         # A job that never began has none.
         "job_dir": f"{files}/{job.name}" if files and standing.attempt else None,

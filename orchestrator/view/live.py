@@ -1,7 +1,7 @@
 """Watchers for the person at the terminal: a table that redraws itself, or plain lines.
 
 A broken terminal or pipe means nothing: the run goes on. Does not cover what the table looks like
-(`table`) nor which watcher a run gets: use `LiveTable` only where `console.is_interactive`.
+(`health`) nor which watcher a run gets: use `LiveTable` only where `console.is_interactive`.
 """
 
 from __future__ import annotations

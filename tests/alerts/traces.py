@@ -10,7 +10,8 @@ from orchestrator.record.archive import Frame, Freshness, StoredRun
 from orchestrator.record.jobs import QueueSnapshot
 from orchestrator.record.model import Row
 from tests.factories import FACTS, STARTED_UNIX_S, make_row, make_standing, record
-from workers.messages import StepCounts
+from workers.messages import MemoryInfo, StepCounts
+from workers.readings import SensorReading
 
 SLOT: Final = "pc1/0"
 """To which something happens."""
@@ -30,9 +31,8 @@ def frame_at(second: float, *, slots_per_node: int = 2, **changed: Any) -> Frame
     """Return a healthy run so many seconds after its beginning, but for what is said: `on` slots of
     such names.
     """
-    of_slot = {
-        key: changed.pop(key) for key in (*Row.__slots__, *StepCounts.__slots__) if key in changed
-    }
+    parts = (Row, StepCounts, SensorReading, MemoryInfo)
+    of_slot = {key: changed.pop(key) for part in parts for key in part.__slots__ if key in changed}
     nodes, where = changed.pop("nodes_seen", ("pc1", "pc2")), changed.pop("on", SLOT)
     held = changed.pop("held", None)
     jobs = tuple(make_standing("lr-0", state) for state in changed.pop("jobs", ()))

@@ -17,12 +17,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from orchestrator.cli.nodes import command_for, end, execute, has_ended, stop_node, stop_runs
+from orchestrator.cli.nodes import command_for, end, execute, stop_node, stop_runs
 from orchestrator.config.schema import Config
 from orchestrator.core.node_commands import NODE_MARK
 from orchestrator.errors import UsageError
 from tests.factories import REFERENCE
 from tests.scene import PATIENCE_S, wait_for
+from workers.keeper.processes import start_time
 
 #: A name no other process on this machine is marked with.
 NODE = f"test-{os.getpid()}"
@@ -199,7 +200,7 @@ def test_the_marked_processes_of_a_node_and_their_children_are_ended_and_no_othe
     body = f"env -u {NODE_MARK} sleep 60 & echo $!; wait"
     parent = start(["/bin/sh", "-c", body], **{NODE_MARK: NODE})
     assert parent.stdout is not None
-    child = psutil.Process(int(parent.stdout.readline()))
+    child = int(parent.stdout.readline())
     marked = sleeper(start, **{NODE_MARK: NODE})
     others = [
         sleeper(start),
@@ -208,7 +209,7 @@ def test_the_marked_processes_of_a_node_and_their_children_are_ended_and_no_othe
     ]
     assert ended_by_stop() == 3
     assert None not in {parent.poll(), marked.poll()}
-    assert has_ended(child)
+    assert start_time(child) is None
     assert [process.poll() for process in others] == [None] * 3
 
 
@@ -284,6 +285,6 @@ def test_the_heads_store_is_ended_after_all_others(tmp_path: Path) -> None:
     loop = f"touch {tmp_path}/ready; while :; do sleep 0.1; done"
     other = subprocess.Popen(["sh", "-c", f"trap '{at_the_end}' TERM; {loop}"])
     wait_for((tmp_path / "ready").exists, "trap")
-    end([psutil.Process(store.pid), psutil.Process(other.pid)], PATIENCE_S)
+    end({pid: str(start_time(pid)) for pid in (store.pid, other.pid)}, PATIENCE_S)
     assert (tmp_path / "store-lives").exists()
     assert (store.wait(PATIENCE_S), other.wait(PATIENCE_S)) == (-signal.SIGTERM, 0)

@@ -70,9 +70,9 @@ with rehearsed([RayletPlan(name="pc1", cpus=5, gpus=1), RayletPlan(name="pc2", c
         fleet.place(dataclasses.replace(spec, node=node), 1, 0)
         assert fleet._folder(dataclasses.replace(spec, node=node)) is None, "it is on this PC"
         fleet.order(name, Orders(begin=Begin()))
-    from orchestrator.cluster import command_folder
+    from orchestrator.cluster import node_tasks
     fleet._own_address = lambda: "another PC"
-    command_folder.look = lambda cwd: None  # and it has no copy of the folder
+    node_tasks.look = lambda cwd: None  # and it has no copy of the folder
     Path("project").mkdir()
     Path("project", "train.py").write_text("print(1)")
     spec = command_spec("-c", FORKS, slot="sent", cwd=str(Path("project").absolute()), grace_s=1.0)

@@ -56,7 +56,6 @@ def problems_of(path: Path, content: str | bytes, *overrides: str) -> tuple[Prob
          "5 should be a mapping; valid: a mapping with the keys death_window_s, dir, duration"),
         ("duration: 5", "duration: soon", 14, "run.duration",
          "'soon' is not a duration; valid: minutes as a number (5), or text such as 30s, 2h"),
-        ("duration: 5", "duration: 1:30", 14, "run.duration", "'1:30' is not a duration"),
         ("duration: 5", "duration: [5]", 14, "run.duration", "not a duration; valid: minutes"),
         # several forms of one value
         ("run:\n", "train: {micro: many}\nrun:\n", 13, "train.micro",
@@ -83,7 +82,6 @@ def problems_of(path: Path, content: str | bytes, *overrides: str) -> tuple[Prob
          "'my step' is not in the right form; valid: matmul, train, or your own as package"),
         ("address: auto", "address: pc1:99999", 2, "cluster.address",
          "'pc1:99999' is not in the right form; valid: auto, or HOST:PORT with a port from 1 to 65535"),
-        ("address: auto", "address: pc1:0", 2, "cluster.address", "is not in the right form"),
         ("gpus: 1", "host: a b", 6, "nodes.pc1.host",
          "'a b' is not in the right form; valid: an IP address or a host name"),
         # unknown and missing keys
@@ -153,11 +151,9 @@ LAUGHS = "a: &a [1,1,1,1,1,1,1,1,1,1]\n" + "".join(
         ("run: {}\n", 1, "nodes", "is missing; valid: at least one node"),
         ("\nnodes:\n  pc1:\n", 3, "nodes.pc1", "null should be a mapping; valid: a mapping with"),
         ("- a\n- b\n", 1, None, "a list should be a mapping; valid: a mapping with the keys"),
-        ("hello", 1, None, "'hello' should be a mapping"),
         ("a: 1\nb: [1, 2\nc: 3\n", 3, None, "is not YAML: "),
         ("a:\n\tb: 1\n", 2, None, "is not YAML: while scanning for the next token, found character"),
         ("a: 1\n---\nb: 1\n", 2, None, "is not YAML: expected a single document in the stream, but found another"),
-        ("a: *b\n", 1, None, "has an alias (*name); valid: what it stands for"),
         ('run:\n  dir: "\\UFFFFFFFF"\n', 2, None, "an escape or a version number in it is too"),
         (f"%YAML {'9' * 5000}.1\n---\na: 1\n", 1, None, "an escape or a version number in it"),
         (b"a: 1\nb: \x01\n", 2, None, "is not YAML: special characters are not allowed"),
@@ -165,10 +161,8 @@ LAUGHS = "a: &a [1,1,1,1,1,1,1,1,1,1]\n" + "".join(
         ("a: 1\nb: ü\n".encode("utf-16"), 1, None, "is not UTF-8 text; valid: the file saved again"),
         (b"#" * (1024 * 1024 + 1), None, None, "is larger than 1 MiB; valid: --config PATH"),
         ("a:\n  " + "[" * 500_000, 2, None, "is nested deeper than 32 levels"),
-        ("a: " + "{a: " * 40 + "}" * 40, 1, None, "is nested deeper than 32 levels"),
         ("[" + "a," * 500_000, 1, None, "has more than 50000 keys and values"),
-        ("b: 1\na: &a {b: *a}\n", 2, None, "has an alias (*name)"),
-        (LAUGHS, 2, None, "has an alias (*name)"),  # 10^14 values
+        (LAUGHS, 2, None, "has an alias (*name); valid: what it stands for"),  # 10^14 values
     ],
 )  # fmt: skip
 def test_a_file_that_is_no_configuration(

@@ -2,7 +2,7 @@
 can read.
 
 Commands are really run, with recording stand-ins for `ray` and `scp`. The secrets of a whole
-rehearsal are looked for in `tests/cluster/test_private_cluster.py`.
+rehearsal are looked for in `tests/cluster/test_rehearsal.py`.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from orchestrator.control.slots import (
-    COMMAND_MOST_BYTES,
     Command,
     Do,
     NoCommandError,
@@ -43,7 +42,6 @@ def test_a_command_comes_through_as_it_was() -> None:
         (row(do="cap", amount_bytes=2.5), "amount_bytes: Input should be a valid int"),
         (b"[" * 50_000, "a command: Invalid JSON"),
         (b"\xff\x00", "a command: Invalid JSON"),
-        (row(slots=["pc1/3"] * COMMAND_MOST_BYTES), "at most"),
     ],
 )
 def test_what_is_no_command_is_refused_with_what_would_be_one(content: bytes, words: str) -> None:

@@ -12,14 +12,13 @@ from hypothesis import strategies as st
 from orchestrator.config.schema import MAX_WORKERS_PER_CARD, Config
 from orchestrator.core.fleet import NodeFact
 from orchestrator.core.placement import (
-    Missing,
+    Refusal,
     SlotPlan,
     Target,
     idle_line,
     node_budget,
     plan_slots,
     refusals,
-    unnamed,
 )
 from tests.factories import REFERENCE, config_of
 from workers.units import GIB
@@ -101,55 +100,37 @@ def test_the_device_is_the_grounds_or_follows_from_the_cards(
     assert plan.spec.device == device
 
 
+PC1_ABSENT, PC2_ABSENT = (
+    Refusal(node=name, text=f"no live node has the label node={name}", is_absent=True)
+    for name in ("pc1", "pc2")
+)
+
+
 @pytest.mark.parametrize(
     ("live", "expected"),
     [
-        pytest.param([PC2], [("pc1", Missing.NODE, "no live node has the label node=pc1")],
-         id="missing"),
-        pytest.param([PC2, fact(name=None)],
-         [("pc1", Missing.NODE, "no live node has the label node=pc1")], id="unnamed"),
-        pytest.param([fact(cpus=16.0), PC2],
-         [("pc1", Missing.CPUS, "pc1 offers 16 CPUs, the plan needs 7 workers x 8 = 56")],
-         id="too few CPUs"),
+        pytest.param([PC2], [PC1_ABSENT], id="missing"),
+        pytest.param([PC2, fact(name=None)], [PC1_ABSENT], id="unnamed"),
         pytest.param([PC1, fact(name="pc2", cpus=12.0, gpus=0.0)],
-         [("pc2", Missing.GPUS, "pc2 offers 0 GPUs, the plan needs 1")], id="no GPU"),
+         [Refusal(node="pc2", text="pc2 offers 0 GPUs, the plan needs 1")], id="no GPU"),
         pytest.param(
             [fact(cpus=55.5, gpus=0.5), PC2],
             [
-                ("pc1", Missing.CPUS, "pc1 offers 55.5 CPUs, the plan needs 7 workers x 8 = 56"),
-                ("pc1", Missing.GPUS, "pc1 offers 0.5 GPUs, the plan needs 1"),
+                Refusal(node="pc1", text="pc1 offers 55.5 CPUs, the plan needs 7 workers x 8 = 56"),
+                Refusal(node="pc1", text="pc1 offers 0.5 GPUs, the plan needs 1"),
             ],
             id="too little of everything",
         ),
         pytest.param([PC1, fact(address="10.0.0.0", node_id="z", cpus=0.0), PC2],
-         [("pc1", Missing.TWICE, "2 live nodes have the label node=pc1: 10.0.0.0, 10.0.0.1")],
+         [Refusal(node="pc1", text="2 live nodes have the label node=pc1: 10.0.0.0, 10.0.0.1")],
          id="twice"),
-        pytest.param(
-            [],
-            [
-                ("pc1", Missing.NODE, "no live node has the label node=pc1"),
-                ("pc2", Missing.NODE, "no live node has the label node=pc2"),
-            ],
-            id="nothing",
-        ),
+        pytest.param([], [PC1_ABSENT, PC2_ABSENT], id="nothing"),
     ],
 )  # fmt: skip
 def test_what_is_missing_is_refused_with_the_sum(
-    live: list[NodeFact], expected: list[tuple[str, Missing, str]]
+    live: list[NodeFact], expected: list[Refusal]
 ) -> None:
-    assert [
-        (refusal.node, refusal.missing, refusal.text) for refusal in refusals(REFERENCE, live)
-    ] == expected
-
-
-def test_nodes_without_a_label_are_named_by_their_address() -> None:
-    live = [
-        PC1,
-        fact(name=None, address="10.0.0.9"),
-        fact(name=None, address="10.0.0.3"),
-        fact(name="other"),
-    ]
-    assert unnamed(live) == ("10.0.0.3", "10.0.0.9")
+    assert list(refusals(REFERENCE, live)) == expected
 
 
 @st.composite

@@ -12,16 +12,15 @@ import pytest
 
 from orchestrator.config.schema import NodeConfig
 from orchestrator.core.fleet import Link, NodeAnswer
-from orchestrator.core.placement import Missing, Refusal
+from orchestrator.core.placement import Refusal
 from orchestrator.doctor import checks
 from orchestrator.doctor.checks import (
-    OF_CLUSTER,
-    OF_HERE,
-    OF_MACHINE,
     Cluster,
     Here,
     Machine,
-    found_by,
+    of_cluster,
+    of_here,
+    of_machine,
 )
 from orchestrator.doctor.report import Finding, Verdict
 from tests.factories import CPU_TORCH, CUDA_TORCH, REFERENCE, card_facts, laptop, workstation, wsl
@@ -32,7 +31,7 @@ OK, SKIP, WARN, FAIL = Verdict.OK, Verdict.SKIP, Verdict.WARN, Verdict.FAIL
 
 
 def examine(facts: MachineFacts, **known: Any) -> list[Finding]:
-    return found_by(OF_MACHINE, Machine(facts=facts, **known))
+    return of_machine(Machine(facts=facts, **known))
 
 
 def only(findings: list[Finding], check: str) -> Finding:
@@ -223,7 +222,7 @@ def answer(name: str | None = "pc1", **changes: Any) -> NodeAnswer:
 def nodes(*answers: NodeAnswer, missing: tuple[Refusal, ...] = ()) -> dict[str, Finding]:
     address = "192.168.1.10:6379"
     cluster = Cluster(config=REFERENCE, address=address, missing=missing, answers=answers)
-    found = found_by(OF_CLUSTER, cluster)
+    found = of_cluster(cluster)
     return {f"{finding.node}/{finding.check}": finding for finding in found}
 
 
@@ -242,7 +241,7 @@ PAIR = (answer(), answer("pc2", address="192.168.1.11"))
 def test_the_link_of_a_team(told: dict[str, Any], verdict: Verdict, words: str) -> None:
     links = (Link(node="pc2", to="pc1", **told),)
     cluster = Cluster(config=REFERENCE, address="a:1", missing=(), answers=PAIR, links=links)
-    found = only(found_by(OF_CLUSTER, cluster), "link")
+    found = only(of_cluster(cluster), "link")
     assert (found.node, found.verdict) == ("pc2", verdict)
     assert words in found.found
     if told.get("bytes_per_s") == 11.7e6:
@@ -294,7 +293,7 @@ def test_the_firewall_opens_the_ports_of_ray_to_one_node() -> None:
 
 
 def test_a_missing_node_comes_with_the_exact_command() -> None:
-    absent = Refusal(node="pc2", missing=Missing.NODE, text="no live node has the label node=pc2")
+    absent = Refusal(node="pc2", text="no live node has the label node=pc2")
     found = nodes(answer(), missing=(absent,))["pc2/nodes"]
     assert found.verdict is FAIL
     assert (
@@ -337,5 +336,5 @@ def test_the_token(
 
 def here(*, is_cluster: bool = False, **cluster: object) -> dict[str, Finding]:
     config = REFERENCE.model_copy(update={"cluster": REFERENCE.cluster.model_copy(update=cluster)})
-    found = found_by(OF_HERE, Here(config=config, is_cluster=is_cluster))
+    found = of_here(Here(config=config, is_cluster=is_cluster))
     return {finding.check: finding for finding in found}

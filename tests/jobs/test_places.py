@@ -138,9 +138,6 @@ def test_a_card_that_is_not_here_is_named() -> None:
     )
 
 
-# --- two on a card
-
-
 # --- teams
 
 
@@ -212,6 +209,9 @@ def test_each_card_of_a_team_must_hold_its_model() -> None:
         "needs at least 9.0 GiB; the smallest card of its team gives 5.8 GiB (pc1+pc2)"
     )
     assert never_fits(job, None, (FAST,)) is not None
+
+
+# --- two on a card
 
 
 def packable(name: str, **rest: object) -> Candidate:

@@ -1,4 +1,4 @@
-"""Job files and one-liners: what they mean, and how they are refused. The bad ones are in `bad_inputs`."""
+"""Job files and one-liners: what they mean, and how they are refused."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, in_words
 from orchestrator.jobs.milestones import milestones_of
 from orchestrator.jobs.model import Job
 from orchestrator.jobs.spec import from_words, parse
 from orchestrator.jobs.sweep import JobFile, expand
 from tests.factories import REFERENCE
-from tests.jobs.bad_inputs import FILES, WORDS, problems_of
 
 
 def read(text: str, known: tuple[Job, ...] = ()) -> JobFile:
@@ -37,66 +36,159 @@ def one(*command: str, **options: Any) -> Job:
 
 def refused(text: str) -> str:
     """Return the only sentence that a file gets."""
-    (problem,) = problems_of(text)
+    with pytest.raises(ConfigError) as caught:
+        read(text)
+    (problem,) = caught.value.problems
     return str(problem)
 
 
-@pytest.mark.parametrize("typed", [typed for group in FILES.values() for typed in group])
-def test_a_bad_file_gets_short_sentences_with_its_name(typed: str) -> None:
-    for problem in problems_of(typed):
-        assert str(problem).startswith("night.yaml")
-        assert str(problem).isprintable()
-        assert len(str(problem)) < 1200
-        assert "Input should" not in str(problem)
-        assert (problem.line is None) == ("is empty" in problem.text)
+def entry(keys: str) -> str:
+    """Return a file with one entry, in line 2."""
+    return f"jobs:\n- {{name: a, {keys}}}\n"
 
 
-@pytest.mark.parametrize("typed", WORDS, ids=str)
-def test_a_bad_command_line_names_its_option(typed: tuple[list[str], dict[str, Any]]) -> None:
-    (problem,) = problems_of(typed)
-    assert problem.source.startswith("--")
-    assert problem.line is None
+def swept(sweep: str, keys: str = "train: {steps: 1000}") -> str:
+    return entry(f"{keys}, sweep: {{{sweep}}}")
+
+
+def staged(stop: str, keys: str = "train: {steps: 1000}", over: str = "lr: [1.0, 2.0]") -> str:
+    """Return a file whose first line says when the members of its sweep are compared."""
+    return f"stop: {{{stop}}}\n" + swept(f"over: {{{over}}}", keys)
 
 
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("jobs:\n\t- name: a\n", "night.yaml:2: is not YAML"),
-        ("jobs:\n- name: a\n  command: x\n  command: y\n", "night.yaml:4: jobs.0.command: is given twice"),
-        ("jobs:\n- &a [*a]\n", "night.yaml:2: has an alias"),
-        ("jobs: [{name: a/b, command: x}]", "night.yaml:1: jobs.0.name: 'a/b' is not in the right form"),
-        ("jobs:\n- name: a\n  command: x\n  prioritty: 3\n",
-         "night.yaml:4: jobs.a.prioritty: unknown key; did you mean priority?"),
+        # the text and its parts; what YAML may not be is in tests/config/test_config_errors.py
+        ("", ": is empty; valid: such as jobs: [{name: first, train: {preset: gpt-nano}}]"),
+        ("jobs:\n\t- name: a\n", ":2: is not YAML"),
+        ("jobs:\n- name: a\n  command: x\n  command: y\n", ":4: jobs.0.command: is given twice"),
+        ("jobs: []", ":1: jobs: a list should have at least 1 item after validation, not 0"),
+        ("jobs: [a]", ":1: jobs.0: 'a' should be a mapping"),
+        ("jobs: [{command: x}]", ":1: jobs.0.name: is missing; valid: 1 to 60 of A-Z"),
+        ("jobs: [{name: a/b, command: x}]", ":1: jobs.0.name: 'a/b' is not in the right form"),
+        (entry("command: x, prioritty: 3"), ":2: jobs.a.prioritty: unknown key; did you mean priority?"),
+        ("defaults: {nodes: pc9}\njobs: [{name: a, command: x}]",
+         ":1: defaults.nodes: there is no node 'pc9'; did you mean pc2?; valid: pc1, pc2, or any"),
+        (entry("command: x, nodes: pc4"), ":2: jobs.a.nodes: there is no node 'pc4'"),
+        (entry("command: x, nodes: [pc1, pc1]"), ":2: jobs.a.nodes: has 'pc1' twice"),
+        (entry("command: x, card: rtx-4080"),
+         ":2: jobs.a.card: no node has a card 'rtx-4080'; did you mean rtx-3090?"),
+        (entry("command: x, pack: sometimes"), ":2: jobs.a.pack: 'sometimes' is neither true nor false"),
+        (entry("command: x, hours: 7-9"), ":2: jobs.a.hours: '7-9' is not a part of the day"),
+        (entry("command: x, hours: 07:00-07:00"), ":2: jobs.a.hours: '07:00-07:00' begins when it ends"),
+        # kinds and commands
+        ("jobs: [{name: a}]", ":1: jobs.a: has neither train nor command; valid: one of them"),
+        (entry("train: {}, command: x"), ":2: jobs.a: has train and command; valid: one of them"),
+        (entry("train: {}, cwd: /tmp"), ":2: jobs.a: has cwd, which a command may have"),
+        (entry("command: []"), ":2: jobs.a.command: names no program"),
+        (entry("command: ''"), ":2: jobs.a.command: names no program"),
+        (entry("command: 'x \"y'"), ":2: jobs.a.command: cannot be split into words: No closing"),
+        (entry("command: 'x | y'"), ":2: jobs.a.command: has '|', and no shell reads it"),
+        (entry("command: [x, true]"), ":2: jobs.a.command: true is no text; valid: the same in quotes"),
+        (entry("command: {x: y}"), ":2: jobs.a.command: a mapping is not a command"),
+        (entry("command: x, env: {1X: 1}"), ":2: jobs.a.env: '1X' cannot be set"),
+        (entry("command: x, env: {ORCHESTRATOR_X: 1}"), ":2: jobs.a.env: 'ORCHESTRATOR_X' cannot be set"),
+        (entry("command: x, env: [A=1]"), ":2: jobs.a.env: a list is not a mapping; valid: NAME: value"),
+        (entry("command: x, time_limit: 2 hours"), ":2: jobs.a.time_limit: '2 hours' is not a duration"),
+        # trainings
         ("jobs:\n- name: a\n  train:\n    presett: x\n",
-         "night.yaml:4: jobs.a.train.presett: unknown key; did you mean preset?"),
-        ("jobs:\n- name: a\n  train: {checkpoints: node}\n",
-         "night.yaml:3: jobs.a.train.checkpoints: node keeps checkpoints on one PC"),
+         ":4: jobs.a.train.presett: unknown key; did you mean preset?"),
+        (entry("train: {checkpoints: node}"),
+         ":2: jobs.a.train.checkpoints: node keeps checkpoints on one PC"),
         ("jobs:\n- name: a\n  train:\n    run.dir: x\n",
-         "night.yaml:4: jobs.a.train.run.dir: run is the same for all jobs of a run"),
-        ("jobs:\n- name: a\n  train: {exact: true}\n", "night.yaml:3: jobs.a.train: exact: true keeps"),
-        ("jobs:\n- name: a\n  command: x\n- name: a\n  command: x\n",
-         "night.yaml:4: jobs.1.name: 'a' is also a name of the entry on line 2"),
-        ("jobs:\n- {name: a, command: x, after: b}\n- {name: b, command: x, after: a}\n",
-         "night.yaml:2: jobs.a.after: goes round in a circle: a after b after a"),
-        ("jobs:\n- {name: base, command: x}\n- {name: b, command: x, after: bsae}\n",
-         "night.yaml:3: jobs.b.after: there is no job 'bsae'; did you mean base?"),
-        ("jobs:\n- {name: a, command: x}\n- {name: b, command: 'y {a.dir}'}\n",
-         "night.yaml:3: jobs.b.command: {a.dir}: nothing says that a has ended before; valid: after: [a]"),
-        ("jobs:\n- name: a\n  train: {}\n  sweep: {method: random, count: 1000000, over: {lr: {log: [1, 2]}}}\n",
-         "night.yaml:4: jobs.a.sweep.count: 1000000 should be less than or equal to 2000"),
+         ":4: jobs.a.train.run.dir: run is the same for all jobs of a run"),
+        (entry("train: {exact: true}"), ":2: jobs.a.train: exact: true keeps"),
+        (entry("train: {lr: 1.0, train.lr: 2.0}"), ":2: jobs.a.train.train.lr: is the same key as lr"),
+        (entry("train: {workload.name: matmul}"),
+         ":2: jobs.a.train.workload.name: an entry with train: trains"),
+        (entry("train: {memory.polcy: classic}"),
+         ":2: jobs.a.memory.polcy: unknown key; did you mean policy?"),
+        (entry("train: {slots: 2}"), ":2: jobs.a.train.slots: a job is one training in one slot"),
+        # sweeps
+        (swept("method: gird, over: {lr: [1.0]}"),
+         ":2: jobs.a.sweep.method: 'gird' should be 'grid', 'random', 'list' or 'optuna'; did you mean"),
+        (swept("over: {lr: {log: [1.0, 2.0]}}"), ":2: jobs.a.sweep: has an interval; valid: lists"),
+        (swept("method: random, over: {lr: [1.0]}"), ":2: jobs.a.sweep: has no count for method random"),
+        (swept("over: {lr: [1.0]}, count: 3"), ":2: jobs.a.sweep: has a count; valid: a count with"),
+        (swept("method: random, count: 1000000, over: {lr: {log: [1, 2]}}"),
+         ":2: jobs.a.sweep.count: 1000000 should be less than or equal to 2000"),
+        (swept("method: random, count: 3, over: {lr: {log: [0, 1]}}"),
+         ":2: jobs.a.sweep.over.lr: log has to begin above 0 and below 1.0"),
+        (swept("method: random, count: 3, over: {lr: {loguniform: [1, 2]}}"),
+         ":2: jobs.a.sweep.over.lr.loguniform: unknown key; did you mean uniform?"),
+        (swept("method: random, count: 3, over: {dropout: {uniform: [0, 2]}}"),
+         ":2: jobs.a.train.dropout: 2.0 should be less than 1"),
+        (swept(f"over: {{lr: {[1.0] * 1000}, workload.seed: {[*range(1000)]}}}"),
+         ":2: jobs.a.sweep: makes 1,000,000 jobs; valid: 1 to 2,000 jobs"),
+        (swept("method: list, over: {lr: [1.0]}"), ":2: jobs.a.sweep: over is not what method list takes"),
+        (swept("over: {lr: [1, 2]}", "command: x"), ":2: jobs.a.sweep.over.lr: stands nowhere in command"),
+        (swept("over: {lr: [1, true]}", "command: 'x {lr}'"),
+         ":2: jobs.a.sweep.over.lr: holds true, false or null, which are no text"),
         ("jobs:\n- name: a\n  train: {}\n  sweep:\n    over:\n      lr: [1.0, -1.0]\n",
-         "night.yaml:6: jobs.a.train.lr: -1.0 should be greater than 0"),
+         ":6: jobs.a.train.lr: -1.0 should be greater than 0"),
         ("jobs:\n- name: a\n  train: {}\n  sweep:\n    method: list\n    over:\n    - lr: 1.0\n    - lr: no\n",
-         "night.yaml:8: jobs.a.train.lr: false should be a valid number"),
-        ("stop: {first: 9}\njobs:\n- {name: a, train: {}, sweep: {over: {batch: [8, 16]}}}\n",
-         "night.yaml:3: jobs.a.sweep.over: the members of a differ in batch: their losses are not comparable"),
-        ("jobs: [{name: a, command: 'x | y'}]", "night.yaml:1: jobs.a.command: has '|', and no shell reads it"),
-        ("jobs: [{name: a, command: x, hours: 7-9}]", "night.yaml:1: jobs.a.hours: '7-9' is not a part of the day"),
-        ("jobs: [{name: a, command: x, nodes: pc4}]", "night.yaml:1: jobs.a.nodes: there is no node 'pc4'"),
+         ":8: jobs.a.train.lr: false should be a valid number"),
+        # names, and what comes after what
+        (entry("command: x") + "- {name: a, command: x}\n",
+         ":3: jobs.1.name: 'a' is also a name of the entry on line 2"),
+        (swept("over: {lr: [1.0, 2.0]}") + "- {name: a-1, command: x}\n",
+         ":3: jobs.1.name: 'a-1' is also a name of the entry on line 2"),
+        (swept("over: {lr: [1.0, 2.0]}").replace("name: a", f"name: {'n' * 60}"),
+         f":2: jobs.0.name: {in_words('n' * 60 + '-1')} is too long with its number"),
+        (entry("command: x, after: b") + "- {name: b, command: x, after: a}\n",
+         ":2: jobs.a.after: goes round in a circle: a after b after a"),
+        (entry("command: x") + "- {name: b, command: x, after: aa}\n",
+         ":3: jobs.b.after: there is no job 'aa'; did you mean a?"),
+        (entry("command: x, each: true"), ":2: jobs.a: has each without after"),
+        (entry("command: x, after: b, after_any: b"), ":2: jobs.a: has after and after_any"),
+        (entry("command: x") + "- {name: b, command: x, after: a, each: true}\n",
+         ":3: jobs.b.each: each follows one sweep, and after names 0"),
+        (swept("method: random, count: 1500, over: {lr: [1.0]}")
+         + "- {name: b, command: x, after: a, each: true}\n",
+         ":1: jobs: makes 3,000 jobs in all; valid: at most 2,000"),
+        (entry("command: x") + "- {name: b, command: 'y {a.dir}'}\n",
+         ":3: jobs.b.command: {a.dir}: nothing says that a has ended before; valid: after: [a]"),
+        (entry("command: x") + "- {name: b, command: 'y {aa.dir}', after: a}\n",
+         ":3: jobs.b.command: {aa.dir}: there is no job aa; did you mean a?"),
+        (swept("over: {lr: [1.0, 2.0]}") + "- {name: b, command: 'y {a.dir}', after: a}\n",
+         ":3: jobs.b.command: {a.dir}: a is 2 jobs, each with a folder of its own; valid: {a-0.dir}, or"),
+        # milestones
+        (staged("rule: asha"), ":1: stop: has no first milestone"),
+        (staged("first: 100, last: 50"), ":1: stop: last 50 is before first 100"),
+        (staged("first: 5000"), ":1: stop.first: 5000 is not below the 1000 steps of a"),
+        (staged("first: 100, metric: validationloss"),
+         ":1: stop.metric: a training tells no 'validationloss'; did you mean validation_loss?"),
+        (staged("first: 100", "train: {epochs: 2}"),
+         ":1: stop.last: is missing, and a does not say its steps"),
+        (staged("first: 9", over="batch: [8, 16]"),
+         ":3: jobs.a.sweep.over: the members of a differ in batch: their losses are not comparable"),
     ],
 )  # fmt: skip
-def test_refusal(text: str, sentence: str) -> None:
-    assert refused(text).startswith(sentence)
+def test_a_bad_file_gets_short_sentences_with_its_name(text: str, sentence: str) -> None:
+    said = refused(text)
+    assert said.startswith(f"night.yaml{sentence}")
+    assert said.isprintable()
+    assert len(said) < 1200
+
+
+@pytest.mark.parametrize(
+    ("words", "options", "option"),
+    [
+        (["x"], {"after": ["lr"]}, "--after"),
+        (["x"], {"name": "a b"}, "--name"),
+        (["x"], {"hours": "always"}, "--hours"),
+        (["echo hi | wc"], {}, "-- COMMAND"),
+        (["-x"], {}, "-- COMMAND"),
+    ],
+)
+def test_a_bad_command_line_names_its_option(
+    words: list[str], options: dict[str, Any], option: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        one(*words, **options)
+    (problem,) = caught.value.problems
+    assert (problem.source, problem.line) == (option, None)
 
 
 @pytest.mark.parametrize(

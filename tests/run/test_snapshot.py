@@ -157,9 +157,9 @@ def test_without_a_working_process_there_is_no_throughput(state: SlotState) -> N
 def test_a_held_slot_shows_the_memory_of_its_process() -> None:
     paused = slot_with(told(), state=HeadState.HELD, phase=Phase.HELD, heard_at_s=10.0)
     shown = row_of(PLAN, paused, Meter(), 100.0)
-    assert (shown.size, shown.reserved_bytes, shown.heartbeat_age_s) == (8192, 3, None)
+    assert (shown.size, shown.memory, shown.heartbeat_age_s) == (8192, MEMORY, None)
     drained = row_of(PLAN, replace(paused, runs=False), Meter(), 100.0)
-    assert (drained.size, drained.reserved_bytes, drained.temperature_c) == (None, None, None)
+    assert (drained.size, drained.memory, drained.value("reserved_bytes")) == (None,) * 3
     assert drained.cap_bytes == shown.cap_bytes
     capped = row_of(PLAN, replace(paused, orders=UserOrders(cap_bytes=2)), Meter(), 100.0)
     assert capped.cap_bytes == 2

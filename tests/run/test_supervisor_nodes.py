@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.core.fleet import NodeFact
+from orchestrator.core.fleet import Fleet, NodeFact
 from orchestrator.core.slot import HeadState, NodeJoined, NodeLeft, NodeRefused
+from orchestrator.errors import PreflightError
 from orchestrator.record.events import EventLog
 from orchestrator.run.node_watch import NodeWatch
+from orchestrator.run.runner import check_nodes
 from tests.factories import config_of
 from tests.run.conftest import RunMaker
 from tests.run.scripted_fleet import START_S, STEPS_PER_S
@@ -180,3 +184,14 @@ def test_each_node_joins_and_leaves_in_turn(looks: list[list[NodeFact]], events:
         missing = [name for name, there in here.items() if not there]
         assert [line.split()[0] for line in watcher.notices()] == missing
         assert set(watcher.refused) <= set(missing)
+
+
+def test_a_node_without_a_label_is_named_by_its_address() -> None:
+    nameless = [
+        NodeFact(name=None, node_id=address, address=address, cpus=8.0, gpus=1.0)
+        for address in ("10.0.0.9", "10.0.0.3")
+    ]
+    there = SimpleNamespace(nodes=lambda: nameless, address=lambda: "10.0.0.3:6379")
+    config = config_of({"pc1": {"workers": 1}})
+    with pytest.raises(PreflightError, match=r"the node at 10\.0\.0\.3, 10\.0\.0\.9 has no label"):
+        check_nodes(config, cast("Fleet", there), wait_for_nodes=False)

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from orchestrator.core.slot import HeadState
 from orchestrator.record.model import Row
-from workers.messages import Progress, StepCounts, TeamState, WorkerState
+from workers.messages import MemoryInfo, Progress, StepCounts, TeamState, WorkerState
+from workers.readings import SensorReading
 
 _BY_TYPE = {
     str: st.text(st.characters(), max_size=30),  # lone surrogates included
@@ -36,4 +37,6 @@ def _any(kind: type) -> st.SearchStrategy[Any]:
 
 _BY_TYPE[Progress] = _any(Progress)
 _BY_TYPE[StepCounts] = _any(StepCounts)
+_BY_TYPE[MemoryInfo] = _any(MemoryInfo)
+_BY_TYPE[SensorReading] = _any(SensorReading)
 ANY_ROW = _any(Row)

@@ -86,18 +86,13 @@ def test_what_is_not_sampled_cannot_be_asked_for(folder: Path, key: str) -> None
         history.courses(folder, (key,), at(0), at(1), 10)
 
 
-def test_states_are_spans_and_events_are_numbered(folder: Path) -> None:
+def test_states_are_spans(folder: Path) -> None:
     assert history.sampled_between(folder) == (at(0), at(SECONDS))
     (span,) = history.state_spans(folder)["pc1/1"]
     assert span.state == "BACKOFF"
     assert span.from_unix_s == at(20)
     assert span.to_unix_s is None
     assert span.cause == "memory ran out"
-    told = read_events(folder)
-    assert [each.slot for each in told] == [*SLOTS]
-    assert read_events(folder, after=told[0].number) == told[1:]
-    assert read_events(folder, limit=1) == told[1:]
-    assert read_events(folder, slot="pc1/0") == told[:1]
 
 
 @pytest.fixture

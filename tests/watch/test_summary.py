@@ -15,7 +15,7 @@ from orchestrator.record.summary import (
     failure_dict,
     summary_dict,
     summary_text,
-    write_summary,
+    write_file,
 )
 from tests.factories import make_row, make_snapshot
 from tests.watch.strategies import ANY_ROW
@@ -109,7 +109,7 @@ def test_the_file_is_utf8_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
     path.write_text("old")
     summary = summary_dict(make_snapshot(make_row(reason="größer \udc80")), "good", 0, AT)
 
-    write_summary(path, summary)
+    write_file(path, summary_text(summary) + "\n")
 
     content = path.read_bytes()
     assert content.endswith(b"}\n")

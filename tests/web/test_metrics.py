@@ -12,6 +12,8 @@ from orchestrator.record.model import FIELDS, Row
 from orchestrator.view.web.metrics import exposition
 from tests.alerts.traces import frame_at
 from tests.web.scene import make_run, serving
+from workers.messages import MemoryInfo
+from workers.readings import SensorReading
 
 
 def samples(content: bytes) -> dict[str, dict[tuple[str, ...], float]]:
@@ -52,7 +54,8 @@ def test_a_card_has_its_metrics_once_from_its_newest_slot() -> None:
 
 def test_what_is_unknown_has_no_series() -> None:
     known = {key for key, field in FIELDS.items() if field.metric and not field.counter}
-    own = dict.fromkeys(known & {*Row.__slots__})
+    parts = (Row, SensorReading, MemoryInfo)
+    own = dict.fromkeys(key for part in parts for key in part.__slots__ if key in known)
     told = of_frame(frame_at(60, heartbeat_age_s=None, **own))
     present = {name for name, series in told.items() if ("pc1", "pc1/0") in series}
     assert {name for name in present if not name.endswith("_total")} == set()

@@ -1,6 +1,6 @@
 """The folder of a command, on its way to a PC that has no copy of it: packed there, unpacked here.
 
-Does not send it (`orchestrator/cluster/command_folder.py`).
+Does not send it (`orchestrator/cluster/node_tasks.py`).
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from typing import Final
 
 import pynvml
 
-from workers.keeper.processes import below, start_time
+from workers.keeper.processes import below, name_of, start_time
 from workers.messages import Quiet
 from workers.nvml import queries
 
@@ -30,17 +30,14 @@ def is_alive(pid: int, started: str | None) -> bool:
     return started is not None and start_time(pid) == started
 
 
-#: What starts a worker and should end with it: a raylet that is killed leaves its workers for 20 s
-#: and more (Ray 2.60).
-_PARENTS: Final = frozenset({"raylet"})
-
-
 def worker_and_raylet() -> list[tuple[int, str]]:
-    """Return this process, and its raylet if it has one, by ids and start times."""
+    """Return this process, and its raylet if it has one, by ids and start times.
+
+    The raylet starts a worker and should end with it: one that is killed leaves its workers for
+    20 s and more (Ray 2.60).
+    """
     watched, parent = [os.getpid()], os.getppid()
-    with contextlib.suppress(OSError):
-        name = Path(f"/proc/{parent}/comm").read_text(encoding="utf-8").strip()
-        watched += [parent] if name in _PARENTS else []
+    watched += [parent] if name_of(parent) == "raylet" else []
     return [(pid, began) for pid in watched if (began := start_time(pid)) is not None]
 
 

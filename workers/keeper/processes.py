@@ -48,6 +48,13 @@ def start_time(pid: int) -> str | None:
     return None if fields is None or fields[0] in "ZX" else fields[_STARTTIME_FIELD]
 
 
+def name_of(pid: int) -> str:
+    """Return what a process is called, cut to 15 characters; nothing once it is gone."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/comm", "rb") as file:  # noqa: PTH123
+        return os.fsdecode(file.read()).rstrip("\n")
+    return ""
+
+
 def below(root: int) -> list[int]:
     """Return the live descendants of a process."""
     children: dict[int, list[int]] = {}

@@ -213,7 +213,8 @@ class Site:
         folder = await asyncio.to_thread(self.folder)
         last_s = float(request.query.get("last_s", "inf"))
         if slot := request.query.get("slot"):
-            course = await asyncio.to_thread(charts.course_of, folder, slot, last_s)
+            named = await asyncio.to_thread(charts.courses_of, folder, [slot], last_s=last_s)
+            course = named[slot]
         else:
             course = await asyncio.to_thread(charts.course_of_all, folder, last_s)
         return web.json_response(course)
