@@ -7,7 +7,6 @@ seconds throughout; `None` means unknown or off.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -26,9 +25,6 @@ ASSUMED_CONTEXT_BYTES: Final = 676 * MIB
 #: and with it the cap, differs by some MiB from start to start; the total of a machine's RAM by
 #: less, from kernel to kernel.
 _NEAR_PARTS: Final = 100
-
-#: Policies whose size follows the memory that is lent to a worker; any other only shrinks.
-FOLLOW_MEMORY: Final = frozenset({"adaptive"})
 
 #: Beyond these no sensor of a running card is valid.
 COLDEST_C: Final = -50.0
@@ -107,23 +103,7 @@ class ThermalSettings:
     ever pauses.
     """
     resume_c: float | None = 75.0
-    """Below this a pause ends (guides). `None`: `hysteresis_c` below `critical_c`."""
-    hysteresis_c: float = 2.0
-    """A band is left downwards only this far below the threshold that led into it."""
-    margin_c: float = 1.5
-    """The duty settles this far below `critical_c`, so that a reading in whole degrees does not
-    reach it by chance.
-    """
-    smallest_duty: float = 0.05
-    """A hot card is never used less than this share of the time, unless it is paused."""
-    longest_pause_s: float | None = 120.0
-    """A pause also ends once the card has been below `critical_c` for so long without reaching
-    `resume_c`: other workers keep it warm, and waiting would not end.
-    `None`: wait without a limit."""
-    alarming_bandwidth_drop: float = 0.10
-    """Memory that moves this share less than it did raises an alarm; healthy memory stays within a
-    few percent.
-    """
+    """Below this a pause ends (guides). `None`: 2 degrees below `critical_c`."""
 
     def __post_init__(self) -> None:
         named = {
@@ -151,16 +131,6 @@ class ThermalSettings:
                 f"resume_c must be below critical_c, not {self.resume_c:g} and "
                 f"{self.critical_c:g} C"
             )
-        for name, least, most in (
-            ("hysteresis_c", 0.0, 20.0),
-            ("margin_c", 0.0, 20.0),
-            ("smallest_duty", 0.001, 1.0),
-            ("longest_pause_s", 0.0, math.inf),
-            ("alarming_bandwidth_drop", 0.001, 0.999),
-        ):
-            value = getattr(self, name)
-            if value is not None and not least <= value <= most:
-                raise ValueError(f"{name} must be from {least:g} to {most:g}, not {value}")
 
     @property
     def off(self) -> bool:
@@ -332,8 +302,8 @@ class WorkerSpec:
 
     @property
     def follows_memory(self) -> bool:
-        """Whether its size follows the memory that the head lends it."""
-        return self.policy in FOLLOW_MEMORY
+        """Whether its size follows the memory that the head lends it; else it only shrinks."""
+        return self.policy == "adaptive"
 
 
 def _near(learned_bytes: int | None, wanted_bytes: int | None) -> bool:

@@ -13,7 +13,6 @@ Does not allocate.
 
 from __future__ import annotations
 
-import random
 from typing import Final
 
 import torch
@@ -38,22 +37,13 @@ _ERRORS: Final = {
 class OomInjector:
     """Lets `skip` checks pass, then fails `num` of those that follow, then lets all pass."""
 
-    def __init__(
-        self,
-        num: int,
-        skip: int = 0,
-        kind: FailureKind = FailureKind.DEFINITE,
-        seed: int | None = None,
-    ) -> None:
+    def __init__(self, num: int, skip: int = 0, kind: FailureKind = FailureKind.DEFINITE) -> None:
         """Prepare; nothing fails before `check` is called.
 
         Args:
             num: Failures in all.
             skip: Checks before the first that may fail.
             kind: What `workers.oom.classify` will make of the failure.
-            seed: `None` fails `num` checks in a row; with a seed each check fails with even chance
-            until `num` have,
-                the same ones in every run.
 
         Raises:
             ValueError: `num` or `skip` is negative.
@@ -67,7 +57,6 @@ class OomInjector:
         self._num = num
         self._skip = skip
         self._kind = kind
-        self._chance = None if seed is None else random.Random(seed)  # noqa: S311 - repeatable is what is wanted
 
     def check(self) -> None:
         """Raise what `injected_error` makes of the kind, if it is time to."""
@@ -78,8 +67,6 @@ class OomInjector:
         """Count a check, and return whether it is to fail, for callers that do more than raise."""
         self.checks += 1
         if self.checks <= self._skip or self.injected >= self._num:
-            return False
-        if self._chance is not None and self._chance.random() < 0.5:
             return False
         self.injected += 1
         return True

@@ -130,7 +130,6 @@ def end_of(way: Way, folder: Path, *, capped: bool) -> tuple[int, str, str]:
     ) as process:
         first = ""
         if way.kill is not None:
-            assert process.stdout is not None
             first = process.stdout.readline()
             time.sleep(0.2)  # it sleeps when the signal comes, without a cap as under one
             process.send_signal(way.kill)

@@ -26,8 +26,11 @@ from workers.units import GIB
 def command_spec(
     *argv: str, slot: str = "job", budget_bytes: int = 2 * GIB, **how: Any
 ) -> WorkerSpec:
-    """Return the spec of a slot that runs these words of Python's, without a cap unless it is named."""
-    command = CommandSpec(argv=(sys.executable, *argv), **{"cap": False, "grace_s": 5.0, **how})
+    """Return the spec of a slot that runs these words of Python's, without a cap unless it is named;
+    or other words, as `argv`.
+    """
+    usual: dict[str, Any] = {"argv": (sys.executable, *argv), "cap": False, "grace_s": 5.0}
+    command = CommandSpec(**(usual | how))
     return replace(spec_of(budget_bytes=budget_bytes), slot=slot, run_id="run", command=command)
 
 

@@ -20,8 +20,6 @@ from workers.command.launch import ATTEMPT
 from workers.messages import Cause, Verdict, WorkerState
 from workers.units import GIB, MIB
 
-pytestmark = pytest.mark.usefixtures("state_dir")
-
 TELLS = "import json, os, sys; print(json.dumps(dict(os.environ) | {'cwd': os.getcwd(), 'exe': sys.executable}))"
 
 
@@ -63,9 +61,7 @@ def test_second_start_is_told_to_resume() -> None:
 
 def test_its_python_is_found_first(tmp_path: Path) -> None:
     venv.create(tmp_path / "own", symlinks=True)
-    spec = command_spec(cwd=str(tmp_path), python="own")
-    assert spec.command is not None
-    spec = replace(spec, command=replace(spec.command, argv=("python", "-c", TELLS)))
+    spec = command_spec(cwd=str(tmp_path), python="own", argv=("python", "-c", TELLS))
     found = environment_of(Slot(spec))
     assert (found["exe"], found["VIRTUAL_ENV"]) == (
         str(tmp_path / "own" / "bin" / "python"),
@@ -90,7 +86,6 @@ def test_program_that_rests_saves_first_and_starts_again(state_dir: Path) -> Non
     folder = state_dir / "state" / "run" / "job"
     told(folder / "ready")
     report = slot.rest()
-    assert report.ended is not None
     assert (report.ended.exit_code, report.ended.was_asked) == (75, True)
     assert report.verdict is Verdict.OK
     assert (folder / "saved").is_file()
@@ -113,7 +108,6 @@ def test_program_that_does_not_end_is_killed(state_dir: Path) -> None:
     slot.begin()
     told(state_dir / "state" / "run" / "job" / "ready")
     report = slot.rest()
-    assert report.ended is not None
     assert report.ended.signal == signal.SIGKILL
 
 
@@ -145,14 +139,12 @@ WAYS = [
 @pytest.mark.parametrize(("code", "cause"), WAYS, ids=[str(cause) for _, cause in WAYS])
 def test_ways_of_real_programs_to_end(code: str, cause: Cause) -> None:
     report = Slot(command_spec("-c", code)).end()
-    assert report.ended is not None
     assert (cause_of(report.ended), report.verdict) == (cause, Verdict.DONE)
     assert ("after a loss that is no number" in report.reason) is (cause is Cause.NAN_LOSS)
 
 
 def test_time_limit_ends_it() -> None:
     report = Slot(command_spec("-c", "import time; time.sleep(600)", time_limit_s=0.3)).end()
-    assert report.ended is not None
     assert cause_of(report.ended) is Cause.TIME_LIMIT
     assert report.reason == "ended by SIGTERM after its time limit"
 
@@ -176,21 +168,16 @@ def test_a_script_of_windows_is_named(tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     script.write_bytes(f"{line}\r\necho\r\n".encode())
     script.chmod(0o700)
-    spec = command_spec(cwd=str(tmp_path))
-    assert spec.command is not None
-    report = Slot(replace(spec, command=replace(spec.command, argv=("./run.sh",)))).end()
+    report = Slot(command_spec(cwd=str(tmp_path), argv=("./run.sh",))).end()
     assert f"the line {line} of {tmp_path}/run.sh ends with a carriage return" in report.reason
 
 
 @pytest.mark.parametrize("what", ["program", "folder"])
 def test_what_is_not_there_is_named(what: str, tmp_path: Path) -> None:
-    spec = command_spec(cwd=str(tmp_path / "none") if what == "folder" else str(tmp_path))
-    assert spec.command is not None
-    command = replace(spec.command, argv=("no-such-program",))
-    report = Slot(replace(spec, command=command)).end()
+    cwd = str(tmp_path / "none") if what == "folder" else str(tmp_path)
+    report = Slot(command_spec(cwd=cwd, argv=("no-such-program",))).end()
     missing = {"program": "no-such-program", "folder": str(tmp_path / "none")}[what]
     assert report.reason == f"cannot be started: No such file or directory: {missing}"
-    assert report.ended is not None
     assert cause_of(report.ended) is Cause.NOT_STARTED
 
 
@@ -205,7 +192,6 @@ def test_its_results_are_reported() -> None:
     )
     report = Slot(command_spec("-c", code)).end()
     progress = report.progress
-    assert progress is not None
     assert (progress.train_step, progress.train_steps) == (3, 9)
     assert (progress.loss, progress.eta_s) == (2.5, 60)
     assert report.metrics["auc"] == 0.75
@@ -249,15 +235,12 @@ def test_its_peak_is_that_of_all_its_processes() -> None:
         "time.sleep(1.0)"
     )
     report = Slot(command_spec("-c", code)).end()
-    assert report.ended is not None
-    assert report.ended.peak_bytes is not None
     assert 100 * MIB < report.ended.peak_bytes < 200 * MIB
 
 
 def test_processes_that_it_leaves_are_ended_and_told() -> None:
     slot = Slot(command_spec("-c", "import os, time; os.fork() or time.sleep(600)"))
     report = slot.end()
-    assert report.ended is not None
     assert (report.ended.exit_code, slot.events["program_left_processes"]["count"]) == (0, 1)
 
 
@@ -266,14 +249,12 @@ def test_an_attempt_that_has_ended_is_not_run_again(tmp_path: Path) -> None:
     spec = command_spec("-c", code, env={ATTEMPT: "1"})
     Slot(spec).end()
     again = Slot(spec, incarnation=1).end()  # its worker was killed before the head had heard
-    assert again.ended is not None
     assert (again.ended.exit_code, (tmp_path / "runs").read_text()) == (3, "x")
 
 
 def test_words_of_the_attempt_before_do_not_count() -> None:
     Slot(command_spec("-c", "raise MemoryError")).end()
     report = Slot(command_spec("-c", "raise SystemExit(1)")).end()
-    assert report.ended is not None
     assert cause_of(report.ended) is Cause.EXCEPTION
 
 
@@ -284,7 +265,6 @@ def test_log_keeps_its_newest_part(
     code = "for number in range(30_000): print('line', number)"
     slot = Slot(command_spec("-c", code, cwd=str(tmp_path)))
     report = slot.end()
-    assert report.ended is not None
     assert report.ended.exit_code == 0, report
     assert report.ended.text.splitlines()[-1] == "line 29999"
     assert slot.printed.splitlines()[-1] == "line 29999"
@@ -308,9 +288,7 @@ def test_words_of_the_interpreter_and_of_the_program_stay_apart(
     words: list[str], tmp_path: Path
 ) -> None:
     (tmp_path / "t.py").write_text("import sys; print(sys.argv[1:], sys.flags.quiet)")
-    spec = command_spec(cwd=str(tmp_path), cap=True)
-    assert spec.command is not None
-    slot = Slot(replace(spec, command=replace(spec.command, argv=tuple(words))))
+    slot = Slot(command_spec(cwd=str(tmp_path), cap=True, argv=tuple(words)))
     slot.end()
     assert slot.printed == f"['-m'] {int(words[0] == 'python')}\n"
     assert "uncapped" not in slot.events["program_started"]
@@ -336,7 +314,6 @@ def test_cap_holds_for_a_script_as_it_is(mib: int, cause: Cause, tmp_path: Path)
     spec = command_spec("t.py", str(mib), cap=True, cwd=str(tmp_path), budget_bytes=2 * GIB)
     slot = Slot(spec)
     report = slot.end()
-    assert report.ended is not None
     assert (cause_of(report.ended), report.memory and report.memory.peak_bytes < 2 * GIB) == (
         cause,
         True,
@@ -347,7 +324,6 @@ def test_cap_holds_for_a_script_as_it_is(mib: int, cause: Cause, tmp_path: Path)
 def test_a_cap_of_its_ram_beside_a_card_is_its_own_too() -> None:
     spec = command_spec("-c", "bytearray(3 << 30)", cap=True)
     report = Slot(replace(spec, device="cuda")).end()
-    assert report.ended is not None
     assert cause_of(report.ended) is Cause.OUT_OF_MEMORY, "it is not tried again with the same cap"
 
 
@@ -375,7 +351,6 @@ ENDS = {
 def test_memory_is_the_cause_where_the_capped_program_notes_it(how: str, state_dir: Path) -> None:
     code, gib, cause = ENDS[how]
     report = Slot(command_spec("-c", code, cap=True, budget_bytes=int(gib * GIB))).end()
-    assert report.ended is not None
     assert cause_of(report.ended) is cause, report.ended.text
     assert not (state_dir / "state" / "run" / "job" / "out-of-memory").exists()
 
@@ -385,16 +360,9 @@ def test_a_python_that_cannot_be_capped_runs_and_says_so(tmp_path: Path) -> None
     (tmp_path / "own" / "lib" / "python3.11" / "site-packages" / "sitecustomize.py").write_text(
         "import sys; sys.modules['psutil'] = None"
     )
-    spec = command_spec(cwd=str(tmp_path), python="own", cap=True)
-    assert spec.command is not None
-    argv = (
-        "python",
-        "-B",
-        "-c",
-        "import sys; print(sys.argv, sys.flags.dont_write_bytecode)",
-        "a b",
-    )
-    slot = Slot(replace(spec, command=replace(spec.command, argv=argv)))
+    code = "import sys; print(sys.argv, sys.flags.dont_write_bytecode)"
+    argv = ("python", "-B", "-c", code, "a b")
+    slot = Slot(command_spec(cwd=str(tmp_path), python="own", cap=True, argv=argv))
     assert slot.end().state is WorkerState.DONE, slot.printed
     first, second = slot.printed.splitlines()
     assert "cannot run workers.capped, so nothing caps" in first
@@ -402,9 +370,7 @@ def test_a_python_that_cannot_be_capped_runs_and_says_so(tmp_path: Path) -> None
 
 
 def test_what_cannot_be_capped_is_said() -> None:
-    spec = command_spec(cap=True)
-    assert spec.command is not None
-    slot = Slot(replace(spec, command=replace(spec.command, argv=("true",))))
+    slot = Slot(command_spec(cap=True, argv=("true",)))
     slot.end()
     assert slot.events["program_started"]["uncapped"] == (
         "true is no Python program: nothing caps its memory"
@@ -426,11 +392,9 @@ def test_cap_holds_in_another_environment(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.delenv("PYTHONPATH", raising=False)
     venv.create(tmp_path / "own", symlinks=True)  # it has none of the packages of this product
     (tmp_path / "t.py").write_text("import sys; print(sys.path); bytearray(3 << 30)")
-    spec = command_spec(cwd=str(tmp_path), python="own", cap=True)
-    assert spec.command is not None
-    slot = Slot(replace(spec, command=replace(spec.command, argv=("python", "t.py"))))
+    how = {"cwd": str(tmp_path), "python": "own", "cap": True}
+    slot = Slot(command_spec(argv=("python", "t.py"), **how))
     report = slot.end()
     assert slot.events["program_started"].get("uncapped") is None
-    assert report.ended is not None
     assert cause_of(report.ended) is Cause.OUT_OF_MEMORY
     assert str(ROOT) not in slot.printed.splitlines()[0]

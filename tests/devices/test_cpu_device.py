@@ -259,6 +259,3 @@ def test_threads_never_exceed_the_cores_unless_workers_do(
     assert threads_for(100_000) == 1, "no machine has so many cores"
     monkeypatch.setattr("psutil.cpu_count", lambda *, logical: None if logical else cores)
     assert threads_for(workers) == threads
-
-
-# --- what is kept while there is memory to spare

@@ -88,8 +88,6 @@ def failures(reports: Sequence[Status]) -> int:
 
 def share_held(report: Status) -> float:
     """Share of the cap in live tensors."""
-    assert report.memory is not None
-    assert report.device is not None
     return report.memory.allocated_bytes / report.device.cap_bytes
 
 
@@ -149,7 +147,6 @@ def rows(workload: type = Rows, **changes: Any) -> WorkerSpec:
 
 
 def taken_bytes(report: Status) -> int:
-    assert report.batch is not None
     return Rows.fixed_bytes + report.batch * Rows.row_bytes
 
 
@@ -246,7 +243,6 @@ def test_who_opens_a_device_is_alone_and_a_dead_one_in_no_ones_way() -> None:
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert other.stdout is not None
     assert other.stdout.readline() == "held\n"
     entered: list[float] = []
 

@@ -84,7 +84,6 @@ class TestHeat:
         assert reports[-1].state is WorkerState.THROTTLED
         assert "thermal slowdown by the hardware" in reports[-1].reason
         assert reports[-1].counts.busy_s / reports[-1].wall_s < 0.95, "it sleeps between steps"
-        assert reports[-1].sensors is not None
         assert reports[-1].sensors.throttle_pct == 100
 
     def test_a_lost_card_is_an_alarm_and_no_crash(self, in_child: InChild, card: Scripts) -> None:

@@ -64,7 +64,6 @@ def test_a_folder_is_trained_to_the_end(undisturbed: Status) -> None:
     assert undisturbed.verdict is Verdict.DONE, undisturbed.reason
     assert not events(undisturbed, "not_planned")
     told = undisturbed.progress
-    assert told is not None
     assert (told.train_step, told.saved_step) == (6, 6)
     assert told.tokens_per_s is not None
     last = events(undisturbed, "evaluated")[-1]

@@ -35,8 +35,6 @@ def failures(reports: Sequence[Status]) -> int:
 
 
 def share_of_cap(report: Status) -> float:
-    assert report.memory is not None
-    assert report.device is not None
     return report.memory.peak_bytes / report.device.cap_bytes
 
 

@@ -35,8 +35,6 @@ from workers.settings import (
     WorkerSpec,
 )
 
-pytestmark = pytest.mark.usefixtures("state_dir")
-
 
 class Program:
     """An engine in a process, at whose other end a test stands."""
@@ -174,7 +172,7 @@ def test_a_spec_file_holds_all_that_a_worker_must_know(tmp_path: Path) -> None:
     spec = replace(
         spec_of(),
         learned=(limit,),
-        thermal=ThermalSettings(critical_c=None, longest_pause_s=float("inf")),
+        thermal=ThermalSettings(critical_c=None),
         command=CommandSpec(argv=("a", "b"), env={"c": "d"}),
     )
     copy = tmp_path / "copy"

@@ -71,16 +71,6 @@ wide = _task(
 )
 
 
-class Drops(nn.Module):
-    """Draws from torch's own random numbers."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.dropout(x, 0.1, self.training)
-
-
-drops = _task(model=lambda: nn.Sequential(nn.Linear(1, 8), Drops(), nn.Linear(8, 1)))
-
-
 def settings(**changes: object) -> dict[str, Any]:
     """Return what the head would send as the section `train:`."""
     small = {

@@ -102,8 +102,7 @@ def logits_of(model: nn.Module) -> Tensor:
     """Return the logits of inputs that were not trained on."""
     draw = torch.Generator().manual_seed(99)
     tokens = torch.randint(5, 384, (8, 24), generator=draw)
-    logits: Tensor = model.eval()(input_ids=tokens).logits
-    return logits
+    return model.eval()(input_ids=tokens).logits
 
 
 def gap(one: Tensor, other: Tensor) -> float:

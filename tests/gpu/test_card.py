@@ -102,8 +102,7 @@ def idle_and_busy() -> Found:
 
 @pytest.fixture(scope="module")
 def seen(in_child: Callable[..., Any]) -> Found:
-    found: Found = in_child(idle_and_busy)
-    return found
+    return in_child(idle_and_busy)
 
 
 class TestSensors:
@@ -178,16 +177,13 @@ def checks(name: str) -> Found:
                     torch.cuda.max_memory_allocated() - before_bytes,
                 )
             )
-            assert check is not None
             kinds.add(check.kind)
             worst = max(worst, check.worst)
             if not check.ok:
                 alarms.append(check.detail)
         for number in (0, 1):  # by Freivalds' test and by repeating
             workload.step(1024, 1)
-            assert workload._tensors is not None
             latest = workload._tensors.latest
-            assert latest is not None
             largest = int(latest.abs().argmax().item())
             flip_bit(latest, largest, 8 * dtype.itemsize - 2)  # the highest bit of the exponent
             check = workload.check(number)
@@ -214,8 +210,7 @@ def checked(in_child: Callable[..., Any]) -> Callable[[str], Found]:
 
     @cache
     def found(name: str) -> Found:
-        result: Found = in_child(checks, name)
-        return result
+        return in_child(checks, name)
 
     def found_or_skip(name: str) -> Found:
         result = found(name)

@@ -30,12 +30,6 @@ pytestmark = ON_A_CARD
 
 Found: TypeAlias = dict[str, Any]
 
-# --- the wall
-
-
-# --- the engine
-
-
 # --- a broken context
 
 
@@ -85,7 +79,6 @@ def products(spec: WorkerSpec) -> float:
     for _ in range(3):
         workload.step(1024, 1)
     tensors = workload._tensors
-    assert tensors is not None
     left, right = tensors._left.cpu().double(), tensors._right.cpu().double()
     reference = left @ right
     written = [result.cpu().double() for result in tensors._ring[:3]]

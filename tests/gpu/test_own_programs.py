@@ -103,10 +103,8 @@ def test_a_command_is_measured_and_ends_while_it_computes() -> None:
         report = slot.poll()
     report = slot.poll(3.0)
     assert report.state is WorkerState.RUNNING
-    assert report.device is not None
     assert report.device.name == torch.cuda.get_device_name(0)
     slot.rest()
-    assert report.memory is not None
     if not report.memory.peak_bytes:
         pytest.skip("this driver does not tell what a process holds (WSL2, containers)")
     assert 512 * MIB <= report.memory.peak_bytes <= 4 * GIB
@@ -117,7 +115,6 @@ def test_a_command_that_fills_its_cap_has_the_right_cause() -> None:
     slot = Slot(spec)
     report = slot.end()
     assert slot.events["program_started"]["cap_bytes"] < 2 * GIB
-    assert report.ended is not None
     assert report.ended.out_of_memory, slot.printed
     assert not report.ended.host_memory
 

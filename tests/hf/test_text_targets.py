@@ -44,9 +44,7 @@ def chosen(tmp_path: Path, family: str, **keys: Any) -> TrainSettings:
 
 
 def batch_of(task: TrainTask, rows: int) -> tuple[Tensor, Tensor]:
-    assert task.collate is not None
-    batch: tuple[Tensor, Tensor] = task.collate([task.dataset[row] for row in range(rows)])
-    return batch
+    return task.collate([task.dataset[row] for row in range(rows)])
 
 
 @pytest.mark.parametrize("family", ["t5", "bart"])

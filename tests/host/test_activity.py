@@ -36,7 +36,6 @@ def start() -> Iterator[Callable[[str], int]]:
 def _becomes(meter: SilenceMeter, pid: int, is_active: bool) -> Activity:
     def seen() -> Activity | None:
         activity = meter.activity(pid)
-        assert activity is not None
         return activity if (activity.wanted_s > 0.5 * activity.interval_s) is is_active else None
 
     return wait_for(seen, f"activity {is_active} of {pid}")
@@ -74,5 +73,4 @@ def test_what_is_gone_did_nothing() -> None:
     meter = SilenceMeter(on_card=True)
     assert meter.activity(gone.pid) is None
     quiet = meter.look(gone.pid, 0.0)
-    assert quiet is not None
     assert (quiet.idle_s, quiet.computed_s) == (quiet.seconds, 0.0)

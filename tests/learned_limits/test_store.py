@@ -125,7 +125,6 @@ def test_a_writer_that_is_killed_leaves_what_it_said(path: Path, store: LimitSto
             cwd=ROOT,
             stdout=subprocess.PIPE,
         ) as writer:
-            assert writer.stdout is not None
             assert writer.stdout.readline() == b"1\n"
             time.sleep(chance.uniform(0.0, 0.1))
             writer.send_signal(signal.SIGKILL)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.scene import GUIDES, MIB
 from workers.policy.adaptive import CONTRADICTIONS, AdaptivePolicy, ladders_of
 from workers.policy.base import Run, Stages
-from workers.settings import Learned, MemorySettings, WorkloadSpec
+from workers.settings import Learned, MemorySettings, PolicyState, WorkloadSpec
 
 ASKED = WorkloadSpec(name="mine:Mlp", dtype="fp16", size=4096, batch=1024, seed=0)
 
@@ -142,10 +142,7 @@ class Card:
 
     def next(self, *, is_first: bool = False) -> Run | None:
         is_measured = is_first or len(self.good) % self.measured_every == 0
-        run: Run | None = self.tell(
-            "next", self.shows_bytes(self.allowed_bytes) if is_measured else None
-        )
-        return run
+        return self.tell("next", self.shows_bytes(self.allowed_bytes) if is_measured else None)
 
     def bytes_of(self, run: Run) -> int:
         return self.takes(run.size, run.batch)
@@ -352,13 +349,11 @@ class TestContradictions:
         for _ in range(CONTRADICTIONS + 1):
             assert self.fails(card).batch >= card.last.batch
         smaller = card.next()
-        assert smaller is not None
         assert smaller.batch < card.last.batch
 
     def fails(self, card: Card) -> Run:
         """Have the next part fail with far less than is allowed; return it."""
         run = card.next()
-        assert run is not None
         card.tell("failed", run, 20 * MIB)
         return run
 
@@ -370,7 +365,6 @@ class TestContradictions:
         card.slice(30)
         card.tell("failed", card.last, shown_bytes)
         smaller = card.next()
-        assert smaller is not None
         assert smaller.batch < card.last.batch
 
 
@@ -404,6 +398,17 @@ class TestResume:
         fresh.slice()
         assert 0.95 * card.last_bytes <= card.bytes_of(fresh.last) <= 150 * MIB
         assert fresh.failed == []
+
+    @pytest.mark.parametrize(
+        ("told", "words"),
+        [
+            (PolicyState(policy="other"), "told by policy 'other'"),
+            (PolicyState(policy="adaptive", learned=(None, None, None)), "3 levels, not 1"),
+        ],
+    )
+    def test_a_state_that_is_no_own_one_is_refused(self, told: PolicyState, words: str) -> None:
+        with pytest.raises(ValueError, match=words):
+            Card(BATCH_ONLY, by_batch, 150 * MIB).policy.resume(told)
 
 
 @given(

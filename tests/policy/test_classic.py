@@ -79,7 +79,6 @@ def in_emergency(policy: ClassicPolicy) -> ClassicPolicy:
 )
 def test_the_search_ends_with_the_first_good_step(events: list[Event], is_probe: bool) -> None:
     run = play(classic(), *events)
-    assert run is not None
     assert run.is_probe == is_probe
 
 

@@ -22,9 +22,9 @@ from workers.policy.thermal import ThermalGovernor
 from workers.readings import SensorReading
 from workers.settings import ThermalSettings
 
-#: What happens, and how long it takes. A game or warmer air comes after one of the phases and goes
-#: after the next.
-SCENES = {"steady": 1800.0, "ambient": 2700.0, "game": 2700.0}
+#: What happens, and how long it takes. Warmer air comes after one of the phases and goes after the
+#: next.
+SCENES = {"steady": 1800.0, "ambient": 2700.0}
 #: After this part of a phase everything counts as settled.
 SETTLED_S = 600.0
 _PHASE_S = 900.0
@@ -67,7 +67,6 @@ class Card:
     offsets_s: tuple[float, ...]  # when in a second each worker reads the sensor
     slot_duty: float  # what each worker is allowed anyway
     fills_gaps: bool  # whether one worker alone would keep the device busy, so that they fill each other's gaps
-    game: float  # load of the game, where there is one
     ambient_step_c: float
 
     def used(self, duties: Sequence[float]) -> float:
@@ -94,7 +93,6 @@ def draw(seed: int) -> Card:
         offsets_s=tuple(chance.random() for _ in range(chance.randint(1, 7))),
         slot_duty=chance.choice([0.6, 0.7, 0.9, 1.0, 1.0]),
         fills_gaps=chance.random() < 0.6,
-        game=chance.uniform(0.2, 0.5),
         ambient_step_c=chance.uniform(3.0, 8.0),
     )
 
@@ -112,10 +110,8 @@ class _Heat:
 
     def pass_time(self, used: float, at_s: float) -> None:
         card = self._card
-        in_the_middle = _PHASE_S <= at_s < 2.0 * _PHASE_S
-        if in_the_middle and self._scene == "game":
-            used = min(1.0, used + card.game)
-        air_c = card.ambient_step_c if in_the_middle and self._scene == "ambient" else 0.0
+        is_warmer = self._scene == "ambient" and _PHASE_S <= at_s < 2.0 * _PHASE_S
+        air_c = card.ambient_step_c if is_warmer else 0.0
         watts = card.idle_share + (1.0 - card.idle_share) * used
         # The fan follows the die from 50 to 80 C within some seconds.
         speed = min(1.0, max(0.0, (self.die_c - 50.0) / 30.0))

@@ -32,8 +32,7 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor, task: Any) -> Tensor:
         hidden = self.body(x)
-        made: Tensor = self.head(hidden, task) if self.by_task else self.head(hidden)
-        return made
+        return self.head(hidden, task) if self.by_task else self.head(hidden)
 
 
 class Heads(nn.Module):

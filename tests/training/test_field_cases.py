@@ -11,48 +11,22 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from tests.training.plain_loop import (
+    Loss,
+    X,
+    Y,
+    adamw,
+    classified,
+    close,
+    net,
+    out_of_memory,
+    plain,
+    refused,
+    weights,
+)
 from workers.training.elastic import ElasticStep
 from workers.training.errors import TaskError
 from workers.training.parts import PartsError
-
-Loss = Callable[[Any], Any]
-
-X, Y = torch.randn(12, 8, generator=torch.Generator().manual_seed(1)), torch.arange(12) % 3
-
-
-def net(*between: nn.Module) -> nn.Sequential:
-    with torch.random.fork_rng():
-        torch.manual_seed(2)
-        return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), *between, nn.Linear(16, 3))
-
-
-def adamw(*modules: nn.Module, **options: Any) -> torch.optim.AdamW:
-    return torch.optim.AdamW([w for each in modules for w in each.parameters()], lr=0.05, **options)
-
-
-def cross_entropy(model: nn.Module) -> Loss:
-    return lambda part: functional.cross_entropy(model(part[0]), part[1])
-
-
-def plain(optimizer: torch.optim.Optimizer, loss: Any) -> None:
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-
-
-def equal(one: nn.Module, other: nn.Module) -> bool:
-    pairs = zip(one.state_dict().values(), other.state_dict().values(), strict=True)
-    return all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in pairs)
-
-
-def refused(loss: Loss, model: nn.Module, batch: Any = (X, Y), **options: Any) -> str:
-    """Return the sentence of a first step, after which nothing has changed."""
-    before = [each.clone() for each in model.state_dict().values()]
-    with pytest.raises(TaskError) as said:
-        ElasticStep(model, adamw(model), **options).step(batch, loss)
-    assert all(map(torch.equal, before, model.state_dict().values()))
-    assert "\n" not in str(said.value)
-    return str(said.value)
 
 
 def two_passes(model: nn.Module) -> Loss:
@@ -84,30 +58,6 @@ def test_two_passes_of_one_layer_have_masks_of_their_own(reentrant: bool | None)
     assert courses[0] == pytest.approx(courses[1], rel=1e-4)
 
 
-def test_random_numbers_of_a_pass_are_those_of_the_plain_loop() -> None:
-    """A layer that is dropped for a whole batch at a time."""
-
-    def skipping(model: nn.Module) -> Loss:
-        def loss(part: Any) -> Tensor:
-            share = torch.rand(())
-            return share * functional.cross_entropy(model(part[0]), part[1])
-
-        return loss
-
-    model, other = net(), net()
-    optimizer, elastic = adamw(other), ElasticStep(model, adamw(model))
-    elastic.most_rows = 5
-    torch.manual_seed(3)
-    ours = [elastic.step((X, Y), skipping(model)) for _ in range(4)]
-    torch.manual_seed(3)
-    theirs = []
-    for _ in range(4):
-        value = skipping(other)((X, Y))
-        plain(optimizer, value)
-        theirs.append(value.item())
-    assert ours == pytest.approx(theirs, rel=1e-5)
-
-
 def contrast(model: nn.Module, dropout: float) -> Loss:
     def loss(part: Any) -> Tensor:
         one, two = (functional.dropout(model(each), dropout, model.training) for each in part)
@@ -128,30 +78,28 @@ def test_the_gravest_cause_is_refused_also_where_hazards_are_accepted(
 
 
 def test_class_weights_are_counted_by_their_sum() -> None:
-    weights = torch.tensor([1.0, 5.0, 0.2])
-    model, other = net(), net()
-    said = refused(lambda part: functional.cross_entropy(model(part[0]), part[1], weights), model)
-    assert "the sum of their weights" in said
-    elastic, optimizer = ElasticStep(model, adamw(model)), adamw(other)
+    of_classes = torch.tensor([1.0, 5.0, 0.2]).double()
+
+    def loss(part: Any, reduction: str = "mean") -> Tensor:
+        return functional.cross_entropy(model(part[0]), part[1], of_classes, reduction=reduction)
+
+    model = net()
+    assert "the sum of their weights" in refused(loss, model)
+    wanted = plain(model, loss)
+    model = net()
+    elastic = ElasticStep(model, adamw(model))
     elastic.most_rows = 5
-    for _ in range(3):
-        elastic.step(
-            (X, Y),
-            lambda part: functional.cross_entropy(
-                model(part[0]), part[1], weights, reduction="sum"
-            ),
-            count=float(weights[Y].sum()),
-        )
-        plain(optimizer, functional.cross_entropy(other(X), Y, weights))
-    assert equal(model, other)
+    for _ in range(4):
+        elastic.step((X, Y), lambda part: loss(part, "sum"), count=float(of_classes[Y].sum()))
+    assert close(weights(model), wanted)
 
 
 def test_the_other_model_of_a_pair_is_handed_over_beside_it() -> None:
-    maker, judge = net(), nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.3), nn.Linear(8, 1))
+    maker, judge = net(), nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.3), nn.Linear(8, 1)).double()
     judging = ElasticStep(judge, adamw(judge))
     judging.most_rows = 4
-    judging.step(torch.randn(12, 3), lambda part: judge(part).square().mean())
-    judge(torch.randn(5, 3))  # in training mode, between two steps
+    judging.step(X[:, :3], lambda part: judge(part).square().mean())
+    judge(X[:5, :3])  # in training mode, between two steps
     loss: Loss = lambda part: judge(maker(part)).square().mean()  # noqa: E731
     assert "an nn.ModuleList" in refused(loss, maker, X)
     both = nn.ModuleList([maker, judge])
@@ -176,10 +124,10 @@ def test_what_a_loss_function_returns(form: Callable[[Tensor], Any], said: str) 
     model = net()
     step = ElasticStep(model, adamw(model)).step
     if not said:
-        assert step((X, Y), lambda part: form(cross_entropy(model)(part))) > 0
+        assert step((X, Y), lambda part: form(classified(model)(part))) > 0
         return
     with pytest.raises(TaskError, match=said):
-        step((X, Y), lambda part: form(cross_entropy(model)(part)))
+        step((X, Y), lambda part: form(classified(model)(part)))
 
 
 def test_figures_are_counted_once_where_the_loss_asks() -> None:
@@ -189,7 +137,7 @@ def test_figures_are_counted_once_where_the_loss_asks() -> None:
     def loss(part: Any) -> Tensor:
         if not elastic.checking:
             seen.append(len(part[0]))
-        return cross_entropy(model)(part)
+        return classified(model)(part)
 
     elastic.most_rows = 5
     elastic.step((X, Y), loss)
@@ -217,17 +165,17 @@ def test_what_cannot_be_done_in_parts_is_one_sentence() -> None:
     assert "set use_reentrant=False" in refused(reentrant, model)
     bag = nn.EmbeddingBag(20, 3, sparse=True)
     tokens = torch.randint(20, (12, 5))
-    assert "sparse=False" in refused(cross_entropy(bag), bag, (tokens, Y))
+    assert "sparse=False" in refused(classified(bag), bag, (tokens, Y))
     with pytest.raises(TaskError, match="LBFGS computes the loss several times"):
         ElasticStep(model, torch.optim.LBFGS(model.parameters()))
-    cross_entropy(model)((X, Y)).backward()
-    assert "call optimizer.zero_grad() before the step" in refused(cross_entropy(model), model)
+    classified(model)((X, Y)).backward()
+    assert "call optimizer.zero_grad() before the step" in refused(classified(model), model)
     model.zero_grad()
     elastic = ElasticStep(model, adamw(model))
-    elastic.step((X, Y), cross_entropy(model))
+    elastic.step((X, Y), classified(model))
     model[0].weight.register_post_accumulate_grad_hook(lambda _: None)
     with pytest.raises(TaskError, match="register_post_accumulate_grad_hook"):
-        elastic.step((X, Y), cross_entropy(model))
+        elastic.step((X, Y), classified(model))
 
 
 class TimeFirst(nn.Module):
@@ -261,19 +209,19 @@ def test_time_before_samples_is_named_as_the_likely_cause(attention: bool, turne
 
 def test_a_batch_that_cannot_be_cut_is_computed_whole_while_it_fits() -> None:
     """As packed rows are: several samples in one row, and where each begins."""
-    model, other, room = net(), net(), 1.0
+    model, other, has_room = net(), net(), True
     batch = {"x": X[None], "y": Y[None], "begins": torch.tensor([0, 5, 9, 12])}
 
     def loss(part: Any) -> Tensor:
-        if not room:
-            raise torch.OutOfMemoryError("CUDA out of memory. (acted)")
+        if not has_room:
+            raise out_of_memory()
         return functional.cross_entropy(model(part["x"][0]), part["y"][0])
 
-    elastic, optimizer = ElasticStep(model, adamw(model), max_wait_s=0), adamw(other)
-    elastic.step(batch, loss)
-    plain(optimizer, cross_entropy(other)((X, Y)))
-    assert equal(model, other)
-    room = 0.0
+    elastic = ElasticStep(model, adamw(model), max_wait_s=0)
+    for _ in range(4):
+        elastic.step(batch, loss)
+    assert close(weights(model), plain(other, classified(other)))
+    has_room = False
     with pytest.raises(TaskError, match=r"cannot be told.*packing=False.*at once it does not fit"):
         elastic.step(batch, loss)
 
@@ -281,8 +229,8 @@ def test_a_batch_that_cannot_be_cut_is_computed_whole_while_it_fits() -> None:
 def test_batch_norm_that_is_switched_on_later_is_refused() -> None:
     model = net(nn.BatchNorm1d(16)).eval()
     elastic = ElasticStep(model, adamw(model))
-    elastic.step((X, Y), cross_entropy(model))
+    elastic.step((X, Y), classified(model))
     model.train()
     with pytest.raises(PartsError, match="BatchNorm1d"):
-        elastic.step((X, Y), cross_entropy(model))
+        elastic.step((X, Y), classified(model))
     assert int(model[2].num_batches_tracked) == 0

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import copy
-import ctypes
 import dataclasses
-import gc
 import re
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.in_child import InChild
 from tests.training.scene import (
     CPU,
+    Full,
     in_shared_memory,
     private_bytes,
     settings,
@@ -25,7 +22,7 @@ from tests.training.scene import (
     train,
     trainer,
 )
-from tests.training.test_memory_plan import M_MMAP_THRESHOLD, THRESHOLD_BYTES
+from tests.training.test_memory_plan import begin_measuring
 from workers.devices.cpu import process_memory, reset_highest
 from workers.training import host_memory
 from workers.training.errors import TaskError, UpdateInterruptedError
@@ -82,16 +79,8 @@ def test_an_update_out_of_memory_is_rolled_back() -> None:
     train(alone, 12)
     begin = copy.deepcopy(run.state())
     run.micro_batch(12)
-
-    class Full(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            if "_to_copy" in str(func) and in_shared_memory(args[0]):
-                raise torch.OutOfMemoryError("CUDA out of memory. (injected)")
-            return func(*args, **kwargs or {})
-
-    with Full(), pytest.raises(UpdateInterruptedError):
+    full = Full(lambda func, args: "_to_copy" in str(func) and in_shared_memory(args[0]))
+    with full, pytest.raises(UpdateInterruptedError):
         run.micro_batch(12)
     assert private_bytes(run) == 0
     run.load(begin)
@@ -113,10 +102,7 @@ def test_memory_falls_as_the_plan_predicts(in_child: InChild, record_property: A
 
 def _planned_and_measured() -> tuple[list[int], list[int]]:
     """Return what the plan says of each share, and the most that the kernel counts in a step."""
-    warnings.simplefilter("ignore")
-    libc = ctypes.CDLL(None)
-    libc.mallopt(M_MMAP_THRESHOLD, THRESHOLD_BYTES)
-    torch.set_num_threads(1)
+    tidy_up = begin_measuring()
     planned, measured = [], []
     for share in (None, *SHARES_PCT):  # once before, for what libraries load
         chosen = TrainSettings(
@@ -125,8 +111,7 @@ def _planned_and_measured() -> tuple[list[int], list[int]]:
         found = find_task(chosen, 0)
         run = Trainer(found, chosen, CPU, 0)
         run.micro_batch(4)
-        gc.collect()
-        libc.malloc_trim(0)
+        tidy_up()
         reset_highest()
         run.micro_batch(4)
         planned.append(MemoryPlanner(found, chosen, on_card=False).plan(4, 0).total_bytes)

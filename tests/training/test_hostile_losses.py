@@ -13,75 +13,29 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tests.training.plain_loop import (
+    Loss,
+    Made,
+    X,
+    Y,
+    adamw,
+    classified,
+    close,
+    is_as_plain,
+    net,
+    out_of_memory,
+    plain,
+    refused,
+    short,
+    trained,
+    weights,
+)
 from workers.training.elastic import ElasticStep
 from workers.training.errors import TaskError
 from workers.training.parts import PartsError
 
-Loss = Callable[[Any], Tensor]
-
-X = torch.randn(12, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-Y = torch.arange(12) % 3
 PAIRS = torch.arange(12) % 6
 COMPARES = "compares samples with each other"
-
-
-def net(classes: int = 3) -> nn.Sequential:
-    with torch.random.fork_rng():
-        torch.manual_seed(2)
-        return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, classes)).double()
-
-
-def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([w for w in model.parameters() if w.requires_grad], 0.01, eps=1e-2)
-
-
-def short(loss: Loss, rows: int) -> Loss:
-    """Return a loss that runs out of memory with more samples than these, where it keeps their
-    activations for a backward pass.
-    """
-
-    def limited(part: Any) -> Tensor:
-        value = loss(part)
-        if value.requires_grad and len(part[0] if isinstance(part, tuple) else part) > rows:
-            raise torch.OutOfMemoryError("CUDA out of memory. (acted)")
-        return value
-
-    return limited
-
-
-def classified(model: nn.Module) -> Loss:
-    return lambda part: functional.cross_entropy(model(part[0]), part[1])
-
-
-def refused(model: nn.Module, loss: Loss, batch: Any = (X, Y), said: str | None = COMPARES) -> None:
-    """Assert that a first step is refused so."""
-    elastic = ElasticStep(model, optimizer_of(model), sleep=lambda _: None)
-    with pytest.raises(PartsError, match=said):
-        elastic.step(batch, loss)
-
-
-def trained(
-    model: nn.Module, loss: Loss, batch: Callable[[], Any], most: int | None, steps: int = 4
-) -> list[Tensor]:
-    """Return the weights after some steps, in parts or at once."""
-    elastic = ElasticStep(model, optimizer_of(model), sleep=lambda _: None)
-    elastic.most_rows = most
-    for _ in range(steps):
-        elastic.step(batch(), loss)
-    return [each.detach().clone() for each in model.state_dict().values()]
-
-
-def plain(model: nn.Module, loss: Loss, batch: Callable[[], Any], steps: int = 4) -> list[Tensor]:
-    optimizer = optimizer_of(model)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        torch.autograd.backward(loss(batch()))
-        optimizer.step()
-    return [each.detach().clone() for each in model.state_dict().values()]
-
-
-def close(one: list[Tensor], other: list[Tensor]) -> bool:
-    return all(torch.allclose(a, b, rtol=1e-8) for a, b in zip(one, other, strict=True))
 
 
 def same_label(labels: Tensor) -> Tensor:
@@ -96,8 +50,7 @@ def hardest_triplets(model: nn.Module) -> Loss:
         counts = same.any(1) & other.any(1)
         far = apart.masked_fill(~same, -1.0).amax(1)
         near = apart.masked_fill(~other, 99.0).amin(1)
-        mean: Tensor = (functional.relu(far - near + 0.3) * counts).sum() / len(labels)
-        return mean
+        return (functional.relu(far - near + 0.3) * counts).sum() / len(labels)
 
     return loss
 
@@ -107,8 +60,7 @@ def supervised_contrast(model: nn.Module) -> Loss:
         made, same = functional.normalize(model(part[0]), dim=1), same_label(part[1])
         alike = (2 * made @ made.T).masked_fill(torch.eye(len(made), dtype=torch.bool), -1e9)
         of_pairs = (alike.log_softmax(1) * same).sum(1)
-        mean: Tensor = -(of_pairs / same.sum(1).clamp(min=1)).mean()
-        return mean
+        return -(of_pairs / same.sum(1).clamp(min=1)).mean()
 
     return loss
 
@@ -125,12 +77,10 @@ def ranking(model: nn.Module) -> Loss:
 @pytest.mark.parametrize("made", [hardest_triplets, supervised_contrast, ranking])
 @pytest.mark.parametrize("labels", [PAIRS, PAIRS.sort().values])
 @pytest.mark.parametrize("rows", [4, 12])
-def test_a_loss_over_pairs_of_one_label_is_refused(
-    made: Callable[[nn.Module], Loss], labels: Tensor, rows: int
-) -> None:
+def test_a_loss_over_pairs_of_one_label_is_refused(made: Made, labels: Tensor, rows: int) -> None:
     """Also where no more than four samples fit, of which those with rare labels have no pairs."""
     model = net()
-    refused(model, short(made(model), rows), (X, labels))
+    assert COMPARES in refused(short(made(model), rows), model, (X, labels))
 
 
 def of_each(model: nn.Module, part: Any) -> Tensor:
@@ -154,62 +104,51 @@ def without_outliers(model: nn.Module) -> Loss:
     return loss
 
 
-@pytest.mark.parametrize("made", [hardest, without_outliers])
-def test_a_loss_that_chooses_among_many_samples_is_refused(
-    made: Callable[[nn.Module], Loss],
-) -> None:
-    model = net()
-    refused(model, made(model))
-
-
 @pytest.mark.parametrize(
     ("made", "rows"),
-    [(hardest, 4), (supervised_contrast, 1), (supervised_contrast, 2), (ranking, 1)],
+    [
+        *((hardest, 12), (without_outliers, 12)),
+        *((hardest, 4), (supervised_contrast, 1), (supervised_contrast, 2), (ranking, 1)),
+    ],
 )
-def test_a_loss_over_more_samples_than_fit_is_refused(
-    made: Callable[[nn.Module], Loss], rows: int
-) -> None:
-    """Their losses are compared without gradients, also where there is room for one sample."""
+def test_a_loss_that_chooses_among_samples_is_refused(made: Made, rows: int) -> None:
+    """Their losses are compared without gradients where not all fit, or just one."""
     model = net()
-    refused(model, short(made(model), rows))
+    assert COMPARES in refused(short(made(model), rows), model)
 
 
 def test_a_sum_in_place_of_a_mean_is_refused_where_one_sample_fits() -> None:
     model = net()
-    loss: Loss = lambda part: of_each(model, part).sum()  # noqa: E731 - one line of its own
-    refused(model, short(loss, 1), said="is a sum over its items")
+    said = refused(short(lambda part: of_each(model, part).sum(), 1), model)
+    assert "is a sum over its items" in said
 
 
-def test_numbers_that_numpy_draws_in_a_loss_are_those_of_one_pass() -> None:
-    """As of mixing two losses by `numpy.random.beta`."""
+@pytest.mark.parametrize("draw", [lambda: np.random.beta(0.4, 0.4), lambda: torch.rand(())])
+def test_numbers_that_a_loss_draws_are_those_of_one_pass(draw: Callable[[], Any]) -> None:
+    """As of mixing two losses by `numpy.random.beta`, or of dropping a layer for a whole batch."""
 
-    def made(model: nn.Module) -> Loss:
+    def of(model: nn.Module) -> Loss:
         def loss(part: Any) -> Tensor:
-            share = np.random.beta(0.4, 0.4)
-            scores = model(part[0])
+            share, scores = draw(), model(part[0])
             one, other = (functional.cross_entropy(scores, each) for each in (part[1], 2 - part[1]))
-            return share * one + (1 - share) * other
+            return share * one + (1 - share) * other  # type: ignore[no-any-return]
 
         return loss
 
-    one, other = net(), net()
-    np.random.seed(5)
-    cut = trained(one, short(made(one), 3), lambda: (X, Y), most=None)
-    np.random.seed(5)
-    assert close(cut, plain(other, made(other), lambda: (X, Y)))
+    assert is_as_plain(of, 3)
 
 
 def test_a_batch_norm_that_keeps_no_statistics_is_refused_by_name() -> None:
     """In eval mode it normalises over the batch as well."""
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16, track_running_stats=False))
-    refused(model.double().eval(), classified(model), said=r"1 \(BatchNorm1d\) normalises over")
+    assert "1 (BatchNorm1d) normalises over" in refused(classified(model), model.double().eval())
 
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_loss_that_takes_a_gradient_itself_trains_in_parts(rows: int) -> None:
     """A penalty on the gradient cannot be computed without one."""
 
-    def made(model: nn.Module) -> Loss:
+    def of(model: nn.Module) -> Loss:
         def loss(part: Any) -> Tensor:
             inputs = part[0].detach().requires_grad_()
             each = functional.cross_entropy(model(inputs), part[1], reduction="none")
@@ -218,9 +157,7 @@ def test_a_loss_that_takes_a_gradient_itself_trains_in_parts(rows: int) -> None:
 
         return loss
 
-    one, other = net(), net()
-    cut = trained(one, short(made(one), rows), lambda: (X, Y), most=None)
-    assert close(cut, plain(other, made(other), lambda: (X, Y)))
+    assert is_as_plain(of, rows)
 
 
 @pytest.mark.parametrize("rows", [1, 4, 12])
@@ -234,7 +171,7 @@ def test_a_small_term_that_compares_samples_is_refused_under_autocast(rows: int)
             contrast = functional.cross_entropy(made @ made.T, torch.arange(len(made)))
             return functional.cross_entropy(made, part[1]) + 0.05 * contrast
 
-    refused(model, short(loss, rows), (X.float(), Y))
+    assert COMPARES in refused(short(loss, rows), model, (X.float(), Y))
 
 
 def test_a_term_that_compares_samples_is_refused_when_it_comes() -> None:
@@ -247,14 +184,14 @@ def test_a_term_that_compares_samples_is_refused_when_it_comes() -> None:
         contrast = functional.cross_entropy(made @ made.T, torch.arange(len(made)))
         return value + contrast if step == 2 else value
 
-    elastic = ElasticStep(model, optimizer_of(model))
+    elastic = ElasticStep(model, adamw(model))
     elastic.most_rows = 4
     for step in range(2):  # noqa: B007 - the loss reads it
         elastic.step((X, Y), loss)
-    step, before = 2, [each.clone() for each in model.state_dict().values()]
+    step, before = 2, weights(model)
     with pytest.raises(PartsError, match=COMPARES):
         elastic.step((X, Y), loss)
-    assert all(map(torch.equal, before, model.state_dict().values()))
+    assert all(map(torch.equal, before, weights(model)))
 
 
 @pytest.mark.parametrize(
@@ -272,7 +209,7 @@ def test_a_mean_over_samples_of_unequal_lengths_is_refused(batch: Any) -> None:
 
     def loss(part: Any) -> Tensor:
         if len(part) > 4:
-            raise torch.OutOfMemoryError("CUDA out of memory. (acted)")
+            raise out_of_memory()
         tokens = torch.tensor([
             ord(token) - ord("a") if isinstance(token, str) else int(token)
             for sample in part
@@ -280,7 +217,7 @@ def test_a_mean_over_samples_of_unequal_lengths_is_refused(batch: Any) -> None:
         ])  # fmt: skip
         return functional.cross_entropy(model(tokens), tokens)
 
-    refused(model, loss, batch, "unequally many")
+    assert "unequally many" in refused(loss, model, batch)
 
 
 def test_a_loss_that_fills_samples_up_to_the_longest_is_refused() -> None:
@@ -292,7 +229,7 @@ def test_a_loss_that_fills_samples_up_to_the_longest_is_refused() -> None:
         padded = nn.utils.rnn.pad_sequence(part[0], batch_first=True)
         return functional.cross_entropy(model(padded[:, None]).amax(-1), part[1])
 
-    refused(model, loss, (samples, Y), None)
+    refused(loss, model, (samples, Y))
 
 
 class Averaging(nn.Module):
@@ -328,7 +265,7 @@ def behind(slow: Tensor, new: Tensor) -> None:
 def test_weights_that_a_pass_changes_are_named(write: Callable[[Tensor, Tensor], None]) -> None:
     """By less than a gradient shows; at first they are equal, and but for rounding stay so."""
     model = Averaging(write).float()
-    elastic = ElasticStep(model, optimizer_of(model))
+    elastic = ElasticStep(model, adamw(model))
 
     def two_steps() -> None:
         for _ in range(2):
@@ -358,7 +295,7 @@ class Queue(nn.Module):
 
 def test_a_large_table_that_a_pass_changes_is_named() -> None:
     model = Queue().float()
-    refused(model, model, X.float(), r"earlier \(Queue\) is changed by each pass")
+    assert "earlier (Queue) is changed by each pass" in refused(model, model, X.float())
 
 
 class Annealed(nn.Module):
@@ -386,8 +323,8 @@ def test_numbers_that_a_module_keeps_are_those_of_one_pass(rows: int) -> None:
     model, other = Annealed(), Annealed()
     other.load_state_dict(model.state_dict())
 
-    found = trained(model, short(classified(model), rows), lambda: (X, Y), None)
-    assert close(found, plain(other, classified(other), lambda: (X, Y)))
+    found = trained(model, short(classified(model), rows))
+    assert close(found, plain(other, classified(other)))
     assert (model.passes, model.warm) == (other.passes, other.warm)
     assert model.samples == other.samples
 
@@ -411,7 +348,7 @@ def test_what_only_a_whole_batch_can_compute_is_computed_while_it_fits() -> None
     matrix, classes = torch.softmax(X @ X.T, 1), torch.linspace(0.1, 2.0, 12)
     model, other = Carrying(), Carrying()
     other.load_state_dict(model.state_dict())
-    wide, wider = net(12), net(12)
+    wide, wider = net(classes=12), net(classes=12)
 
     def weighted(model: nn.Module) -> Loss:
         return lambda part: functional.cross_entropy(
@@ -427,17 +364,17 @@ def test_what_only_a_whole_batch_can_compute_is_computed_while_it_fits() -> None
         (wide, wider, beside, (X, Y, matrix)),
     ):
         assert close(
-            trained(one, made(one), lambda batch=batch: batch, None),  # type: ignore[misc]
+            trained(one, made(one), lambda batch=batch: batch),  # type: ignore[misc]
             plain(same, made(same), lambda batch=batch: batch),  # type: ignore[misc]
         )
         for limited, most in ((made(one), 5), (short(made(one), 7), None)):
-            elastic = ElasticStep(one, optimizer_of(one), sleep=lambda _: None)
+            elastic = ElasticStep(one, adamw(one), sleep=lambda _: None)
             elastic.most_rows = most
-            before = [each.clone() for each in one.state_dict().values()]
+            before = weights(one)
             with pytest.raises(TaskError, match="the loss fails with some of the 12 samples") as it:
                 elastic.step(batch, limited)
             assert "\n" not in str(it.value)
-            assert all(map(torch.equal, before, one.state_dict().values()))
+            assert all(map(torch.equal, before, weights(one)))
 
 
 @pytest.mark.parametrize(
@@ -459,27 +396,24 @@ def test_a_tensor_that_is_not_dense_is_not_cut(made: Callable[[], Tensor], calle
         made: Tensor = part[0] @ model.weight.T
         return made.square().mean()
 
-    assert sum(len(each) for each in trained(model, loss, lambda: (batch, Y), None)) == 3
+    assert sum(len(each) for each in trained(model, loss, lambda: (batch, Y))) == 3
     with pytest.raises(TaskError, match=rf"batch\[0\] is a {called} tensor"):
         trained(model, loss, lambda: (batch, Y), 5)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32])
 def test_unsigned_tokens_are_looked_at(dtype: torch.dtype) -> None:
-    model, other = net(), net()
     tokens = (X.abs() * 9).to(dtype)
 
     def of(model: nn.Module) -> Loss:
         return lambda part: functional.cross_entropy(model(part[0].double()), part[1])
 
-    wanted = plain(other, of(other), lambda: (tokens, Y))
-    assert close(trained(model, of(model), lambda: (tokens, Y), 5), wanted)
+    assert is_as_plain(of, 5, lambda: (tokens, Y))
 
 
 @pytest.mark.parametrize("rows", [1, 5, 12])
 def test_a_loss_may_write_into_its_batch(rows: int) -> None:
     """Also where a part is computed again."""
-    model, other = net(), net()
 
     def of(model: nn.Module) -> Loss:
         def loss(part: Any) -> Tensor:
@@ -488,14 +422,10 @@ def test_a_loss_may_write_into_its_batch(rows: int) -> None:
 
         return loss
 
-    wanted = plain(other, of(other), lambda: (X.clone(), Y))
-    found = trained(model, short(of(model), rows), lambda: (X.clone(), Y), None)
-    assert close(found, wanted)
+    assert is_as_plain(of, rows, lambda: (X.clone(), Y))
 
 
 def test_a_hook_of_an_activation_sees_the_sign_of_a_step() -> None:
-    model, other = net(), net()
-
     def of(model: nn.Sequential) -> Loss:
         def loss(part: Any) -> Tensor:
             hidden = model[0](part[0])
@@ -504,5 +434,4 @@ def test_a_hook_of_an_activation_sees_the_sign_of_a_step() -> None:
 
         return loss
 
-    wanted = plain(other, of(other), lambda: (X, Y))
-    assert close(trained(model, of(model), lambda: (X, Y), 5), wanted)
+    assert is_as_plain(of, 5)

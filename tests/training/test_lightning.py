@@ -86,8 +86,7 @@ def fits(folder: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def done(in_child: InChild, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    found: dict[str, Any] = in_child(fits, str(tmp_path_factory.mktemp("fits")))
-    return found
+    return in_child(fits, str(tmp_path_factory.mktemp("fits")))
 
 
 def test_a_trainer_sees_the_steps_of_an_elastic_module(done: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from workers.training.tasks import TrainTask, find_task
 from workers.training.trainer import Trainer
 
 #: glibc's M_MMAP_THRESHOLD: larger blocks are given back to the kernel as soon as they are freed.
-M_MMAP_THRESHOLD, THRESHOLD_BYTES = -3, 64 * 1024
+_M_MMAP_THRESHOLD, _THRESHOLD_BYTES = -3, 64 * 1024
 
 CASES = [
     (
@@ -76,11 +77,22 @@ def test_the_predicted_peak_is_the_measured_one(
     assert planned == pytest.approx(measured, rel=TOLERANCES[settings["precision"]])
 
 
-def _planned_and_measured(chosen: dict[str, Any], level: int) -> tuple[int, int]:
+def begin_measuring() -> Callable[[], None]:
+    """Have what is freed in this process go back to the kernel; return what collects the rest."""
     warnings.simplefilter("ignore")
     libc = ctypes.CDLL(None)
-    libc.mallopt(M_MMAP_THRESHOLD, THRESHOLD_BYTES)
+    libc.mallopt(_M_MMAP_THRESHOLD, _THRESHOLD_BYTES)
     torch.set_num_threads(1)
+
+    def tidy_up() -> None:
+        gc.collect()
+        libc.malloc_trim(0)
+
+    return tidy_up
+
+
+def _planned_and_measured(chosen: dict[str, Any], level: int) -> tuple[int, int]:
+    tidy_up = begin_measuring()
     settings = TrainSettings(steps=9, **chosen)
     task = find_task(settings, 0)
     planned = MemoryPlanner(task, settings, on_card=False).plan(settings.batch, level).total_bytes
@@ -88,8 +100,7 @@ def _planned_and_measured(chosen: dict[str, Any], level: int) -> tuple[int, int]
     small.micro_batch(1, level)  # what the libraries load is not the training's
     small.micro_batch(1, level)
     del small
-    gc.collect()
-    libc.malloc_trim(0)
+    tidy_up()
     before = process_memory().resident_bytes
     trainer = Trainer(task, settings, torch.device("cpu"), 0)
     reset_highest()

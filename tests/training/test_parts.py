@@ -15,7 +15,6 @@ from torch.nn import functional
 from tests.training.scene import CPU, GPT, replay, settings, task
 from workers.training import parts
 from workers.training.elastic import ElasticStep
-from workers.training.errors import TaskError
 from workers.training.memory_plan import _LiveBytes
 from workers.training.parts import PartsError, check_parts
 from workers.training.trainer import Trainer
@@ -237,10 +236,27 @@ def mean_loss(model: nn.Module, tokens: Tensor) -> Tensor:
     return functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def test_a_task_with_a_mean_loss_is_refused_in_one_sentence() -> None:
-    run = trainer(loss=mean_loss)
-    with pytest.raises(TaskError, match="reduction='sum'") as refused:
+def mean_of_few(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Leave out tokens above 90, of which samples have unequally many."""
+    labels = tokens[:, 1:].masked_fill(tokens[:, 1:] > 90, -100)
+    return functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize(
+    ("changes", "cause", "words"),
+    [
+        ({"loss": mean_loss}, "mean", "reduction='sum'"),
+        ({"loss": mean_of_few, "loss_is": "mean"}, "count", "unequally many"),
+    ],
+    ids=["not declared", "of other items"],
+)
+def test_a_task_with_a_mean_loss_is_refused_in_one_sentence(
+    changes: dict[str, Any], cause: str, words: str
+) -> None:
+    run = trainer(**changes)
+    with pytest.raises(PartsError, match=words) as refused:
         run.micro_batch(12)
+    assert refused.value.cause == cause
     assert "\n" not in str(refused.value)
     assert run.hazards == []
 
@@ -251,17 +267,6 @@ def test_a_mean_loss_that_is_declared_trains_as_the_sum_does() -> None:
     replay(mean, [[12, 0, 3], [5, 0, 6]])
     assert mean.course.losses == pytest.approx(summed.course.losses, rel=1e-6)
     assert mean.hazards == []
-
-
-def test_a_declared_mean_of_other_items_is_refused() -> None:
-    def of_few(model: nn.Module, tokens: Tensor) -> Tensor:
-        """Leave out tokens above 90, of which samples have unequally many."""
-        labels = tokens[:, 1:].masked_fill(tokens[:, 1:] > 90, -100)
-        return functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), labels.flatten())
-
-    with pytest.raises(PartsError, match="unequally many") as refused:
-        trainer(loss=of_few, loss_is="mean").micro_batch(12)
-    assert refused.value.cause == "count"
 
 
 def test_a_part_of_no_items_adds_nothing_to_a_mean() -> None:

@@ -23,13 +23,11 @@ def test_a_batch_is_split_into_few_and_equal_parts(batch: int, limit: int) -> No
 
 
 def test_the_learning_rate_rises_then_falls_to_a_tenth() -> None:
-    rates = [
-        schedule.learning_rate(step, highest=2.0, steps=100, warmup_steps=10) for step in range(101)
-    ]
-    assert rates[0] == pytest.approx(0.2)
-    assert max(rates) == rates[9] == rates[10] == 2.0
+    rates = [schedule.rate_share(step, steps=100, warmup_steps=10) for step in range(101)]
+    assert rates[0] == pytest.approx(0.1)
+    assert max(rates) == rates[9] == rates[10] == 1.0
     assert all(later < earlier for earlier, later in pairwise(rates[10:]))
-    assert rates[100] == pytest.approx(0.2)
+    assert rates[100] == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize("items", [1, 2, 3, 7, 64, 65, 1000])

@@ -12,15 +12,13 @@ from pydantic import ValidationError
 from torch import Tensor
 from torch.nn import functional
 
-from tests.training.scene import CPU, GPT, task
-from workers.training.errors import TaskError
+from tests.training.scene import GPT, task
 from workers.training.made_data import MadeText
 from workers.training.memory_plan import MemoryPlanner
 from workers.training.order import by_length, packed_rows, pool_samples, samples
 from workers.training.sequences import NO_TOKEN, PackedRows, filled_up
 from workers.training.settings import TrainSettings
 from workers.training.tasks import find_task
-from workers.training.trainer import Trainer
 
 SEQ, LEAST, ITEMS = 16, 3, 100
 
@@ -37,8 +35,7 @@ class Documents(MadeText):
 
     def lengths(self, indices: Sequence[int]) -> list[int]:
         """Return how many tokens these have."""
-        lengths: list[int] = self._lengths[torch.tensor(indices)].tolist()
-        return lengths
+        return self._lengths[torch.tensor(indices)].tolist()
 
     def __getitems__(self, indices: Sequence[int]) -> list[Tensor]:
         """Return the beginnings of the texts."""
@@ -130,37 +127,15 @@ def test_a_preset_plans_for_its_longest_document(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "sentence"),
     [
+        ({"packing": True, "bucketing": True}, "valid: one of them"),
         (
-            {"bucketing": True},
-            "those of gpt-nano have one length, or do not tell it; set train.documents ",
+            {"documents": "lines", "data": "here", "r_drop": 1.0, "dropout": 0.1},
+            "valid: one of them",
         ),
+        ({"packing": True}, "also set train.data and train.documents"),
+        ({"documents": "lines"}, "documents: windows, or also set train"),
     ],
 )
-def test_what_has_no_unequal_lengths_is_refused_in_one_sentence(
-    keys: dict[str, object], sentence: str
-) -> None:
-    chosen = TrainSettings(**keys)  # type: ignore[arg-type]
-    with pytest.raises(TaskError, match=sentence):
-        Trainer(find_task(chosen, 0), chosen, CPU, 0)
-
-
-@pytest.mark.parametrize(
-    "keys",
-    [
-        {"packing": True, "bucketing": True},
-        {"documents": "lines", "data": "here", "r_drop": 1.0, "dropout": 0.1},
-    ],
-)
-def test_keys_that_exclude_each_other_are_refused(keys: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError, match="valid: one of them"):
+def test_keys_that_do_not_go_together_are_refused(keys: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValidationError, match=sentence):
         TrainSettings(**keys)
-
-
-def test_packing_without_documents_is_refused() -> None:
-    with pytest.raises(ValidationError, match=r"also set train.data and train.documents"):
-        TrainSettings(packing=True)
-
-
-def test_documents_without_a_text_of_ones_own_are_refused() -> None:
-    with pytest.raises(ValidationError, match="documents: windows, or also set train"):
-        TrainSettings(documents="lines")

@@ -147,6 +147,10 @@ def test_a_users_own_task_is_trained_evaluated_and_resumed() -> None:
         ({"preset": "own_task:task", "lr": 1e-4}, "or set it in its optimizer"),
         ({"preset": "own_task:scheduled", "warmup_steps": 3}, "or set it in its schedule"),
         ({"preset": "cnn-landmarks", "data": "here"}, "there is no folder here on this machine"),
+        (
+            {"bucketing": True},
+            "those of gpt-nano have one length, or do not tell it; set train.documents ",
+        ),
     ],
 )
 def test_what_cannot_be_trained_is_refused_in_one_sentence(

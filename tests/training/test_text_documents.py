@@ -19,7 +19,7 @@ from torch import Tensor
 from tests.training.scene import CPU, in_shared_memory, replay
 from workers.training import text as text_module
 from workers.training.errors import TaskError
-from workers.training.sequences import PackedRows, packed_loss, packed_tokens
+from workers.training.sequences import packed_loss, packed_tokens
 from workers.training.settings import TrainSettings
 from workers.training.tasks import TrainTask, find_task, next_token_loss
 from workers.training.text import (
@@ -294,7 +294,6 @@ def test_held_out_samples_are_evaluated_and_never_trained_on(tmp_path: Path, uni
     content = path.read_bytes()
     run = training(path, documents=unit, seq=64)
     data = run.task.dataset
-    assert isinstance(data, TextBytes)
     trained = tokens(data)
     held = [bytes(each.tolist()) for each in data.unseen()]
     assert len(held) == SAMPLES
@@ -307,7 +306,6 @@ def test_held_out_samples_are_evaluated_and_never_trained_on(tmp_path: Path, uni
         pieces = [text[at : at + 65] for text in texts for at in range(0, len(text) - 1, 64)]
         assert trained + held == pieces
         packed = find_task(chosen(path, seq=64, packing=True), 0).dataset
-        assert isinstance(packed, PackedRows)
         assert sorted(
             each for row in range(len(packed)) for each in packed.documents_of(row)
         ) == list(range(len(data)))

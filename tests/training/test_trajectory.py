@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
+from itertools import count
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.training.scene import CNN, GPT, gap, in_shared_memory, train, trainer
+from tests.training.scene import CNN, GPT, Full, gap, in_shared_memory, train, trainer
 from workers.training.batches import tensors_in
 from workers.training.trainer import Trainer
 
@@ -73,19 +73,8 @@ def test_parking_in_the_middle_of_a_batch_changes_no_bit() -> None:
     assert all(in_shared_memory(each) for each in held_by(run)), (
         "on a CPU, outside of what the cap counts"
     )
-
-    class Full(TorchDispatchMode):
-        left = 30
-
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            self.left -= 1
-            if self.left < 0:
-                raise torch.OutOfMemoryError("CUDA out of memory. (injected)")
-            return func(*args, **kwargs or {})
-
-    with Full(), pytest.raises(torch.OutOfMemoryError):
+    operators = count()
+    with Full(lambda *_: next(operators) >= 30), pytest.raises(torch.OutOfMemoryError):
         run.unpark()
     assert all(in_shared_memory(each) for each in held_by(run)), "all of it stays in host memory"
     run.unpark()

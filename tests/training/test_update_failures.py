@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.training.scene import CPU, replay, settings, task
 from workers.oom import classify
@@ -19,11 +18,12 @@ from workers.settings import FailureKind
 from workers.testing import OomInjector
 from workers.training.batches import tensors_in
 from workers.training.checkpoints import weights_sha256
+from workers.training.dispatch_modes import OperatorMode
 from workers.training.errors import NotFiniteError, UpdateInterruptedError
 from workers.training.trainer import Trainer
 
 
-class Watched(TorchDispatchMode):
+class Watched(OperatorMode):
     """Names the operations, and lets one of them run out of memory: before it, or if it works on lists halfway."""
 
     def __init__(self, fail_at: int | None = None, *, halfway: bool = False) -> None:
@@ -32,16 +32,16 @@ class Watched(TorchDispatchMode):
         self._injector = OomInjector(num=0 if fail_at is None else 1, skip=fail_at or 0)
         self._halfway = halfway
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def run(self, func: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
         self.names.append(func.overloadpacket.__name__)
         if self._injector.due():
             if self._halfway:
                 func(
                     *(each[: len(each) // 2] if isinstance(each, list) else each for each in args),
-                    **kwargs or {},
+                    **given,
                 )
             raise torch.OutOfMemoryError("CUDA out of memory. (injected)")
-        return func(*args, **kwargs or {})
+        return func(*args, **given)
 
 
 def small(**keys: object) -> Trainer:

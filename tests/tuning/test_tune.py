@@ -44,7 +44,6 @@ def started(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
 
 def first_verdict(head: subprocess.Popen[str]) -> str:
     """Wait until a lever was measured, and return the line that says so."""
-    assert head.stderr is not None
     for line in head.stderr:
         if line.endswith("s left\n"):
             return line

@@ -25,16 +25,11 @@ def stepped(dtype: torch.dtype, *, size: int = 128, places: float = 4.0, steps: 
 
 
 def latest(workload: Matmul) -> torch.Tensor:
-    assert workload._tensors is not None
-    result = workload._tensors.latest
-    assert result is not None
-    return result
+    return workload._tensors.latest
 
 
 def checked(workload: Matmul, seed: int) -> Check:
-    check = workload.check(seed)
-    assert check is not None
-    return check
+    return workload.check(seed)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -92,7 +87,6 @@ def test_a_repeat_uses_the_result_up_and_freivalds_does_not(
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_check_leaves_memory_and_the_next_results_as_they_were(seed: int) -> None:
     checked, unchecked = (stepped(torch.float32, places=3.2, steps=2) for _ in range(2))
-    assert checked._tensors is not None
     block = checked._tensors._block.data_ptr()
     assert checked.check(seed) is not None
     for _ in range(4):

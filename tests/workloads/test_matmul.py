@@ -48,67 +48,54 @@ def test_every_place_of_the_ring_holds_the_product(dtype: torch.dtype, size: int
 # --- against a real wall
 
 
-def room_for(spec: WorkerSpec, sizes: list[int], spare_bytes: int) -> list[FailureKind | None]:
-    """Leave a step exactly what it says it needs, plus `spare_bytes`."""
+SIZE = 512
+
+
+def ends_with(spec: WorkerSpec, spare_bytes: int) -> FailureKind | None:
+    """Leave a step exactly what it says it needs, plus `spare_bytes`; return how it fails."""
     device = CpuDevice(spec)
     workload = Matmul(WorkloadContext(device=device.torch_device, dtype=device.torch_dtype, seed=0))
-    ended: list[FailureKind | None] = []
-    for size in sizes:
-        ballast_bytes = (
-            device.info.cap_bytes
-            - device.held_bytes()
-            - workload.needed_bytes(size, 1)
-            - spare_bytes
-        )
-        with device.enforced():
-            ballast = torch.empty(ballast_bytes, dtype=torch.uint8)
-            try:
-                workload.step(size, 1)
-            except RuntimeError as error:
-                ended.append(oom.classify(error).kind)
-            else:
-                ended.append(None)
-            workload.release()
-            del ballast
-    return ended
+    needed_bytes = workload.needed_bytes(SIZE, 1) + spare_bytes
+    ballast_bytes = device.info.cap_bytes - device.held_bytes() - needed_bytes
+    with device.enforced():
+        _ballast = torch.empty(ballast_bytes, dtype=torch.uint8)
+        try:
+            workload.step(SIZE, 1)
+        except RuntimeError as error:
+            return oom.classify(error).kind
+    return None
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_needs_what_it_says_and_no_more(in_child: InChild, dtype: str) -> None:
-    sizes = [512]
     # The device keeps 2 MiB and 1 MiB a thread out of what it calls free, for the kernels' own
     # scratch.
     spare_bytes = 2 * MIB + torch.get_num_threads() * MIB
     spec = spec_of(budget_bytes=160 * MIB, dtype=dtype)
-    assert in_child(room_for, spec, sizes, spare_bytes) == [None] * len(sizes)
-    assert in_child(room_for, spec, sizes, -128 * 1024) == [FailureKind.DEFINITE] * len(sizes)
+    assert in_child(ends_with, spec, spare_bytes) is None
+    assert in_child(ends_with, spec, -128 * 1024) is FailureKind.DEFINITE
 
 
-def checks_at_the_wall(spec: WorkerSpec, sizes: list[int]) -> list[tuple[str, bool] | None]:
+def checks_at_the_wall(spec: WorkerSpec) -> list[tuple[str, bool] | None]:
     """Fill the cap up to the device's margin, ring included, and do two checks of each kind."""
     device = CpuDevice(spec)
     workload = Matmul(WorkloadContext(device=device.torch_device, dtype=device.torch_dtype, seed=0))
     found: list[tuple[str, bool] | None] = []
-    for size in sizes:
-        claim_bytes = 5 * matrix_bytes(size, device.torch_dtype)
-        workload.hold(claim_bytes)
-        ballast_bytes = device.most_bytes - device.held_bytes() - claim_bytes
-        with device.enforced():
-            ballast = torch.empty(ballast_bytes, dtype=torch.uint8)
-        for seed in range(4):
-            device.timed(lambda size=size: workload.step(size, 1))
-            check, _ = device.timed(lambda seed=seed: workload.check(seed))
-            found.append(None if check is None else (check.kind, check.ok))
-        with device.enforced():
-            workload.release()
-            del ballast
+    claim_bytes = 5 * matrix_bytes(SIZE, device.torch_dtype)
+    workload.hold(claim_bytes)
+    ballast_bytes = device.most_bytes - device.held_bytes() - claim_bytes
+    with device.enforced():
+        _ballast = torch.empty(ballast_bytes, dtype=torch.uint8)
+    for seed in range(4):
+        device.timed(lambda: workload.step(SIZE, 1))
+        check, _ = device.timed(lambda seed=seed: workload.check(seed))
+        found.append(None if check is None else (check.kind, check.ok))
     return found
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_check_needs_no_memory_of_its_own(in_child: InChild, dtype: str) -> None:
-    sizes = [512]
-    found = in_child(checks_at_the_wall, spec_of(budget_bytes=96 * MIB, dtype=dtype), sizes)
+    found = in_child(checks_at_the_wall, spec_of(budget_bytes=96 * MIB, dtype=dtype))
     assert found[0::2] == [("freivalds", True)] * 2
     # A product without memory for its buffers may be summed in another order, and is then not
     # compared.

@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import torch
 
 from workers.devices.base import EmergencyProduct, alone_on, threads_for
+from workers.elastic.card_memory import obtainable_bytes
 from workers.host import mps
 from workers.messages import Cause, DeviceInfo, IncompatibleError, MemoryInfo
 from workers.nvml import queries
@@ -139,9 +140,8 @@ class CudaDevice:
 
     def free_bytes(self) -> int:
         """See `Device.free_bytes`; asks the driver, so other tenants of the card count."""
-        return self._obtainable(
-            torch.cuda.memory_stats(self.torch_device), self._free_on_card_bytes()
-        )
+        stats = torch.cuda.memory_stats(self.torch_device)
+        return obtainable_bytes(stats, self.most_bytes, self._free_on_card_bytes())
 
     def allowed_bytes(self, leave_bytes: int) -> int:
         """See `Device.allowed_bytes`.
@@ -216,7 +216,7 @@ class CudaDevice:
         return MemoryInfo(
             device_total_bytes=self._total_bytes,
             device_used_bytes=self._used_on_card_bytes(),
-            free_bytes=self._obtainable(stats, free_on_card),
+            free_bytes=obtainable_bytes(stats, self.most_bytes, free_on_card),
             allocated_bytes=allocated,
             reserved_bytes=reserved,
             peak_bytes=peak,
@@ -274,21 +274,6 @@ class CudaDevice:
             if used_bytes is None
             else used_bytes
         )
-
-    def _obtainable(self, stats: Mapping[str, int], free_on_card_bytes: int) -> int:
-        """Return what one more block may take.
-
-        Segments of the allocator's pool that nothing uses count: they are given back before
-        anything is refused. Gaps in segments that are partly in use (`inactive_split_bytes`) do
-        not: they cannot be given back.
-        """
-        reserved = stats["reserved_bytes.all.current"]
-        unused = (
-            reserved
-            - stats["allocated_bytes.all.current"]
-            - stats["inactive_split_bytes.all.current"]
-        )
-        return max(0, min(self.most_bytes - reserved, free_on_card_bytes) + unused)
 
     def _warm_up(self, budget_bytes: int) -> None:
         """Load the kernels and the workspace of the real element type, so that they count as

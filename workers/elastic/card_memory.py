@@ -9,14 +9,13 @@ from __future__ import annotations
 import gc
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TypeVar
 
 from workers import oom
 from workers.oom import Failure
-from workers.settings import FailureKind
 
 R = TypeVar("R")
 
@@ -42,15 +41,27 @@ def look() -> CardMemory | None:
     device = torch.cuda.current_device()
     free_on_card_bytes, total_bytes = torch.cuda.mem_get_info(device)
     stats = torch.cuda.memory_stats(device)
-    allocated_bytes = int(stats.get("allocated_bytes.all.current", 0))
-    reserved_bytes = int(stats.get("reserved_bytes.all.current", 0))
-    # Gaps in segments that are partly in use cannot be given back. Not every backend counts them.
-    unused_bytes = (
-        reserved_bytes - allocated_bytes - int(stats.get("inactive_split_bytes.all.current", 0))
-    )
     cap_bytes = int(torch.cuda.get_per_process_memory_fraction(device) * total_bytes)
-    free_bytes = max(0, min(cap_bytes - reserved_bytes, free_on_card_bytes) + unused_bytes)
-    return CardMemory(device=device, allocated_bytes=allocated_bytes, free_bytes=free_bytes)
+    return CardMemory(
+        device=device,
+        allocated_bytes=int(stats.get("allocated_bytes.all.current", 0)),
+        free_bytes=obtainable_bytes(stats, cap_bytes, free_on_card_bytes),
+    )
+
+
+def obtainable_bytes(stats: Mapping[str, int], cap_bytes: int, free_on_card_bytes: int) -> int:
+    """Return what one more block may take, by the figures of torch's allocator.
+
+    Segments of its pool that nothing uses count: they are given back before anything is refused.
+    Gaps in segments that are partly in use (`inactive_split_bytes`) do not: they cannot be given
+    back. Not every backend counts them.
+    """
+    allocated_bytes, reserved_bytes, gaps_bytes = (
+        int(stats.get(f"{name}.all.current", 0))
+        for name in ("allocated_bytes", "reserved_bytes", "inactive_split_bytes")
+    )
+    unused_bytes = reserved_bytes - allocated_bytes - gaps_bytes
+    return max(0, min(cap_bytes - reserved_bytes, free_on_card_bytes) + unused_bytes)
 
 
 class Peak:
@@ -131,7 +142,7 @@ def release() -> None:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
     except Exception as error:
-        if oom.classify(error).kind not in {FailureKind.DEFINITE, FailureKind.PROBABLE}:
+        if not oom.classify(error).is_out_of_memory:
             raise
 
 

@@ -2,8 +2,8 @@
 
 It lives as long as the slot's process, and is driven in turns by who holds it: `__main__.py` where
 it is a program. It never decides a size (the policy does). The loop of a step meets the engine in
-`parts.py`. No exception leaves a turn except a request to stop the process (a signal's handler
-raised it): failures are text in the status, a SystemExit of the workload is one of them.
+`parts.py`. No exception leaves a turn: failures are text in the status, a SystemExit of the
+workload is one of them.
 """
 
 from __future__ import annotations

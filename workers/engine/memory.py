@@ -130,7 +130,7 @@ class SlotMemory:
                 any more.
         """
         failure = self.emergency_failure()
-        if failure is not None and failure.kind in {FailureKind.DEFINITE, FailureKind.PROBABLE}:
+        if failure is not None and failure.is_out_of_memory:
             # The error of the step itself may have surfaced only here: clear it before the device
             # is called broken.
             self._device.release()

@@ -31,9 +31,10 @@ from workers.messages import (
     WorkerState,
 )
 from workers.oom import Failure
-from workers.policy import make_policy
+from workers.policy.adaptive import AdaptivePolicy
 from workers.policy.base import Policy, Stages
-from workers.settings import FailureKind, LimitKey, PolicyState, StoredLimit, WorkerSpec
+from workers.policy.classic import ClassicPolicy
+from workers.settings import FailureKind, Learned, LimitKey, PolicyState, StoredLimit, WorkerSpec
 from workers.units import MIB
 from workers.workloads.base import Workload, WorkloadContext, find_workload
 
@@ -233,15 +234,7 @@ def _make_policy(
     """
     limit = choose(spec.learned, key)
     try:
-        policy = make_policy(
-            spec.policy,
-            spec.memory,
-            spec.workload,
-            workload,
-            clock=time.monotonic,
-            held_bytes=device.held_bytes,
-            learned=None if limit is None else limit.learned,
-        )
+        policy = _new_policy(spec, device, workload, None if limit is None else limit.learned)
     except ValueError as error:
         raise IncompatibleError(f"{spec.slot}: {error}") from error
     if resume is not None:
@@ -257,6 +250,26 @@ def _make_policy(
             "remembered", size=limit.learned.size, learned_at_unix_s=limit.learned_at_unix_s
         )
     return policy
+
+
+def _new_policy(
+    spec: WorkerSpec, device: Device, workload: Workload, learned: Learned | None
+) -> Policy:
+    """Make the policy of a slot's name for it; `ValueError` if none has it, or it refuses."""
+    memory, asked = spec.memory, spec.workload
+    if spec.policy == AdaptivePolicy.name:
+        clock, held_bytes = time.monotonic, device.held_bytes
+        return AdaptivePolicy(
+            memory, asked, workload, clock=clock, held_bytes=held_bytes, learned=learned
+        )
+    if spec.policy != ClassicPolicy.name:
+        known = f"{AdaptivePolicy.name}, {ClassicPolicy.name}"
+        raise ValueError(f"no policy is called {spec.policy!r}; there are: {known}")
+    if workload.stages() is not None:
+        raise ValueError(
+            f"workload {asked.name!r} needs memory.policy: adaptive; classic knows no stages"
+        )
+    return ClassicPolicy(memory, asked, workload)
 
 
 def _limit_key(spec: WorkerSpec, device: Device, stages: Stages | None) -> LimitKey:

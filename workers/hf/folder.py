@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from workers.hf.folder_files import CONFIG, check_folder, count_weights, refused
-from workers.training.errors import TaskError
+from workers.training.errors import TaskError, optional_library
 from workers.training.settings import TrainSettings
 
 #: A sample has so many tokens at most, unless `train.seq` says more: what fits on small cards.
@@ -51,13 +51,8 @@ def transformers() -> ModuleType:
     """
     os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # loader processes are forked
-    try:
-        library = importlib.import_module("transformers")
-    except ImportError as error:
-        raise TaskError(
-            f"the presets hf-causal and hf-pairs need transformers ({error}); type: pip install "
-            "'oom-orchestrator[hf]'"
-        ) from error
+    need = "the presets hf-causal and hf-pairs need transformers"
+    library = optional_library("transformers", need)
     library.utils.logging.set_verbosity_error()
     library.utils.logging.disable_progress_bar()
     return library

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import errno
 import re
-import signal
 import traceback
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -242,6 +241,11 @@ class Failure:
     say.
     """
 
+    @property
+    def is_out_of_memory(self) -> bool:
+        """Whether memory ran out, for certain or probably."""
+        return self.kind in {FailureKind.DEFINITE, FailureKind.PROBABLE}
+
 
 def classify(exc: BaseException, handled: BaseException | None = None) -> Failure:
     """Judge `exc` and everything chained to it: causes, contexts and the members of groups.
@@ -274,29 +278,12 @@ def failure_of_workload(error: BaseException) -> Failure:
     """Judge what the workload raised; call it where that is handled.
 
     A step may leave by `sys.exit()` or any other BaseException: that is an error of the workload,
-    as a ValueError is. A request to end the process comes by a signal, whose handler raises
-    wherever the program is, which is in the workload most of the time.
-
-    Raises:
-        BaseException: `error` itself, if it is a request to end this process.
+    as a ValueError is.
     """
     if isinstance(error, Exception):
         return classify(error)
-    if _is_request(error):
-        raise error
     name, text = type(error).__name__, str(error)  # the text of a SystemExit is a bare number
     return replace(classify(error), text=f"{name}: {text}" if text else name)
-
-
-def _is_request(error: BaseException) -> bool:
-    """Say whether a signal's handler raised it; Python's own for Ctrl-C leaves no frame."""
-    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
-    if handlers[signal.SIGINT] is signal.default_int_handler and isinstance(
-        error, KeyboardInterrupt
-    ):
-        return True
-    codes = {getattr(handler, "__code__", None) for handler in handlers.values()}
-    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def traceback_text(exc: BaseException) -> str:

@@ -71,7 +71,7 @@ class AdaptivePolicy:
         held_bytes: Callable[[], int],
         learned: Learned | None = None,
     ) -> None:
-        """Start knowing nothing, or what an earlier run has learned. See `make_policy`."""
+        """Start knowing nothing, or what an earlier run has learned."""
         stages = needs.stages()
         keeps = (1.0,) if stages is None else stages.keeps
         self._levels = [

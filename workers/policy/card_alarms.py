@@ -29,6 +29,9 @@ _JUDGED: Final = 8
 #: A measurement at less than this share of the highest memory clock seen was taken while the card
 #: rested.
 _SAME_CLOCK: Final = 0.95
+#: Memory that moves this share less than it did raises an alarm, and half of it keeps the alarm;
+#: healthy memory stays within a few percent.
+_ALARMING_DROP: Final = 0.10
 
 _LOST_TEXT: Final = (
     "the driver no longer finds the card; look for Xid 79 in the kernel log, check its seat and "
@@ -112,7 +115,7 @@ class AlarmState:
         return state._judged(troubles, self.standing.keys() - {SLOW_MEMORY}, at_s)
 
     def after_bandwidth(
-        self, bytes_per_s: float, clock_mhz: int, at_s: float, alarming_drop: float
+        self, bytes_per_s: float, clock_mhz: int, at_s: float
     ) -> tuple[AlarmState, tuple[CardAlarm, ...]]:
         """Return the state after a measurement of the bandwidth, and the alarm it raised or
         cleared.
@@ -121,7 +124,6 @@ class AlarmState:
             bytes_per_s: What the memory of the card moved, in a measurement of a fixed kind.
             clock_mhz: Of the memory at that time; 0 is unknown, and the measurement is not judged.
             at_s: Monotonic seconds.
-            alarming_drop: This share less than the best raises the alarm; half of it keeps it.
         """
         if not clock_mhz or bytes_per_s <= 0 or clock_mhz < _SAME_CLOCK * self.highest_clock_mhz:
             return self, ()
@@ -134,7 +136,7 @@ class AlarmState:
             best_bytes_per_mhz=best,
             highest_clock_mhz=max(clock_mhz, self.highest_clock_mhz),
         )
-        drop = alarming_drop / 2.0 if SLOW_MEMORY in self.standing else alarming_drop
+        drop = _ALARMING_DROP / 2.0 if SLOW_MEMORY in self.standing else _ALARMING_DROP
         troubles = {}
         if level < (1.0 - drop) * best:
             troubles[SLOW_MEMORY] = (

@@ -33,6 +33,16 @@ from workers.policy.card_alarms import AlarmState, CardAlarm
 from workers.readings import SensorReading
 from workers.settings import COLDEST_C, HOTTEST_C, ThermalSettings
 
+#: A band is left downwards only this far below the threshold that led into it.
+_HYSTERESIS_C: Final = 2.0
+#: The duty settles this far below `critical_c`, so that a reading in whole degrees does not reach
+#: it by chance.
+_MARGIN_C: Final = 1.5
+#: A hot card is never used less than this share of the time, unless it is paused.
+_SMALLEST_DUTY: Final = 0.05
+#: A pause also ends once the card has been below `critical_c` for so long without reaching
+#: `resume_c`: other workers keep it warm, and waiting would not end.
+_LONGEST_PAUSE_S: Final = 120.0
 #: Relative duty per degree, and how long the reset takes to do the same again.
 _GAIN_PER_C: Final = 0.02
 _RESET_S: Final = 90.0
@@ -103,11 +113,11 @@ class ThermalGovernor:
         self._settings = settings
         self._resume_c = settings.resume_c
         if settings.critical_c is not None and settings.resume_c is None:
-            self._resume_c = settings.critical_c - settings.hysteresis_c
+            self._resume_c = settings.critical_c - _HYSTERESIS_C
         self._hot_c = HOTTEST_C if settings.hot_c is None else settings.hot_c
         self._ceiling_c = settings.critical_c or self._hot_c + _HOT_BAND_C
         # Without a hot band the duty is never reduced.
-        self._smallest_duty = 1.0 if settings.hot_c is None else settings.smallest_duty
+        self._smallest_duty = 1.0 if settings.hot_c is None else _SMALLEST_DUTY
         self.alarms = AlarmState()
         self._band: ThermalBand | None = None
         """By temperature alone."""
@@ -131,8 +141,7 @@ class ThermalGovernor:
         """Take note of a measurement of the memory's bandwidth; return what to do."""
         if self._settings.off:
             return _OFF
-        drop = self._settings.alarming_bandwidth_drop
-        self.alarms, alarms = self.alarms.after_bandwidth(bytes_per_s, clock_mhz, at_s, drop)
+        self.alarms, alarms = self.alarms.after_bandwidth(bytes_per_s, clock_mhz, at_s)
         return self._decision(alarms)
 
     def after_reading(self, reading: SensorReading, at_s: float) -> ThermalDecision:
@@ -170,15 +179,14 @@ class ThermalGovernor:
                 self._log_duty += math.log(_AFTER_PAUSE)
             return ThermalBand.CRITICAL
         if before is ThermalBand.CRITICAL and self._resume_c is not None:
-            patience_s = settings.longest_pause_s
-            waits = patience_s is None or at_s - self._critical_at_s < patience_s
+            waits = at_s - self._critical_at_s < _LONGEST_PAUSE_S
             if temperature_c >= self._resume_c and waits:
                 return ThermalBand.CRITICAL
         for band, from_c, stays in (
             (ThermalBand.HOT, settings.hot_c, before is ThermalBand.HOT),
             (ThermalBand.WARM, settings.warm_c, before in {ThermalBand.HOT, ThermalBand.WARM}),
         ):
-            if from_c is not None and temperature_c >= from_c - stays * settings.hysteresis_c:
+            if from_c is not None and temperature_c >= from_c - stays * _HYSTERESIS_C:
                 return band
         return ThermalBand.NORMAL
 
@@ -204,7 +212,7 @@ class ThermalGovernor:
     def _aim_c(self) -> float:
         """The temperature that is held."""
         noise_c = _HALF_DEGREE_C + _STANDS_OUT * self._spread_c
-        return max(self._hot_c, self._ceiling_c - max(self._settings.margin_c, noise_c))
+        return max(self._hot_c, self._ceiling_c - max(_MARGIN_C, noise_c))
 
     @property
     def _is_cool(self) -> bool:

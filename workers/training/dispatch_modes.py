@@ -1,5 +1,5 @@
-"""What operators do while parts are compared: what they return, what they draw at random, and in
-which precision they compute.
+"""What operators do: the base of all modes that watch them, and those for the time in which parts
+are compared (what operators return, what they draw at random, in which precision they compute).
 
 Compares nothing (`parts.py` does).
 """
@@ -22,8 +22,8 @@ Returned: TypeAlias = Any
 _HALF: Final = frozenset({torch.bfloat16, torch.float16})
 
 
-class _Mode(TorchDispatchMode):
-    """Sees each operator."""
+class OperatorMode(TorchDispatchMode):
+    """Sees each operator, in `run`."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # missing in torch's stubs
@@ -42,7 +42,7 @@ class _Mode(TorchDispatchMode):
         return func(*args, **given)
 
 
-class Widened(_Mode):
+class Widened(OperatorMode):
     """Has operators compute in fp32 where `torch.autocast` asks for half precision, so that a
     comparison sees less rounding.
     """
@@ -72,7 +72,7 @@ class Widened(_Mode):
         return func(*args, **given)
 
 
-class Results(_Mode):  # type: ignore[no-untyped-call]  # as above
+class Results(OperatorMode):  # type: ignore[no-untyped-call]  # as above
     """Has `look` see what operators return."""
 
     def __init__(self, look: Callable[[Tensor], object]) -> None:
@@ -87,7 +87,7 @@ class Results(_Mode):  # type: ignore[no-untyped-call]  # as above
         return result
 
 
-class Draws(_Mode):  # type: ignore[no-untyped-call]  # as above
+class Draws(OperatorMode):  # type: ignore[no-untyped-call]  # as above
     """Sees what operators draw at random; `constant`: has all samples get the same."""
 
     def __init__(self, *, constant: bool) -> None:

@@ -6,6 +6,9 @@ step. Therefore none is a `RuntimeError`, whose text `workers.oom` reads.
 
 from __future__ import annotations
 
+import importlib
+from types import ModuleType
+
 
 class TrainingError(Exception):
     """Base of the errors below."""
@@ -17,6 +20,18 @@ class TaskError(TrainingError):
 
 class NotLoadedError(TaskError):
     """The code of a task is not on this machine, or cannot be imported."""
+
+
+def optional_library(name: str, need: str) -> ModuleType:
+    """Import a library of the extra `hf`. `need`: what needs it, for the message.
+
+    Raises:
+        TaskError: It is not installed.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise TaskError(f"{need} ({error}); type: pip install 'oom-orchestrator[hf]'") from error
 
 
 class NotFiniteError(TrainingError):

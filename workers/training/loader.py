@@ -34,7 +34,6 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from workers.training import order
 from workers.training.batches import Batch, rows_of, tensors_in
 from workers.training.errors import TaskError
-from workers.training.sequences import Documents
 from workers.training.settings import TrainSettings
 from workers.training.tasks import TrainTask, refuse_without_data
 from workers.units import MIB
@@ -182,8 +181,8 @@ class Feed:
             number, within = divmod(samples_used + len(used), size)
             if self._pool is None or self._pool[0] != number:
                 pool = order.samples(self._seed, items, number * size, size)
-                documents = cast("Documents", self._task.dataset)
-                lengths = documents.lengths([sample.index for sample in pool])
+                dataset: Any = self._task.dataset  # that has them, as was checked
+                lengths = dataset.lengths([sample.index for sample in pool])
                 self._pool = number, order.by_length(pool, lengths, self._batch_rows, self._seed)
             used.extend(self._pool[1][within : within + missing])
         return used

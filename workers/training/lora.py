@@ -9,14 +9,14 @@ Does not adapt convolutions or embeddings.
 
 from __future__ import annotations
 
-import importlib
 import math
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from types import ModuleType
 from typing import Any, Final, TypeAlias, cast
 
 import torch
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
-from workers.training.errors import TaskError
+from workers.training.errors import TaskError, optional_library
 from workers.training.settings import TrainSettings
 from workers.training.tasks import TrainTask
 
@@ -112,14 +112,18 @@ def merge(model: nn.Module) -> bool:
         for _, layer in peft_layers(model)
     }
     is_shared = any(owners[id(weight)] > 1 for weight, _ in merged.values())
-    made = {layer: make() for layer, (_, make) in merged.items()}
-    for parent in modules:
-        for name, child in list(parent.named_children()):
-            if child in made:
-                setattr(parent, name, made[child])
+    _replace(modules, {layer: make() for layer, (_, make) in merged.items()})
     if had_4_bits:
         _turn_back(model)
     return is_shared
+
+
+def _replace(parents: Sequence[nn.Module], made: Mapping[nn.Module, nn.Module]) -> None:
+    """Put modules in the place of others, under each name that those have."""
+    for parent in parents:
+        for name, child in list(parent.named_children()):
+            if child in made:
+                setattr(parent, name, made[child])
 
 
 def _turn_back(model: nn.Module) -> None:
@@ -179,7 +183,7 @@ def new_model(task: TrainTask, settings: TrainSettings) -> nn.Module:
 
 
 def _adapt(model: nn.Module, chosen: Mapping[str, nn.Module], settings: TrainSettings) -> None:
-    """Put adapters of this module in the place of layers, under each name that a layer has."""
+    """Put adapters of this module in the place of layers."""
     adapted = {
         layer: AdaptedLinear(
             cast("nn.Linear", layer),
@@ -189,10 +193,7 @@ def _adapt(model: nn.Module, chosen: Mapping[str, nn.Module], settings: TrainSet
         )
         for layer in chosen.values()
     }
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if child in adapted and not isinstance(parent, AdaptedLinear):
-                setattr(parent, name, adapted[child])
+    _replace(list(model.modules()), adapted)
 
 
 def _adapt_by_peft(
@@ -234,19 +235,9 @@ def _weights_replaced() -> Iterator[None]:
         setattr(nn.Module, "to", usual)  # noqa: B010 - as above
 
 
-def import_peft() -> Any:  # noqa: ANN401 - a module of the library
-    """Return peft.
-
-    Raises:
-        TaskError: It is not installed.
-    """
-    try:
-        return importlib.import_module("peft")
-    except ImportError as error:
-        raise TaskError(
-            f"train.adapter on a model of transformers needs peft ({error}); type: pip install "
-            "'oom-orchestrator[hf]'"
-        ) from error
+def import_peft() -> ModuleType:
+    """Return peft; `TaskError`: it is not installed."""
+    return optional_library("peft", "train.adapter on a model of transformers needs peft")
 
 
 def load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:

@@ -43,7 +43,3 @@ class MadeText(Samples):
         begins = (drawn[:, :1] * _LETTERS).to(torch.int64)
         tokens = self._words[words].flatten(1)
         return list(tokens.gather(1, begins + torch.arange(self._seq + 1)))
-
-    def lengths(self, indices: Sequence[int]) -> list[int]:
-        """Return how many tokens these texts have."""
-        return [self._seq + 1] * len(indices)

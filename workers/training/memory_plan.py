@@ -17,7 +17,7 @@ import subprocess
 import sys
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import cache, partial
@@ -28,8 +28,6 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import default_collate
 
 from workers.host.cuda_environment import workspace_bytes, workspace_of
@@ -38,6 +36,7 @@ from workers.training import order, precision
 from workers.training.accumulator import Accumulator
 from workers.training.batches import map_tensors, tensors_in
 from workers.training.cut import Cut, Given, Portion, only_hidden
+from workers.training.dispatch_modes import Operator, OperatorMode, Returned
 from workers.training.errors import TrainingError
 from workers.training.host_memory import host_bytes, power_of_two
 from workers.training.host_states import hosted_of, parts_of, states_of
@@ -321,11 +320,11 @@ class MemoryPlanner:
             return stack.pop_all()
 
 
-class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # missing in torch's stubs
+class _LiveBytes(OperatorMode):  # type: ignore[no-untyped-call]  # missing in torch's stubs
     """Counts the bytes of all storages that operators return, for as long as they live."""
 
     def __init__(self, block_bytes: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.now_bytes = 0
         self.peak_bytes = 0
         self._block_bytes = block_bytes
@@ -336,17 +335,11 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # missing
         self.peak_bytes = self.now_bytes
         return self.now_bytes
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 - whatever the operator returns
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self._count(leaf.untyped_storage())
+    def run(self, func: Operator, args: tuple[Any, ...], given: dict[str, Any]) -> Returned:
+        """Count what an operator returns."""
+        result = func(*args, **given)
+        for each in tensors_in([result]):
+            self._count(each.untyped_storage())
         return result
 
     def rounded(self, size: int) -> int:

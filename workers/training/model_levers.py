@@ -11,7 +11,7 @@ import resource
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from math import prod
@@ -21,12 +21,12 @@ import psutil
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from workers.oom import classify, one_line
 from workers.settings import FailureKind
 from workers.training.batches import Batch, map_tensors
+from workers.training.dispatch_modes import Operator, OperatorMode, Returned
 from workers.training.errors import TaskError, TrainingError
 from workers.training.host_memory import like, power_of_two
 from workers.training.keyed_random import KeyedDropout
@@ -135,11 +135,11 @@ def level_of(wanted: str | int, offered: int, most: int) -> int:
     return max(0, min(level, most))
 
 
-class KernelWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # missing in torch's stubs
+class KernelWatch(OperatorMode):  # type: ignore[no-untyped-call]  # missing in torch's stubs
     """Sees which kernels of attention run. Not a profiler: a process has only one."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._kernels: set[str] = set()
 
     @property
@@ -147,18 +147,13 @@ class KernelWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # missin
         """The kernels that have run, such as `flash`; empty: there was no attention."""
         return "+".join(sorted(self._kernels))
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 - whatever the operator returns
-        name = func._schema.name  # type: ignore[attr-defined]  # of an operator
+    def run(self, func: Operator, args: tuple[Any, ...], given: dict[str, Any]) -> Returned:
+        """Take note of the kernel that an operator is."""
+        name = func._schema.name
         self._kernels.update(
             kernel for start, kernel in _OPERATORS.items() if name.startswith(start)
         )
-        return func(*args, **(kwargs or {}))
+        return func(*args, **given)
 
 
 def _attention_flop(query: _Shape, key: _Shape, value: _Shape, *_: object, **__: object) -> int:

@@ -22,7 +22,6 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from workers.oom import classify
-from workers.settings import FailureKind
 from workers.training.errors import TaskError, UpdateInterruptedError
 from workers.training.host_memory import like, like_all, wait_asleep
 from workers.training.settings import TrainSettings
@@ -405,7 +404,7 @@ class Update:
             self._change(pairs, factor, rates)
         except Exception as error:
             verdict = classify(error)
-            if verdict.kind not in {FailureKind.DEFINITE, FailureKind.PROBABLE}:
+            if not verdict.is_out_of_memory:
                 raise
             failure = verdict.text
         finally:

@@ -20,6 +20,7 @@ import math
 from collections.abc import Sequence
 from functools import cached_property, partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Final, NoReturn
 
 import torch
@@ -28,9 +29,8 @@ from torch.nn import functional
 from torch.utils.data import default_collate
 
 from workers import oom
-from workers.settings import FailureKind
 from workers.training.batches import rows_of
-from workers.training.errors import TaskError
+from workers.training.errors import TaskError, optional_library
 from workers.training.keyed_random import KeyedDropout, row_keys, uniform
 from workers.training.order import Sample
 from workers.training.settings import TrainSettings
@@ -210,7 +210,7 @@ class Pictures(HeldOut):
             try:
                 content, *size = _grey(path, self._edge)
             except Exception as failure:
-                if oom.classify(failure).kind in {FailureKind.DEFINITE, FailureKind.PROBABLE}:
+                if oom.classify(failure).is_out_of_memory:
                     raise
                 raise TaskError(
                     f"train.data: {path} cannot be read as a picture "
@@ -228,14 +228,9 @@ class Pictures(HeldOut):
         return picture.flip(-1), points[self._mirrored] * torch.tensor([-1.0, 1.0])
 
 
-def _pillow() -> Any:  # noqa: ANN401 - a module of the library
-    try:
-        return importlib.import_module("PIL.Image")
-    except ImportError as error:
-        raise TaskError(
-            f"train.data is a folder of pictures, and Pillow is not installed ({error}); type: pip "
-            "install 'oom-orchestrator[hf]'"
-        ) from error
+def _pillow() -> ModuleType:
+    need = "train.data is a folder of pictures, and Pillow is not installed"
+    return optional_library("PIL.Image", need)
 
 
 def _grey(path: Path, edge: int) -> tuple[bytes, int, int]:

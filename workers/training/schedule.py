@@ -27,12 +27,14 @@ def next_part(remaining: int, most_rows: int) -> int:
     return -(-remaining // -(-remaining // most_rows))
 
 
-def learning_rate(step: int, *, highest: float, steps: int, warmup_steps: int) -> float:
-    """Return the rate of step `step`, counted from 0: it rises evenly, then falls as a cosine."""
+def rate_share(step: int, *, steps: int, warmup_steps: int) -> float:
+    """Return the share of the highest learning rate in step `step`, counted from 0: it rises
+    evenly, then falls as a cosine.
+    """
     if step < warmup_steps:
-        return highest * (step + 1) / warmup_steps
+        return (step + 1) / warmup_steps
     done = min(1.0, (step - warmup_steps) / max(1, steps - warmup_steps))
-    return highest * (_LAST_SHARE + (1 - _LAST_SHARE) * (1 + math.cos(math.pi * done)) / 2)
+    return _LAST_SHARE + (1 - _LAST_SHARE) * (1 + math.cos(math.pi * done)) / 2
 
 
 def offered_micro_batches(settings: TrainSettings) -> list[int]:

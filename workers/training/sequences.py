@@ -25,6 +25,10 @@ NO_TOKEN: Final = -1
 class Documents(Protocol):
     """A data set of token sequences whose lengths are known without making them."""
 
+    @property
+    def key(self) -> str:
+        """Changes with what is in it: others cannot be taken for it."""
+
     def __len__(self) -> int: ...
 
     def __getitems__(self, indices: Sequence[int], /) -> list[Tensor]: ...
@@ -33,18 +37,10 @@ class Documents(Protocol):
         """Return how many tokens each of them has."""
 
 
-class KeyedDocuments(Documents, Protocol):
-    """Such a data set that others cannot be taken for."""
-
-    @property
-    def key(self) -> str:
-        """Changes with what is in it."""
-
-
 class PackedRows(Samples):
     """Rows (3, seq) of several documents: inputs, labels and positions."""
 
-    def __init__(self, documents: KeyedDocuments, seq: int) -> None:
+    def __init__(self, documents: Documents, seq: int) -> None:
         """Decide which documents share a row, once on a PC; one of n tokens takes n - 1 of it."""
         self._documents = documents
         self._seq = seq

@@ -106,13 +106,13 @@ class SampleWriter:
         self._tokens.write(array(self._code, tokens))
         self._end += len(tokens)
 
-    def end(self, *, without: int = 0) -> None:
-        """End the sequence, without its last tokens.
+    def end(self) -> None:
+        """End the sequence.
 
         Raises:
             TaskError: A sample has more tokens than an index can hold.
         """
-        length = self._end - self._begin - without
+        length = self._end - self._begin
         starts = range(1) if self._seq is None else range(0, length - 1, self._seq)
         most = length if self._seq is None else self._seq + 1
         if min(length, most) > _LENGTH:

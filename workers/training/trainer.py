@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from torch.utils.flop_counter import FlopCounterMode
 
 from workers.messages import Progress
-from workers.training import order, precision, schedule
+from workers.training import order, precision
 from workers.training.accumulator import Accumulator
 from workers.training.batch_in_parts import BatchInParts, Look, OneBatch
 from workers.training.batches import Batch, on_device, part_of, rows_of, tensors_in
@@ -57,7 +57,7 @@ from workers.training.optimizers import (
     load_states,
 )
 from workers.training.parts import PartsError, normalises_over_samples, unchanged
-from workers.training.schedule import Course
+from workers.training.schedule import Course, rate_share
 from workers.training.settings import PRESETS, TrainSettings
 from workers.training.tasks import TrainTask, Validation, trained_parameters
 from workers.training.time_shares import Part, TimeShares
@@ -170,7 +170,8 @@ class Trainer:
         optimizer = self._new_optimizer(blocks)
         self.host_states = HostStates(optimizer, self.parameters, settings.first_share_pct)
         self._average = self._new_average()
-        self._rates = Rates(optimizer, task.scheduler, task.schedule or self._usual_rate)
+        usual = partial(rate_share, steps=self.steps, warmup_steps=settings.warmup_steps)
+        self._rates = Rates(optimizer, task.scheduler, task.schedule or usual)
         self._update = Update(optimizer, self._average, self.host_states.step)
         self._scaler = precision.LossScaler(enabled=settings.precision == "fp16")
 
@@ -529,12 +530,6 @@ class Trainer:
     def _new_average(self) -> Average | None:
         decay, on_host = self.settings.ema_decay, self.settings.ema_on == "host"
         return None if decay is None else Average(self.parameters, decay, on_host=on_host)
-
-    def _usual_rate(self, step: int) -> float:
-        """Return the share of the highest rate: a warm-up, then a cosine."""
-        return schedule.learning_rate(
-            step, highest=1, steps=self.steps, warmup_steps=self.settings.warmup_steps
-        )
 
     def _refuse(self, state: Mapping[str, Any]) -> None:
         if state.get("version") != _STATE_VERSION:

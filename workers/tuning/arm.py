@@ -21,7 +21,6 @@ from pydantic import ValidationError
 from workers.devices import open_device
 from workers.devices.base import Device
 from workers.oom import classify, drop_frames, one_line
-from workers.settings import FailureKind
 from workers.training.settings import TrainSettings
 from workers.training.tasks import find_task
 from workers.training.trainer import Trainer
@@ -32,8 +31,6 @@ from workers.workloads.matmul import Matmul
 # Without NumPy, which nothing here uses, torch says so when its compiler is imported, on the user's
 # terminal.
 warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
-
-_NO_MEMORY: Final = {FailureKind.DEFINITE, FailureKind.PROBABLE}
 
 #: What an arm of products counts one of.
 _UNIT_FLOP: Final = 1e9
@@ -75,7 +72,7 @@ def serve(connection: Connection, spec: ArmSpec) -> None:
     except Exception as error:  # noqa: BLE001 - a setting may fail in any way, and the head tells it
         failure = classify(error)
         reason = one_line(error)
-        if failure.kind in _NO_MEMORY:
+        if failure.is_out_of_memory:
             reason = f"does not fit the cap: {failure.text}"
     with suppress(BrokenPipeError, ConnectionResetError):
         connection.send(Refused(reason))
@@ -165,7 +162,7 @@ class Training:
             try:
                 return self.device.timed(self._step, self._micro)
             except Exception as error:
-                if classify(error).kind not in _NO_MEMORY or self._micro == 1:
+                if not classify(error).is_out_of_memory or self._micro == 1:
                     raise
                 drop_frames(error)
             # Outside the handler, which holds the tensors of the failure.

@@ -32,7 +32,7 @@ from workers.messages import (
     TeamStatus,
 )
 from workers.policy.base import Run, Stages
-from workers.settings import FailureKind, Scalar, TeamSpec
+from workers.settings import Scalar, TeamSpec
 from workers.training import earlier
 from workers.training.checkpoints import (
     FROM_HEAD,
@@ -455,8 +455,7 @@ class Train(Workload):
         except Exception as error:
             failure = oom.classify(error)
             # torch asserts shapes when it counts an operator; that must end no training.
-            is_short = failure.kind in {FailureKind.DEFINITE, FailureKind.PROBABLE}
-            if not is_short and not isinstance(error, AssertionError):
+            if not failure.is_out_of_memory and not isinstance(error, AssertionError):
                 raise
             oom.drop_frames(error)
         self.context.tell("flop_unknown", reason=failure.text)

@@ -1,0 +1,108 @@
+"""Twelve samples of three classes, trained by `ElasticStep` and by the plain loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from workers.training.elastic import ElasticStep
+from workers.training.errors import TaskError
+
+Loss: TypeAlias = Callable[[Any], Any]
+#: Makes the loss of a model.
+Made: TypeAlias = Callable[[Any], Loss]
+
+X = torch.randn(12, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+Y = torch.arange(12) % 3
+
+
+def net(*between: nn.Module, classes: int = 3) -> nn.Sequential:
+    """Return a model with the same weights each time."""
+    with torch.random.fork_rng():
+        torch.manual_seed(2)
+        layers = nn.Linear(8, 16), nn.Tanh(), *between, nn.Linear(16, classes)
+        return nn.Sequential(*layers).double()
+
+
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW([w for w in model.parameters() if w.requires_grad], 0.01, eps=1e-2)
+
+
+def classified(model: nn.Module) -> Loss:
+    return lambda part: functional.cross_entropy(model(part[0]), part[1])
+
+
+def out_of_memory() -> torch.OutOfMemoryError:
+    return torch.OutOfMemoryError("CUDA out of memory. (acted)")
+
+
+def short(loss: Loss, rows: int) -> Loss:
+    """Return a loss that runs out of memory with more samples than these, where it keeps their
+    activations for a backward pass.
+    """
+
+    def limited(part: Any) -> Tensor:
+        value: Tensor = loss(part)
+        if value.requires_grad and len(part[0] if isinstance(part, tuple) else part) > rows:
+            raise out_of_memory()
+        return value
+
+    return limited
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    return [each.detach().clone() for each in model.state_dict().values()]
+
+
+def refused(loss: Loss, model: nn.Module, batch: Any = (X, Y), **options: Any) -> str:
+    """Return the sentence of a first step, after which nothing has changed."""
+    before = weights(model)
+    with pytest.raises(TaskError) as said:
+        ElasticStep(model, adamw(model), sleep=lambda _: None, **options).step(batch, loss)
+    assert all(map(torch.equal, before, weights(model)))
+    assert "\n" not in str(said.value)
+    return str(said.value)
+
+
+def trained(
+    model: nn.Module, loss: Loss, batch: Callable[[], Any] = lambda: (X, Y), most: int | None = None
+) -> list[Tensor]:
+    """Return the weights after some steps of `ElasticStep`, in parts or at once."""
+    elastic = ElasticStep(model, adamw(model), sleep=lambda _: None)
+    elastic.most_rows = most
+    _seed()
+    for _ in range(4):
+        elastic.step(batch(), loss)
+    return weights(model)
+
+
+def plain(model: nn.Module, loss: Loss, batch: Callable[[], Any] = lambda: (X, Y)) -> list[Tensor]:
+    """Return the weights after as many steps of the plain loop."""
+    optimizer = adamw(model)
+    _seed()
+    for _ in range(4):
+        optimizer.zero_grad()
+        torch.autograd.backward(loss(batch()))
+        optimizer.step()
+    return weights(model)
+
+
+def _seed() -> None:
+    torch.manual_seed(5)
+    np.random.seed(5)
+
+
+def close(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(torch.allclose(a, b, rtol=1e-8) for a, b in zip(one, other, strict=True))
+
+
+def is_as_plain(of: Made, rows: int, batch: Callable[[], Any] = lambda: (X, Y)) -> bool:
+    """Whether both loops end with the same weights, where no more than these samples fit."""
+    model, other = net(), net()
+    return close(trained(model, short(of(model), rows), batch), plain(other, of(other), batch))
