@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from workers import oom
 from workers.messages import TeamOrders, TeamState, TeamStatus
-from workers.settings import FailureKind, TeamSpec
+from workers.settings import TeamSpec
 from workers.team import tensors, wire
 from workers.team.calls import Call, Link
 from workers.team.desk import AWAY_S
@@ -518,7 +518,7 @@ class Lender(Place):
             answer = self._answer(call)
         except Exception as error:
             verdict = oom.classify(error)
-            if verdict.kind not in {FailureKind.DEFINITE, FailureKind.PROBABLE}:
+            if not verdict.is_out_of_memory:
                 # Else the leader would wait for an answer.
                 self._drop(f"{type(error).__name__}: {error}")
                 raise
