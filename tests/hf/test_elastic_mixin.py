@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,23 @@ def summed(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -
     return functional.cross_entropy(outputs.logits, labels, reduction="sum") / num_items_in_batch
 
 
-def _trained(folder: Path, family: str, head: str, limit: int, **arguments: Any) -> Any:
+class Comparing(torch.optim.Optimizer):
+    """Keeps the gradient itself until the next step, which has another one."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            parameter.sub_(0.05 * (2 * parameter.grad - state.get("before", 0)))
+            state["before"] = parameter.grad
+
+
+def _trained(
+    folder: Path, family: str, head: str, limit: int, *, compares: bool = False, **arguments: Any
+) -> Any:
     """Train eight samples of unequal lengths at once, of which `limit` fit; return losses and weights."""
     warnings.simplefilter("ignore")
     from workers.hf import ElasticMixin
@@ -78,17 +95,17 @@ def _trained(folder: Path, family: str, head: str, limit: int, **arguments: Any)
     trainer = Small(
         model=model, args=options, train_dataset=samples, data_collator=collate, callbacks=[Told()],
         compute_loss_func=summed if family == "bert" else None,
+        optimizers=(Comparing(model.parameters()) if compares else None, None),
     )  # fmt: skip
     trainer.train()
     return losses, {name: weight.tolist() for name, weight in model.state_dict().items()}
 
 
 def _gap(folder: str, family: str, head: str) -> float:
-    whole, _ = _trained(Path(folder), family, head, 8)
-    apart, _ = _trained(Path(folder), family, head, 3)
-    accumulated, _ = _trained(
-        Path(folder), family, head, 3, per_device_train_batch_size=4, gradient_accumulation_steps=2
-    )
+    trained = partial(_trained, Path(folder), family, head, compares=family == "gpt2")
+    whole, _ = trained(8)
+    apart, _ = trained(3)
+    accumulated, _ = trained(3, per_device_train_batch_size=4, gradient_accumulation_steps=2)
     assert len(whole) == 6
     return max(
         max(abs(one - other) / one for one, other in zip(whole, run, strict=True))

@@ -4,6 +4,7 @@ plain loop, or one sentence.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -435,3 +436,186 @@ def test_a_hook_of_an_activation_sees_the_sign_of_a_step() -> None:
         return loss
 
     assert is_as_plain(of, 5)
+
+
+class Balanced(nn.Module):
+    """Divides its loss by a running mean of it, which it keeps as a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.usual, self.last = net(), 1.0, 0.0
+
+    def forward(self, part: Any) -> Tensor:
+        value = classified(self.inner)(part)
+        scaled = value / self.usual
+        self.last = value.item()  # which nothing reads
+        self.usual = 0.9 * self.usual + 0.1 * value.item()
+        return scaled
+
+
+def test_a_number_that_follows_the_samples_and_is_read_is_named() -> None:
+    model = Balanced()
+    assert refused(model, model).startswith("usual (Balanced) is changed by each pass")
+
+
+def test_an_own_generator_that_goes_on_is_seen_whatever_it_drew() -> None:
+    model, draw = net(), torch.Generator().manual_seed(3)
+
+    def seldom(part: Any) -> Tensor:
+        is_left_out = torch.rand((), generator=draw) < 1e-6
+        return classified(model)(part) * (0.0 if is_left_out else 1.0)
+
+    assert "draws from torch's own random numbers" in refused(seldom, model)
+
+
+def free_bits(model: nn.Module) -> Loss:
+    return lambda part: model(part[0]).square().mean(0).clamp(min=1e-9).sum()
+
+
+def flooded(model: nn.Module) -> Loss:
+    return lambda part: (classified(model)(part) - 0.01).abs() + 0.01
+
+
+@pytest.mark.parametrize("made", [free_bits, flooded])
+def test_a_bend_of_a_mean_is_refused_before_parts_lie_on_both_sides(
+    made: Callable[[nn.Module], Loss],
+) -> None:
+    model = net()
+    assert "bends what was added up or averaged over samples" in refused(made(model), model)
+
+
+def bends_each_sample(model: nn.Module) -> Loss:
+    """Return what may bend: samples, parameters alone, and of some samples what each has."""
+
+    def loss(part: Any) -> Tensor:
+        each = of_each(model, part).clamp(max=1.0)
+        own = sum(parameter.norm().clamp(min=0.1) for parameter in model.parameters())
+        one_by_one = sum((model(x).mean() - 0.1).abs() for x in part[0])
+        return each.mean() + 0.01 * own + one_by_one / len(part[0])
+
+    return loss
+
+
+def packed(model: nn.Module) -> Loss:
+    """Return one that needs the longest first, as a collator has sorted them."""
+
+    def loss(part: Any) -> Tensor:
+        x, lengths, labels = part
+        given = nn.utils.rnn.pack_padded_sequence(x.view(len(x), 8, 1), lengths, batch_first=True)
+        return functional.cross_entropy(model(given)[1][0][0], labels)
+
+    return loss
+
+
+def slopes(model: nn.Module) -> Loss:
+    """Return one that differentiates by torch.func, as of a differential equation."""
+
+    def loss(part: Any) -> Tensor:
+        def at(x: Tensor) -> Any:
+            given = torch.func.functional_call(model, dict(model.named_parameters()), (x,))
+            return given.square().sum()
+
+        return torch.func.vmap(torch.func.grad(at))(part[0]).square().sum(1).mean()
+
+    return loss
+
+
+def of_lists(model: nn.Module) -> Loss:
+    return lambda part: sum(model(x).square().mean() for x in part) / len(part)
+
+
+def of_arrays(model: nn.Module) -> Loss:
+    def loss(part: Any) -> Tensor:
+        part[0][:] = part[0] / 2
+        return classified(model)(tuple(map(torch.from_numpy, part)))
+
+    return loss
+
+
+def copied(model: nn.Module) -> Loss:
+    return lambda part: classified(model)(tuple(each.clone() for each in part))
+
+
+def inferred() -> Any:
+    with torch.inference_mode():
+        return X + 0, Y + 0
+
+
+LENGTHS = torch.tensor([8, 8, 8, 7, 6, 6, 5, 4, 3, 3, 2, 1])
+RAGGED = [
+    X[:1].expand(length, 8) + place
+    for place, length in enumerate([10, 9, 7, 8, *[5] * 4, 6, 4, 2, 1])
+]
+
+
+@pytest.mark.parametrize(
+    ("made", "batch"),
+    [
+        (bends_each_sample, lambda: (X, Y)),
+        (packed, lambda: (X, LENGTHS, Y)),
+        (slopes, lambda: (X,)),
+        (of_lists, lambda: RAGGED),
+        (of_arrays, lambda: (X.numpy().copy(), Y.numpy().copy())),
+        (copied, inferred),
+    ],
+)
+def test_what_adds_up_trains_in_parts_of_four(
+    made: Callable[[nn.Module], Loss], batch: Callable[[], Any]
+) -> None:
+    """Also where some samples, or parts, happen to look like something else."""
+    one: Any = nn.LSTM(1, 3, batch_first=True).double() if made is packed else net()
+    other = copy.deepcopy(one)
+    assert close(trained(one, made(one), batch, 4), plain(other, made(other), batch))
+
+
+def test_a_batch_that_was_written_into_is_not_computed_again() -> None:
+    """By a loss that wrote into none before, so that it was given no copy."""
+    model, step = net(), 0
+
+    def loss(part: Any) -> Tensor:
+        if step == 2:
+            part[0].neg_()
+        value = classified(model)(part)
+        if step == 2 and len(part[0]) > 5:
+            raise torch.OutOfMemoryError("CUDA out of memory. (acted)")
+        return value
+
+    elastic = ElasticStep(model, adamw(model), sleep=lambda _: None)
+    for step in range(2):  # noqa: B007 - the loss reads it
+        elastic.step((X.clone(), Y), loss)
+    step, before = 2, [each.clone() for each in model.state_dict().values()]
+    with pytest.raises(TaskError, match="load the batch anew"):
+        elastic.step((X.clone(), Y), loss)
+    assert all(map(torch.equal, before, model.state_dict().values()))
+    elastic.step((X.clone(), Y), loss)
+    assert elastic.parts == [4, 4, 4]
+
+
+class Comparing(torch.optim.Optimizer):
+    """Keeps the gradient itself until the next step, which has another one."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            parameter.sub_(0.1 * (2 * parameter.grad - state.get("before", 0)))
+            state["before"] = parameter.grad
+
+
+@pytest.mark.parametrize("most", [None, 5])
+def test_an_optimiser_may_keep_a_gradient(most: int | None) -> None:
+    one, other = net(), net()
+    elastic, optimizer = (
+        ElasticStep(one, Comparing(one.parameters())),
+        Comparing(other.parameters()),
+    )
+    elastic.most_rows = most
+    for step in range(3):
+        elastic.step((X + step, Y), classified(one))
+        optimizer.zero_grad()
+        torch.autograd.backward(classified(other)((X + step, Y)))
+        optimizer.step()
+    assert close(list(one.parameters()), list(other.parameters()))

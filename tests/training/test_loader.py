@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import random
 import resource
 import signal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -59,6 +61,19 @@ class Large(Hundred):
         return torch.zeros(2**26)[:1] + index
 
 
+class Augmented(Hundred):
+    """Draws from all random numbers that a process has."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        drawn = [torch.rand(()).item(), random.random(), float(np.random.rand())]  # noqa: S311
+        return torch.tensor([index, *drawn])
+
+
+def _noisy(samples: list[torch.Tensor]) -> torch.Tensor:
+    made = torch.stack(samples)
+    return made + torch.rand(made.shape) * (torch.arange(4) > 0)
+
+
 class NotPicklable(Hundred):
     """Holds what no other process can have."""
 
@@ -67,9 +82,19 @@ class NotPicklable(Hundred):
 
 
 def feed_of(
-    dataset: Dataset[Any], workers: int = 0, batch: int = BATCH, told: Told | None = None
+    dataset: Dataset[Any],
+    workers: int = 0,
+    batch: int = BATCH,
+    told: Told | None = None,
+    **fields: Any,
 ) -> Feed:
-    made = TrainTask(name="items", model=torch.nn.Module, dataset=dataset, loss=lambda *_: None)  # type: ignore[arg-type, return-value]
+    made = TrainTask(
+        name="items",
+        model=torch.nn.Module,
+        dataset=dataset,  # type: ignore[arg-type]
+        loss=lambda *_: None,  # type: ignore[arg-type, return-value]
+        **fields,
+    )
     keys = settings(batch=batch, loader_workers=workers, prefetch=1)
     return Feed(made, keys, CPU, SEED, Told() if told is None else told)
 
@@ -102,6 +127,7 @@ def _with_processes(folder: Path) -> None:
     _makes_a_failed_batch_again(2, folder)
     _replaces_a_killed_process()
     _says_what_cannot_be_sent()
+    assert torch.equal(_draws_by_batch(0), _draws_by_batch(2))
     wait_for(lambda: not _loader_processes(), "end of the loader's processes")
 
 
@@ -109,6 +135,23 @@ def _loader_processes() -> list[psutil.Process]:
     """The children of the fork server, which ends with this process."""
     own = psutil.Process()
     return [each for each in own.children(recursive=True) if each.ppid() != own.pid]
+
+
+def test_what_a_data_set_draws_is_a_function_of_seed_and_batch() -> None:
+    """And leaves the random numbers of the training alone."""
+    before = torch.get_rng_state(), random.getstate()
+    assert len(_draws_by_batch(0)[:, 1:].unique()) == 3 * 4 * BATCH
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert before[1] == random.getstate()
+
+
+def _draws_by_batch(workers: int) -> torch.Tensor:
+    feed = feed_of(Augmented(), workers, collate=_noisy)
+    made = [taken(feed) for _ in range(4)]
+    feed.seek(2 * BATCH)  # as after a kill
+    assert torch.equal(taken(feed), made[2])
+    feed.close()
+    return torch.cat(made)
 
 
 def _goes_on_anywhere(workers: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from workers.training.elastic import ElasticStep
 from workers.training.memory_plan import _LiveBytes
 from workers.training.parts import PartsError, check_parts
 from workers.training.trainer import Trainer
+from workers.training.unevenness import telling
 
 Batch = tuple[Tensor, Tensor]
 Loss = Callable[[nn.Module], Callable[[Batch], Tensor]]
@@ -196,6 +198,74 @@ def test_samples_that_differ_most_are_looked_at() -> None:
         ElasticStep(model, optimizer).step((tokens, labels), MEAN(model))
 
 
+def test_one_sample_of_large_weight_is_looked_at() -> None:
+    """Also in the third batch, before which all had one weight."""
+    model, weights = nn.Linear(8, 1), torch.ones(256)
+    elastic = ElasticStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    elastic.most_rows = 64
+
+    def weighted(part: Any) -> Tensor:
+        return (model(part[0])[:, 0].square() * part[1]).sum() / part[1].sum()  # type: ignore[no-any-return]
+
+    for turn in range(2):
+        elastic.step((torch.randn(256, 8), weights + turn), weighted)
+    weights[77] = 40.0
+    with pytest.raises(PartsError, match="unequally many"):
+        elastic.step((torch.randn(256, 8), weights), weighted)
+
+
+def test_a_positive_number_that_is_ignored_is_looked_at() -> None:
+    """As 255 in maps of labels, in one of 64 samples."""
+    model, labels = nn.Linear(8, 3), torch.arange(64 * 36).view(64, 36) % 3
+    labels[21, 4:30] = 255
+    elastic = ElasticStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    elastic.most_rows = 16
+
+    def of_pixels(part: Any) -> Tensor:
+        return functional.cross_entropy(model(part[0]).mT, part[1], ignore_index=255)
+
+    with pytest.raises(PartsError, match="unequally many"):
+        elastic.step((torch.randn(64, 36, 8), labels), of_pixels)
+
+
+class ByName:
+    """A loss with a reduction that its owner may change."""
+
+    reduction = "mean"
+
+    def __init__(self, model: nn.Module, reduction: str) -> None:
+        self.model, self.reduction = model, reduction
+
+    def __call__(self, part: Any) -> Tensor:
+        return functional.mse_loss(self.model(part), part, reduction=self.reduction)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        ByName,
+        lambda model, kind: lambda part: ByName(model, kind)(part) + 0.0,
+        lambda model, kind: partial(lambda inner, part: inner(part), ByName(model, kind)),
+    ],
+    ids=["object", "closure", "partial"],
+)
+def test_a_loss_of_the_same_code_with_another_reduction_is_looked_at(made: Any) -> None:
+    """In the third batch, which is not looked at otherwise."""
+    model = nn.Linear(8, 8)
+    elastic = ElasticStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    elastic.most_rows = 4
+    for _ in range(2):
+        elastic.step(torch.randn(12, 8), made(model, "mean"))
+    with pytest.raises(PartsError, match="is a sum over its items"):
+        elastic.step(torch.randn(12, 8), made(model, "sum"))
+
+
+def test_as_many_samples_as_rows_of_a_table_are_looked_at() -> None:
+    """In memory and time that grow with them, and not with their square."""
+    labels = torch.arange(200_000) // 2
+    assert all(len(places) == 4 for places in telling((labels[:, None].float(), labels), 4))
+
+
 @pytest.mark.parametrize("kind", ["label", "real", "bool"])
 @pytest.mark.parametrize("seed", range(8))
 def test_samples_without_items_are_looked_at_whatever_else_differs(kind: str, seed: int) -> None:
@@ -330,6 +400,27 @@ def test_parts_that_stay_make_only_torchs_random_numbers_a_hazard() -> None:
         run = Trainer(own, settings(preset="own:task", exact=True, micro=4), CPU, 1)
         run.micro_batch(4)
         assert len(run.hazards) == functional_dropout
+
+
+class Counting(Classic):
+    """Counts its passes in a number, which only a process has."""
+
+    passes = 0
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.passes += 1
+        return super().forward(tokens)
+
+
+def test_a_number_that_no_checkpoint_has_is_told_in_the_second_step() -> None:
+    own = replace(
+        task(GPT), model=lambda: Counting(functional_dropout=False).eval(), blocks=lambda _: ()
+    )
+    run = Trainer(own, settings(preset="own:task"), CPU, 1)
+    run.model.eval()
+    replay(run, [[12, 0, 2]])
+    (sentence,) = run.hazards
+    assert sentence.startswith("passes of Counting is a number that each pass changes")
 
 
 @pytest.mark.parametrize(

@@ -182,6 +182,18 @@ def test_fields_that_make_no_sense_are_refused(fields: dict[str, Any], sentence:
         replace(small_task(GPT), **fields)
 
 
+@pytest.mark.parametrize(
+    ("made", "sentence"),
+    [
+        (torch.optim.LBFGS, "LBFGS computes the loss several times in a step"),
+        (lambda of: [torch.optim.SGD(of)], "gives a list; give one optimizer of torch"),
+    ],
+)
+def test_an_optimiser_that_cannot_step_is_refused(made: Any, sentence: str) -> None:
+    with pytest.raises(TaskError, match=sentence):
+        Trainer(replace(small_task(GPT), optimizer=made), small_settings(), CPU, 0)
+
+
 def of_groups(named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     """Return an AdamW whose groups have names, rates, betas and weight decay of their own."""
     norms, others = [], []

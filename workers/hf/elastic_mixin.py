@@ -19,6 +19,7 @@ from workers.resilience.attempts import RetryRules
 from workers.training.batch_in_parts import LoopBatches
 from workers.training.batches import Batch
 from workers.training.errors import TaskError
+from workers.training.optimizers import copy_kept_gradients
 from workers.training.parts import PartsError
 
 #: More samples than an update has: those of the Trainer's step n have numbers from n times this on.
@@ -94,6 +95,7 @@ class _Parts:
         for weight, own in zip(self.batch.sums.parameters, self.batch.sums.gradients, strict=True):
             if weight.grad is own:  # the Trainer has left it there, and the sums begin anew
                 weight.grad = own.clone()
+        copy_kept_gradients(self.optimizer, self.batch.sums.pairs)
         scaler, is_scaled = self._trainer.accelerator.scaler, self._is_scaled(items)
         try:
             loss: Tensor = self.batch.run(

@@ -29,6 +29,11 @@ from workers.training.host_memory import wait_asleep
 from workers.training.optimizers import Update
 from workers.training.precision import LossScaler
 
+#: How the names of operators begin that are straight on both sides of a bend.
+_BENDS: Final = (
+    "AbsBackward", "Clamp", "ReluBackward", "LeakyRelu", "Hardtanh", "Maximum", "Minimum",
+)  # fmt: skip
+
 #: What `torch.nn.utils.clip_grad_norm_` adds to a norm.
 _CLIP_EPS: Final = 1e-6
 
@@ -326,10 +331,32 @@ def _refuse_reentrant(loss: Tensor) -> None:
 
 def operators_of(loss: Tensor) -> set[str]:
     """Return the names of the operators that a loss was computed with, as autograd has them."""
-    waiting, seen = [loss.grad_fn], set[Node]()
+    return {node.name() for node in _nodes_of(loss.grad_fn)}
+
+
+def bends_of(loss: Tensor) -> dict[object, set[object]]:
+    """Return the operators that bend a number, or a list of them, which a loss was computed with:
+    for each name and shape all the shapes that it was computed from.
+    """
+    found: dict[object, set[object]] = {}
+    for node in _nodes_of(loss.grad_fn):
+        shapes = _shapes(node)
+        if node.name().startswith(_BENDS) and all(len(shape) < 2 for shape in shapes):
+            below = frozenset(shape for each in _nodes_of(node) for shape in _shapes(each))
+            found.setdefault((node.name(), shapes), set()).add(below)
+    return found
+
+
+def _shapes(node: Node) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes of what an operator returned."""
+    return tuple(tuple(each.shape) for each in getattr(node, "_input_metadata", ()))
+
+
+def _nodes_of(first: Node | None) -> set[Node]:
+    waiting, seen = [first], set[Node]()
     while waiting:
         node = waiting.pop()
         if node is not None and node not in seen:
             seen.add(node)
             waiting += [each for each, _ in node.next_functions]
-    return {node.name() for node in seen}
+    return seen

@@ -7,8 +7,8 @@ out of memory. Gives no memory back (`workers/elastic` does), and updates no wei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, TypeVar
@@ -22,7 +22,7 @@ from workers import oom
 from workers.resilience.attempts import Attempts, OutOfBatchError, RetryRules
 from workers.settings import FailureKind
 from workers.training.accumulator import Accumulator, operators_of
-from workers.training.batches import Batch, map_tensors, part_of, rows_of, tensors_in
+from workers.training.batches import Batch, own_values, part_of, rows_of, tensors_in, versions_of
 from workers.training.dispatch_modes import Widened
 from workers.training.errors import TaskError
 from workers.training.keyed_random import Dropouts
@@ -33,7 +33,6 @@ from workers.training.parts import (
     Kept,
     PartsError,
     Place,
-    RandomState,
     Snapshot,
     check_losses,
     check_parts,
@@ -42,6 +41,7 @@ from workers.training.parts import (
     put,
     unchanged,
 )
+from workers.training.random_state import RandomState
 from workers.training.unevenness import PartsCheck
 
 R = TypeVar("R")
@@ -257,8 +257,29 @@ class BatchInParts:
             )
             for each in self.modules
         ]
-        code = getattr(one.loss, "__code__", type(one.loss))
-        return self.check.due(one.batch, one.rows, *modes, one.weight is None, code, *others)
+        own = _marks_of(one.loss)
+        return self.check.due(one.batch, one.rows, *modes, one.weight is None, *own, *others)
+
+
+def _marks_of(loss: Any) -> Iterator[object]:  # noqa: ANN401 - any callable
+    """Yield what tells a loss from another one of the same code: texts and switches among what it
+    was made with, such as the `reduction` of what it calls. Numbers may change in each step.
+    """
+    if isinstance(loss, partial):
+        yield from _marks_of(loss.func)
+        made_with = [*loss.args, *loss.keywords.values()]
+    else:
+        yield getattr(loss, "__code__", type(loss))
+        made_with = [*(getattr(loss, "__defaults__", None) or ())]
+        for cell in getattr(loss, "__closure__", None) or ():
+            with suppress(ValueError):  # of a variable without a value
+                made_with.append(cell.cell_contents)
+        if not isinstance(loss, nn.Module):
+            made_with += getattr(loss, "__dict__", {}).values()
+    for value in made_with:
+        mark = value if isinstance(value, str | bool) else getattr(value, "reduction", None)
+        is_name = isinstance(mark, str) and mark.isidentifier()  # no text of one step
+        yield mark if is_name or isinstance(mark, bool) else None
 
 
 @dataclass
@@ -290,6 +311,8 @@ class OneBatch:
         self._random = None if owner.always_draws else RandomState(device)
         self._is_drawn = False
         """Whether a part may have drawn random numbers since."""
+        self._is_spoilt = False
+        """Whether a loss has written into the batch, and its part is not done yet."""
         self._whole_only: TaskError | None = None
         """Why it can only be computed at once."""
         self._each_pass: Snapshot | None = None
@@ -332,6 +355,12 @@ class OneBatch:
             owner.parts = owner.parts if at else []
 
             def add() -> None:
+                if self._is_spoilt:
+                    raise TaskError(
+                        "the loss has written into its batch for the first time, and then its part "
+                        "was to be computed again, from other numbers; load the batch anew and "
+                        "call the step again, which now gives the loss a copy"
+                    )
                 # Undo what a failed part has changed, and what the part before did once for all.
                 each_pass.restore()
                 (self._now if at else self._at_first).restore()
@@ -349,6 +378,7 @@ class OneBatch:
                 owner.check.forget()
                 self.undo()
                 return rows
+            self._is_spoilt = False
             self._now = Snapshot(self._adding)
             self._passed |= each_pass.changed()
             owner.parts.append(rows)
@@ -388,13 +418,14 @@ class OneBatch:
         # In containers of its own: a loss may take values out of them, and be called again. Tensors
         # of its own are given to one that writes into them, since it would see what it has written.
         writable = owner.checking or owner.writes is not False
-        given = map_tensors(
-            lambda each: each.clone() if writable and isinstance(each, Tensor) else each, part
-        )
-        before = [each._version for each in tensors_in(given)]
-        value = one_number(self.loss(given))
-        changed = before != [each._version for each in tensors_in(given)]
-        owner.writes = bool(owner.writes) or changed
+        given = own_values(part, tensors=writable)
+        before = versions_of(given)
+        try:
+            value = one_number(self.loss(given))
+        finally:
+            changed = before != versions_of(given)
+            owner.writes = bool(owner.writes) or changed
+            self._is_spoilt |= changed and not writable
         if owner.has_looked and not owner.checking:
             owner.operators |= operators_of(value)
         return value

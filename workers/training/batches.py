@@ -26,16 +26,52 @@ Batch: TypeAlias = Any
 _SHARED = (type(None), str, bytes, bool, int, float, complex, torch.dtype, torch.device)
 
 
+class _SampleList(list[Any]):
+    """Some samples of a list: no columns, also where their lengths happen to be equal."""
+
+
+class _SampleTuple(tuple[Any, ...]):
+    """The same of a tuple."""
+
+
 def map_tensors(change: Callable[[Any], Any], tree: Any) -> Any:  # noqa: ANN401 - any batch
     """Return a tree of the same form with each tensor changed; what is no tensor stays."""
+
+    def changed(value: Any) -> Any:  # noqa: ANN401 - any value
+        return change(value) if isinstance(value, Tensor | PackedSequence) else value
+
+    return _map_values(changed, tree)
+
+
+def own_values(tree: Any, *, tensors: bool) -> Any:  # noqa: ANN401 - any batch
+    """Return a tree of the same form in containers of its own, with copies of its arrays and, if
+    asked, of its tensors.
+    """
+
+    def own(value: Any) -> Any:  # noqa: ANN401 - any value
+        if isinstance(value, Tensor):
+            return value.clone() if tensors else value
+        return value if _shape(value) is None else copy.copy(value)
+
+    return _map_values(own, tree)
+
+
+def _map_values(change: Callable[[Any], Any], tree: Any) -> Any:  # noqa: ANN401 - any batch
     if isinstance(tree, Tensor | PackedSequence):
         return change(tree)
     if isinstance(tree, Mapping):
-        return _mapped(tree, lambda _, value: map_tensors(change, value))
+        return _mapped(tree, lambda _, value: _map_values(change, value))
     if isinstance(tree, list | tuple):
-        values = [map_tensors(change, value) for value in tree]
-        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
-    return tree
+        values = [_map_values(change, value) for value in tree]
+        kind = list if type(tree) is _SampleList else type(tree)
+        kind = tuple if kind is _SampleTuple else kind
+        return kind(*values) if hasattr(tree, "_fields") else kind(values)
+    return change(tree)
+
+
+def versions_of(tree: object) -> list[int]:
+    """Return how often each tensor of a tree was written to; those of inference mode never are."""
+    return [0 if each.is_inference() else each._version for each in tensors_in(tree)]
 
 
 def tensors_in(tree: object) -> Iterator[Tensor]:
@@ -138,11 +174,19 @@ def _readings(tree: Any) -> set[int] | None:  # noqa: ANN401 - any batch
         return {shape[0]}
     if isinstance(tree, Mapping) or hasattr(tree, "_fields"):
         return _columns(tree)
-    return {len(tree), *(_columns(tree) or ())} if isinstance(tree, list | tuple) else None
+    if not isinstance(tree, list | tuple):
+        return None
+    kinds = {
+        (getattr(value, "dtype", None), len(shape)) for value in tree if (shape := _shape(value))
+    }
+    samples = {len(tree)} if len(kinds) < 2 else set[int]()  # which are of one kind
+    return samples | (_columns(tree) or set())
 
 
 def _columns(tree: Any) -> set[int] | None:  # noqa: ANN401 - a mapping, list or tuple
     """Return what the values agree on; `None`: they are no columns, but samples or shared."""
+    if isinstance(tree, _SampleList | _SampleTuple):
+        return None
     values = tree.values() if isinstance(tree, Mapping) else tree
     if type(tree) in {list, tuple} and all(
         isinstance(value, Mapping)
@@ -185,7 +229,7 @@ def _cut(value: Any, take: Callable[[Any], Any], whole: int, path: str) -> Any: 
             parts = [_cut(one, take, whole, f"{path}[{at}]") for at, one in enumerate(value)]
             return type(value)(*parts) if named else type(value)(parts)
         if samples:
-            return take(value)
+            return (_SampleList if isinstance(value, list) else _SampleTuple)(take(value))
         raise TaskError(f"{path} has {len(value)} values in a batch of {whole} samples: {_MEND}")
     raise TaskError(f"{path} is a {type(value).__name__}, which cannot be cut by sample: {_MEND}")
 

@@ -93,10 +93,13 @@ class Draws(OperatorMode):  # type: ignore[no-untyped-call]  # as above
     def __init__(self, *, constant: bool) -> None:
         super().__init__()
         self._constant = constant
-        self.shapes: list[torch.Size] = []
+        self.shapes: list[object] = []
+        """Of what was drawn; and before that of a generator of its own, the state of that."""
 
     def run(self, func: Operator, args: tuple[Any, ...], given: dict[str, Any]) -> Returned:
         """Take note of the shape of what is drawn."""
+        if (generator := given.get("generator")) is not None:
+            self.shapes.append(generator.get_state().tolist())
         result = func(*args, **given)
         # A fused kernel (`_scaled_dot_product_...`, `_cudnn_rnn`) has the tag and may draw nothing.
         fused = func._schema.name.startswith(("aten::_", "aten::miopen"))

@@ -11,7 +11,6 @@ Without Ray.
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -24,7 +23,7 @@ from workers.resilience.attempts import Retry, RetryRules
 from workers.training.batch_in_parts import LoopBatches
 from workers.training.batches import Batch
 from workers.training.errors import TaskError
-from workers.training.optimizers import Update
+from workers.training.optimizers import Update, copy_kept_gradients, refuse_closure
 from workers.training.precision import LossScaler
 
 #: In the first group of the optimiser, so that every checkpoint of it holds the number.
@@ -76,13 +75,7 @@ class ElasticStep:
             list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
         )
         for each in self._optimizers:
-            closure = inspect.signature(each.step).parameters.get("closure")
-            if closure is not None and closure.default is closure.empty:
-                raise TaskError(
-                    f"{type(each).__name__} computes the loss several times in a step, which "
-                    "ElasticStep cannot cut into parts; use an optimiser whose step() needs no "
-                    "closure, such as AdamW"
-                )
+            refuse_closure(each)
         trainer = getattr(model, "_trainer", None)  # of a module of Lightning
         known = getattr(trainer, "optimizers", ())
         if any(each is other for each in self._optimizers for other in known):
@@ -211,3 +204,4 @@ class ElasticStep:
     def _step_all(self) -> None:
         for optimizer in self._optimizers:  # a scheduler that was made later replaced the method
             optimizer.step()
+            copy_kept_gradients(optimizer, self._batch.sums.pairs)

@@ -11,13 +11,16 @@ How dear a sample is to make is not guessed: whether processes help is measured 
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import pickle
 import platform
+import random
 import re
 import resource
 import signal
+import sys
 import threading
 import time
 import warnings
@@ -34,9 +37,13 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from workers.training import order
 from workers.training.batches import Batch, rows_of, tensors_in
 from workers.training.errors import TaskError
+from workers.training.random_state import RandomState
 from workers.training.settings import TrainSettings
 from workers.training.tasks import TrainTask, refuse_without_data
 from workers.units import MIB
+
+#: Of the random numbers that a data set draws.
+_DRAWS_STREAM: Final = 3
 
 #: Of an error's text.
 _LONGEST: Final = 200
@@ -161,6 +168,10 @@ class Feed:
             batch_bytes=settings.batch * sum(tensor.nbytes for tensor in tensors_in(sample)),
         )
 
+    def _asked(self, samples_used: int) -> list[Any]:
+        """Return the seed of the batch after so many samples, and what the data set is asked."""
+        return [order.mixed(self._seed, _DRAWS_STREAM, samples_used), *self._keys(samples_used)]
+
     def _keys(self, samples_used: int) -> list[Any]:
         """Return what the data set is asked for by the batch after so many samples."""
         items = len(self._task.dataset)
@@ -217,7 +228,13 @@ class Feed:
     def _made(self) -> Batch:
         if self._batches is None:
             self._batches = self._open()
-        return next(self._batches)
+        if self.numbers.workers:
+            return next(self._batches)
+        drawn = RandomState(torch.device("cpu"))
+        try:
+            return next(self._batches)
+        finally:
+            drawn.restore()
 
     def _may_be_a_lost_process(self, failure: Exception) -> bool:
         """Whether one may have been ended from outside; torch tells that by several exceptions, and
@@ -235,8 +252,10 @@ class Feed:
     def _open(self) -> Iterator[Any]:
         parallel = self.numbers.workers > 0
         loader = DataLoader(
-            cast("Dataset[Any]", self._task.dataset),
-            batch_sampler=cast("Any", map(self._keys, count(self._samples_used, self._batch_rows))),
+            _Seeded(cast("Dataset[Any]", self._task.dataset)),
+            batch_sampler=cast(
+                "Any", map(self._asked, count(self._samples_used, self._batch_rows))
+            ),
             num_workers=self.numbers.workers,
             collate_fn=self._task.collate,
             pin_memory=self._pin,
@@ -259,6 +278,25 @@ class Feed:
                 f"the data set cannot be sent to loader processes ({failure}); set "
                 "train.loader_workers to 0, or make what it holds picklable"
             ) from failure
+
+
+class _Seeded(Dataset[Any]):
+    """A data set that draws the same random numbers for a batch, whichever process makes it, and
+    when: those of torch, Python and NumPy begin with the seed that comes before its keys. What
+    collates the batch goes on with them.
+    """
+
+    def __init__(self, items: Any) -> None:  # noqa: ANN401 - any data set
+        self._items = items
+
+    def __getitems__(self, asked: list[Any]) -> list[Any]:
+        seed, *keys = asked
+        torch.default_generator.manual_seed(seed >> 1)
+        random.seed(seed)
+        if "numpy" in sys.modules:
+            importlib.import_module("numpy.random").seed(seed % 2**32)
+        several = getattr(self._items, "__getitems__", None)
+        return list(several(keys)) if several else [self._items[key] for key in keys]
 
 
 def host_share() -> tuple[int, int]:

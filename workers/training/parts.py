@@ -8,21 +8,22 @@ what only other samples would show.
 from __future__ import annotations
 
 import math
-import random
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Final, Literal, TypeAlias, cast
+from typing import ClassVar, Final, Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
 
-from workers.training.accumulator import Accumulator
+from workers import oom
+from workers.settings import FailureKind
+from workers.training.accumulator import Accumulator, bends_of
 from workers.training.batches import Batch, part_of, picked, rows_of
 from workers.training.dispatch_modes import Draws, Results
 from workers.training.errors import TaskError
+from workers.training.random_state import RandomState
 from workers.training.unevenness import shuffled, telling
 from workers.units import MIB
 
@@ -181,6 +182,8 @@ def _found(
         compared = comparisons[-1]
         for module, name in compared.drifting:
             raise PartsError(f"{_named(module, name)} {_BUFFER}", "batch statistics")
+        if compared.is_bent:
+            return [PartsError(_BENT)]
         adds_up = compared.is_right
         if adds_up and not any(each.tells for each in comparisons):
             return None
@@ -191,10 +194,10 @@ def _found(
             # Without what only training does, a sum or a mean shows itself.
             with unchanged(model), _quiet(model):
                 right = compared.adds_up(is_quiet=True)
-            if not right and any(each.running_mean is None for each in norms):
-                return by_norms  # what evaluation mode does not change
             if not right:
-                return _wrong(compared, counted, _hint(model))
+                # What evaluation mode does not change.
+                keeps_none = any(each.running_mean is None for each in norms)
+                return by_norms if keeps_none else _wrong(compared, counted, _hint(model))
             for module in (*norms, *others):
                 module.eval()
             draws = not (norms or others) or not compared.adds_up()
@@ -219,8 +222,20 @@ def _compared(
     done: list[_Comparison] = []
     few, many = rows
     for places in [*telling(batch, few), *([shuffled(batch, many)] if many > few else [])]:
-        done.append(of(picked(batch, places)))
-        if not done[-1].adds_up() or done[-1].lost or done[-1].drifting:
+        if done:
+            done[-1]._whole.clear()  # only the last one is looked at for rounding
+        try:
+            one = of(picked(batch, places))
+            one.adds_up()
+        except Exception as error:
+            if isinstance(error, TaskError) or oom.classify(error).kind is not FailureKind.OTHER:
+                raise
+            oom.drop_frames(error)
+            # A loss may need the order of the batch: packed sequences are sorted by their lengths.
+            one = of(picked(batch, sorted(places)))
+            one.adds_up()
+        done.append(one)
+        if not one.is_right or one.lost or one.drifting or one.is_bent:
             break
     for place in {place for each in done for place in each.kept}:
         buffers[place] = all(each.kept.get(place, True) for each in done)
@@ -255,6 +270,13 @@ class _Comparison:
     _sees_rounding: bool
     _batch: Batch
 
+    def __post_init__(self) -> None:
+        hooks = torch.autograd.graph.saved_tensors_hooks
+        #: Shows the tensors that a gradient is computed from.
+        self._looking: Callable[[], AbstractContextManager[object]] = partial(
+            hooks, self._look, lambda saved: saved
+        )
+
     def adds_up(self, *, is_quiet: bool = False) -> bool:
         """Compute; say, and keep, whether the parts add up. What is not finite tells nothing."""
         self.is_right = self._adds_up(is_quiet=is_quiet)
@@ -266,10 +288,19 @@ class _Comparison:
         self._precision = 0.0
         #: Loss, and gradient along the weights, of the whole and of both parts.
         self._points: list[tuple[float, float]] = []
+        self._bends: list[dict[object, set[object]]] = []
         self._sums.begin(2 * rows, 1)
-        with Draws(constant=False) as of_whole:
-            scale = _OTHER_SCALE if self._sees_rounding else 1.0
-            whole, _ = self._add(self._batch, 0, scale, is_whole=True)
+        scale = _OTHER_SCALE if self._sees_rounding else 1.0
+        try:
+            with Draws(constant=False) as of_whole:
+                whole, _ = self._add(self._batch, 0, scale, is_whole=True)
+        except RuntimeError as error:
+            if "saved tensor hooks" not in str(error):
+                raise
+            self._looking = partial(Results, self._look)  # torch.func allows no such hooks
+            start.restore()
+            with Draws(constant=False) as of_whole:
+                whole, _ = self._add(self._batch, 0, scale, is_whole=True)
         #: The gradient of the whole, negative, where single parameters are looked at.
         self._whole = [
             (parameter, own.to("cpu", copy=True))
@@ -291,18 +322,23 @@ class _Comparison:
         self.kept: dict[Place, bool] = {}
         #: Buffers to which the parts add up to something else than the whole.
         self.lost: list[Place] = []
+        numbers: list[Place] = []
         for place, at in after.items():
             before = start.saved[place]
             parts = [each.get(place, before) for each in (one, two)]
             self.kept[place] = all(_alike(part, at, before) for part in parts)
             added = before if _is_flag(before) else parts[0] + parts[1] - before
-            # A number may be the last of something, which nothing reads.
-            counts = isinstance(before, Tensor)
-            if counts and not self.kept[place] and not _alike(added, at, before):
-                self.lost.append(place)
+            if not self.kept[place] and not _alike(added, at, before):
+                (self.lost if isinstance(before, Tensor) else numbers).append(place)
         self.tells = bool(length and other)
+        #: Whether what was reduced over the samples is bent, which shows on one side alone.
+        whole_bends, *bends = self._bends
+        self.is_bent = any(
+            all(each.get(of, set()) - known for each in bends) for of, known in whole_bends.items()
+        )
         fine = self._precision < _TF32 / 2
         self._tolerance = self._precision * (_LONG_SUM if fine else _ROUNDINGS)
+        self.lost += [each for each in numbers if self._reads(each, after[each], start, half)]
         if not math.isfinite(whole) or not math.isfinite(first + second):
             return not math.isfinite(whole)
         # What is drawn for each sample may be rare, and change nothing here.
@@ -312,6 +348,18 @@ class _Comparison:
             and abs(first + second - whole) <= self._tolerance * (abs(first) + abs(second))
             and _norm([own for _, own in self._sums.pairs]) <= self._tolerance * (length + other)
         )  # fmt: skip
+
+    def _reads(self, place: Place, after: Kept, start: Snapshot, rows: int) -> bool:
+        """Whether the loss of the first rows is another one with the number of after a pass: it may
+        be the last of something, which nothing reads.
+        """
+        losses = []
+        for number in (start.saved[place], after):
+            put(place, number)
+            with torch.set_grad_enabled(bool(self._sums.parameters)):
+                losses.append(float(self._loss(part_of(self._batch, 0, rows), 0).detach()))
+            start.restore()
+        return abs(losses[1] - losses[0]) > self._tolerance * abs(losses[0])
 
     def _add(
         self, part: Batch, first: int, scale: float = 1.0, *, is_whole: bool = False
@@ -323,17 +371,19 @@ class _Comparison:
         weight = 1.0 if self._weight is None else float(self._weight(part))
         if not weight:  # of no items, which add nothing
             self._points.append((0.0, 0.0))
+            self._bends.append({})
             return 0.0, 0.0
         along, norms = list[Tensor](), list[Tensor]()
 
         def seen(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
             new = gradient if scale == 1 else gradient / scale
-            along.append(torch.dot(parameter.detach().flatten(), new.flatten()).double())
+            along.append(torch.dot(parameter.detach().flatten(), new.flatten()).real.double())
             norms.append(torch.linalg.vector_norm(new).double())
             return new.neg() if is_whole else new
 
-        with torch.autograd.graph.saved_tensors_hooks(self._look, lambda saved: saved):
+        with self._looking():
             loss = self._loss(part, first)
+            self._bends.append(bends_of(loss))
             self._sums.add(rows_of(part), loss, weight * scale, seen)
         value = float(self._look(loss.detach()))
         self._points.append((value, float(sum(along)) / weight))
@@ -407,6 +457,7 @@ class _ByLoss(_Comparison):
             with torch.no_grad(), Results(self._look):
                 value = float(self._loss(part, first))
         self._points.append((value, value))
+        self._bends.append({})
         return value * weight, float(bool(weight))
 
     def cause(self) -> Cause:
@@ -529,28 +580,6 @@ def unchanged(model: nn.Module) -> Iterator[None]:
         drawn.restore()
 
 
-class RandomState:
-    """The random numbers of torch, on the host and on a card, of Python, and those of NumPy that
-    all its users share.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._card = device if device.type == "cuda" else None
-        self._of_host, self._of_python = torch.get_rng_state(), random.getstate()
-        self._numpy: Any = sys.modules.get("numpy.random")  # `None`: nothing draws from them
-        self._of_numpy = None if self._numpy is None else self._numpy.get_state()
-        self._of_card = None if self._card is None else torch.cuda.get_rng_state(self._card)
-
-    def restore(self) -> None:
-        """Go back to them."""
-        torch.set_rng_state(self._of_host)
-        random.setstate(self._of_python)
-        if self._numpy is not None:
-            self._numpy.set_state(self._of_numpy)
-        if self._card is not None and self._of_card is not None:
-            torch.cuda.set_rng_state(self._of_card, self._card)
-
-
 @contextmanager
 def _quiet(model: nn.Module) -> Iterator[None]:
     """Have a model in evaluation mode, and what draws random numbers draw constants."""
@@ -616,6 +645,11 @@ def _norm(tensors: Sequence[Tensor]) -> float:
 _NORM: Final = (
     "normalises over the samples that are computed together, so the result depends on how a batch "
     "is cut (batch statistics); use GroupNorm or LayerNorm, or put it into eval mode"
+)
+_BENT: Final = (
+    "the loss bends what was added up or averaged over samples (abs, clamp, relu or maximum of it), "
+    "so the parts of a batch may be on another side of the bend than the whole; bend what each "
+    "sample gives, before it is averaged"
 )
 _BUFFER: Final = (
     "is changed by each pass in a way that depends on how a batch is cut (batch statistics); "

@@ -24,7 +24,7 @@ from workers.training.errors import NotLoadedError, TaskError, TrainingError
 from workers.training.host_memory import wait_asleep
 from workers.training.made_data import ITEMS, MadeText
 from workers.training.models import GPTS, Gpt, GptShape
-from workers.training.optimizers import adamw
+from workers.training.optimizers import adamw, refuse_closure
 from workers.training.sequences import (
     NO_TOKEN,
     PackedRows,
@@ -130,14 +130,26 @@ class TrainTask:
             )
 
     def new_optimizer(self, model: nn.Module, settings: TrainSettings) -> Optimizer:
-        """Make the optimiser of a model's trained parameters."""
+        """Make the optimiser of a model's trained parameters.
+
+        Raises:
+            TaskError: The task gives none, or one that cannot be used.
+        """
         named = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
-        if self.named_optimizer is not None:
-            return self.named_optimizer(named)
         parameters = [each for _, each in named]
-        if self.optimizer is not None:
-            return self.optimizer(parameters)
-        return adamw(parameters, settings, settings.lr or self.lr)
+        if self.named_optimizer is not None:
+            made = self.named_optimizer(named)
+        elif self.optimizer is not None:
+            made = self.optimizer(parameters)
+        else:
+            return adamw(parameters, settings, settings.lr or self.lr)
+        if not isinstance(made, Optimizer):
+            raise TaskError(
+                f"the optimizer of the task {self.name} gives a {type(made).__name__}; give one "
+                "optimizer of torch, with a group for each kind of parameter"
+            )
+        refuse_closure(made)
+        return made
 
     def shortened(self, part: Batch) -> Batch:
         """Return a part on the host without what fills up all of its samples."""

@@ -163,6 +163,8 @@ class Trainer:
         )
         self._batch: OneBatch | None = None
         """The one under way."""
+        self._steps_here = 0
+        """Optimiser steps since the model was made or a state was loaded."""
         self.compiling = Compiling(settings, self.model, blocks, tell)
         self._in_parts.compute = self.compiling.run
         self._recomputation = Recomputation(blocks)
@@ -240,6 +242,7 @@ class Trainer:
             self._refuse_changes(batch)
         updated = batch.is_done and not self._is_shared
         if updated:
+            self._tell_what_is_not_saved(batch)
             self._finish(*() if self.other is None else (self.other.agree,))
         self._last = MicroBatch(rows=rows, level=level, updated=updated)
         return self._last
@@ -477,6 +480,7 @@ class Trainer:
         self.course = Course(**copy.deepcopy(state["course"]))
         self._feed.seek(self.course.samples_used)
         self._leave_batch()
+        self._steps_here = 0
         self.lent_state = lent_state
         self._update.cut = False
 
@@ -603,6 +607,21 @@ class Trainer:
     def _tell_hazard(self, sentence: str) -> None:
         self.hazards.append(sentence)
         self._tell("hazard", reason=sentence)
+
+    def _tell_what_is_not_saved(self, batch: OneBatch) -> None:
+        """Tell of numbers of the model that a pass changes and no state has, once: in the second
+        step, since some are set by the first pass of a process.
+        """
+        self._steps_here += 1
+        if self._steps_here != 2 or self.settings.preset in PRESETS:
+            return
+        for module, name in batch.changed():
+            if name not in module._buffers:
+                self._tell_hazard(
+                    f"{name} of {type(module).__name__} is a number that each pass changes and no "
+                    "checkpoint has, so it begins anew after a kill; make it a buffer "
+                    "(register_buffer) if the loss depends on it"
+                )
 
     def _refuse_changes(self, batch: OneBatch) -> None:
         """Raise a `TaskError` where a pass changes the model: each member would have its own."""

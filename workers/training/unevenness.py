@@ -26,6 +26,9 @@ _ITEMS_MOST: Final = 2**20
 #: takes 15 ms of a core in each batch (256 samples of 12,288 numbers, measured).
 _REAL_MOST: Final = 2**13
 
+#: Sizes of what may be a weight are told apart by the eighth root of two.
+_STEPS_OF_SIZE: Final = 8
+
 _UNSIGNED: Final = (torch.uint16, torch.uint32, torch.uint64)
 
 
@@ -52,10 +55,15 @@ def telling(batch: Batch, rows: int) -> list[list[int]]:
     measures = list(_measures(batch, all_rows))
     common = torch.zeros(all_rows, dtype=torch.int64)
     for tensor in _small(batch, all_rows):
-        if tensor.dim() == 1 and not tensor.is_floating_point():
-            common += (tensor == tensor[:, None]).sum(1).cpu()
+        if tensor.dim() == 1 and not tensor.is_floating_point() and not tensor.is_complex():
+            # Untyped in torch.
+            _, kind, times = tensor.unique(return_inverse=True, return_counts=True)  # type: ignore[no-untyped-call]
+            common += times[kind].cpu()
     total = sum((each.by_sample.cpu() for each in measures), torch.zeros_like(common))
     keys = [each.by_sample.cpu() for each in measures if _spread(each)] or [total]
+    keys += [
+        each.by_sample.cpu() for each in _guesses(batch, all_rows, _ITEMS_MOST) if _spread(each)
+    ]
     chosen = []
     for key in keys:
         by = list(zip(key.tolist(), total.tolist(), common.tolist(), strict=True))
@@ -121,7 +129,8 @@ class PartsCheck:
         be seen in their tensors.
         """
         self._batches += 1
-        spreads = [_spread(each) for each in _measures(batch, rows)]
+        measures = *_measures(batch, rows), *_guesses(batch, rows, _REAL_MOST)
+        spreads = [_spread(each) for each in measures]
         if len(spreads) == len(self._spreads):
             spreads = list(map(max, spreads, self._spreads))
         self._spreads = spreads
@@ -203,3 +212,20 @@ def _measures(batch: Batch, rows: int) -> Iterator[_Measure]:
             begin, end = flat == flat[:, :1], flat.flip(1) == flat[:, -1:]
             runs = begin.int().cumprod(1).sum(1) + end.int().cumprod(1).sum(1)
             yield _Measure(runs, by_chance=True)
+
+
+def _guesses(batch: Batch, rows: int, most: int) -> Iterator[_Measure]:
+    """Yield what may tell of items as well, of tensors with at most so many numbers in a sample: of
+    one real number, which may be a weight, how large it is; and how many whole numbers are the
+    highest or lowest of all, which may stand for what is ignored, such as 255.
+    """
+    for tensor in _small(batch, rows):
+        flat = tensor.reshape(rows, -1)
+        if tensor.is_complex() or tensor.dtype == torch.bool or flat.shape[1] > most:
+            continue
+        if not tensor.is_floating_point():
+            for value in flat.aminmax() if flat.shape[1] > 1 else ():
+                yield _Measure((flat == value).sum(1), by_chance=True)
+        elif flat.shape[1] == 1:
+            sizes = flat[:, 0].double().abs().nan_to_num(0.0).clamp(1e-30, 1e30)
+            yield _Measure((_STEPS_OF_SIZE * sizes.log2()).round().long(), by_chance=False)
