@@ -116,7 +116,7 @@ def divided_where_needed(config: Config, target: Target) -> Config:
         if _fits(config, target) is False and _fits(divided, target):
             return divided
     except (ConfigError, UsageError):
-        pass  # it cannot be divided
+        pass  # it cannot be divided: the run shows what falls short
     return config
 
 

@@ -121,6 +121,22 @@ class Busy(Injected):
         return StepResult(flop=1.0)
 
 
+class Attended(Busy):
+    """Counts when it is told that the slot is at work."""
+
+    times = 0
+
+    def step(self, size: int, batch: int) -> StepResult:
+        until_s = time.perf_counter() + 0.3
+        while time.perf_counter() < until_s:
+            pass
+        return StepResult(flop=1.0)
+
+    def attend(self) -> None:
+        self.times += 1
+        self.metrics = {"times": float(self.times)}
+
+
 class Loss(Injected):
     """Returns what users return from a step: a loss."""
 
@@ -396,6 +412,15 @@ def test_what_can_never_work_is_told_in_words(
     assert report.verdict is Verdict.INCOMPATIBLE
     assert report.state is WorkerState.STOPPED
     assert all(word in report.reason for word in words)
+
+
+def test_a_workload_knows_that_it_rests_and_not_that_it_is_held(in_child: InChild) -> None:
+    spec, turn = spec_of(name=own(Attended), duty=0.05), {"duration_s": 0.1}
+    first, *_, resting, _, held = in_child(
+        turns, spec, [{}, *[turn] * 5, *[{**turn, "holds": True}] * 2]
+    )
+    assert (first.counts.steps_ok, resting.counts.steps_ok) == (1, 0)
+    assert held.metrics["times"] == resting.metrics["times"] == 6.0
 
 
 def test_duty_is_the_share_of_time_the_device_is_busy(in_child: InChild) -> None:

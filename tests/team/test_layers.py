@@ -74,6 +74,8 @@ class Pair:
     failed: list[BaseException] = field(default_factory=list)
     is_held: bool = False
     """Whether the lender computes nothing now."""
+    rests: bool = False
+    """Whether it does so for its duty, or since its card is hot."""
     held_at: int | None = None
     """Its step then."""
 
@@ -128,6 +130,8 @@ class Pair:
                 if self.is_held:
                     self.held_at = self.second.step
                     time.sleep(0.01)
+                    if self.rests:
+                        self.lender.attend()
                 elif self.lender.wait(0.01):
                     try:
                         self.lender.part(1, 0)
@@ -271,14 +275,19 @@ def test_a_member_without_the_state_of_the_step_sends_the_leader_back() -> None:
         assert pair.named("team_joined")[-1]["state_sent"]
 
 
-def test_a_member_that_computes_nothing_is_not_waited_for(
+def test_a_member_that_rests_is_waited_for_and_one_that_is_held_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(layers, "AWAY_S", 1.0)
     with divided(settings_of(preset="gpt-nano", steps=8)) as pair:
         while pair.first.step < 2:
             pair.turn(2)
-        pair.is_held = True
+        pair.is_held = pair.rests = True
+        for _ in range(30):  # as the engine does, once a second
+            pair.leader.attend()
+            time.sleep(0.1)
+        assert pair.leader.status().state == pair.lender.status().state == "TOGETHER"
+        pair.rests = False
         while not pair.named("team_lost"):
             pair.turn(2)
         assert pair.leader.status().state == "REJOINING"

@@ -142,6 +142,7 @@ class Engine:
             is_starved = account.state in STARVED or orders.lease_bytes == 0
             self._is_held = orders.holds and (is_starved or not workload.save_due)
             if not workload.finished and not self._is_held:
+                workload.attend()
                 self._work(session, parts)
             self._progress = progress_of(workload)
         finally:

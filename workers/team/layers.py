@@ -122,7 +122,7 @@ class Place(ABC):
         while self._events:
             name, figures = self._events.popleft()
             self._tell(name, **figures)
-        self._seen_s = time.monotonic()
+        self.attend()
         try:
             return self._is_ready(seconds)
         except LostError as error:
@@ -152,7 +152,12 @@ class Place(ABC):
         try:
             yield
         finally:
-            self._is_busy, self._seen_s = False, time.monotonic()
+            self._is_busy = False
+            self.attend()
+
+    def attend(self) -> None:
+        """Take note that the slot is at work, if it rests: the other member waits."""
+        self._seen_s = time.monotonic()
 
     def is_attended(self) -> bool:
         """Say whether the computing thread is there."""

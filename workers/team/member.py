@@ -116,6 +116,9 @@ class Member:
             self._pace.did(done.rows, updated=done.updated, began_s=began_s, ended_s=ended_s)
         return done
 
+    def attend(self) -> None:
+        """Do nothing: the others compute the samples of a member that rests."""
+
     def save_soon(self) -> None:
         """Do nothing: each member saves by itself."""
 

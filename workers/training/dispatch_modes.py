@@ -94,7 +94,7 @@ class Draws(OperatorMode):  # type: ignore[no-untyped-call]  # as above
         super().__init__()
         self._constant = constant
         self.shapes: list[object] = []
-        """Of what was drawn; and before that of a generator of its own, the state of that."""
+        """The shape of each draw, and before it the state of a generator of its own."""
 
     def run(self, func: Operator, args: tuple[Any, ...], given: dict[str, Any]) -> Returned:
         """Take note of the shape of what is drawn."""

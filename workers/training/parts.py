@@ -350,8 +350,8 @@ class _Comparison:
         )  # fmt: skip
 
     def _reads(self, place: Place, after: Kept, start: Snapshot, rows: int) -> bool:
-        """Whether the loss of the first rows is another one with the number of after a pass: it may
-        be the last of something, which nothing reads.
+        """Whether the loss of the first rows reads a number that a pass has changed. Nothing may read
+        it, as where a module keeps its last loss there.
         """
         losses = []
         for number in (start.saved[place], after):

@@ -229,6 +229,11 @@ class Workload(ABC):
         """
         return None
 
+    def attend(self) -> None:  # noqa: B027 - as above
+        """Take note that the slot is at work, about once a second: also while it rests for its
+        duty, or its card is too hot. Not called while it is held.
+        """
+
     def needed_bytes(self, size: int, batch: int) -> int | None:
         """The least memory a step of this size and batch takes, or `None` if it cannot be told
         beforehand.

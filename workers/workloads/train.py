@@ -256,6 +256,11 @@ class Train(Workload):
             self.context.tell("memory_moved", **self._place, peak_bytes=peak_bytes)
         self._told_place = self._place
 
+    def attend(self) -> None:
+        """Have the other member of a divided model wait, as long as this slot is not held."""
+        if self._team is not None:
+            self._team.attend()
+
     def save(self) -> None:
         """Copy the state between two optimiser steps if a checkpoint is due.
 
