@@ -220,8 +220,8 @@ def _divided(training: _Told) -> str:
     lent, last = f"block {first}" if end == first + 1 else f"blocks {first} to {end - 1}", end
     own = "block 0" if first == 1 else f"blocks 0 to {first - 1}"
     return (
-        f"{leader} leads with {own} and block {last}, and what is before and after them; {other} has "
-        f"{lent}. Both compute parts of as many samples as fit both."
+        f"{leader} leads with {own} and block {last}, and what is before and after them; {other} "
+        f"has {lent}. Both compute parts of as many samples as fit both."
     )
 
 

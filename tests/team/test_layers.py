@@ -21,7 +21,7 @@ from tests.team.conftest import Start
 from tests.training.scene import CPU
 from workers.messages import TeamOrders
 from workers.settings import FailureKind, TeamSpec
-from workers.team import layers
+from workers.team import layers, wire
 from workers.team.layers import Leader, Lender
 from workers.testing import injected_error
 from workers.training.cut import middle_of
@@ -36,6 +36,13 @@ pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both members of a `Pair` share an interpreter, so each may be silent while the other computes."""
+    monkeypatch.setattr(wire, "SILENT_S", 30.0)
+
 
 SPEC = TeamSpec(
     members=("pc1/0", "pc2/0"), listen="127.0.0.1:0", split="layers", budgets_bytes=(2, 1)

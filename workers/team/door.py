@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from workers.team import wire
 from workers.team.wire import Connection, LostError
@@ -59,7 +59,7 @@ class Door:
             given = admission, end, whence[0]
             threading.Thread(target=self._let_in, args=given, name="team-door", daemon=True).start()
 
-    def _let_in(self, admission: Admission, end: socket.socket, whence: Any) -> None:  # noqa: ANN401 - socket's
+    def _let_in(self, admission: Admission, end: socket.socket, whence: object) -> None:
         try:
             try:
                 connection = wire.accepted(end, admission.secret)

@@ -471,7 +471,7 @@ class Lender(Place):
         """Do nothing: the leader has said that all is done."""
 
     def save_soon(self) -> None:
-        """Compute until the leader has a checkpoint: it lacks one without the state of this member."""
+        """Compute until the leader has a checkpoint, for which it needs the state of this member."""
         self._wants_save = not self._is_saved
 
     @property

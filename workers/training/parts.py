@@ -350,8 +350,8 @@ class _Comparison:
         )  # fmt: skip
 
     def _reads(self, place: Place, after: Kept, start: Snapshot, rows: int) -> bool:
-        """Whether the loss of the first rows reads a number that a pass has changed. Nothing may read
-        it, as where a module keeps its last loss there.
+        """Whether the loss of the first rows reads a number that a pass has changed. Nothing reads
+        one in which a module keeps its last loss.
         """
         losses = []
         for number in (start.saved[place], after):
@@ -647,8 +647,8 @@ _NORM: Final = (
     "is cut (batch statistics); use GroupNorm or LayerNorm, or put it into eval mode"
 )
 _BENT: Final = (
-    "the loss bends what was added up or averaged over samples (abs, clamp, relu or maximum of it), "
-    "so the parts of a batch may be on another side of the bend than the whole; bend what each "
+    "the loss bends what was added up or averaged over samples (abs, clamp, relu or maximum of "
+    "it), so the parts of a batch may be on another side of the bend than the whole; bend what each "
     "sample gives, before it is averaged"
 )
 _BUFFER: Final = (
