@@ -7,7 +7,6 @@ A child process computes the latter, because that needs torch. No Ray, no device
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -22,6 +21,7 @@ from orchestrator.errors import UsageError, one_line
 from orchestrator.run.prediction import (
     cap_about_bytes,
     caps_of,
+    caps_of_nodes,
     divided_where_needed,
     dividing,
     memory_plan,
@@ -142,7 +142,8 @@ def _node(budget: NodeBudget, config: Config) -> dict[str, Any]:
     told = asdict(budget)
     keys = ("gpu_fraction", "budget_bytes", "duty", "size", "batch", "dtype")
     of_each = {key: told.pop(key) for key in keys}
-    of_each |= {"cpus": told.pop("cpus_per_worker"), "cap_about_bytes": _cap_bytes(budget)}
+    about_bytes = cap_about_bytes(budget.budget_bytes, on_card=bool(budget.gpus))
+    of_each |= {"cpus": told.pop("cpus_per_worker"), "cap_about_bytes": about_bytes}
     workers = [
         {
             "slot": f"{budget.node}/{index}",
@@ -158,10 +159,6 @@ def _gib(size_bytes: int | None) -> str | None:
     return None if size_bytes is None else f"{size_bytes / GIB:.2f} GiB"
 
 
-def _cap_bytes(budget: NodeBudget) -> int:
-    return cap_about_bytes(budget.budget_bytes, on_card=bool(budget.gpus))
-
-
 def _training(config: Config, budgets: Sequence[NodeBudget]) -> dict[str, Any] | None:
     """Return the key `training` of `plan --json`; `None` where nothing is trained.
 
@@ -171,16 +168,7 @@ def _training(config: Config, budgets: Sequence[NodeBudget]) -> dict[str, Any] |
     if config.workload.name != "train":
         return None
     team = dividing(config, Target())
-    if team is not None:
-        caps = caps_of(team, config, Target())
-    else:
-        groups = defaultdict[tuple[int, str], list[str]](list)
-        for budget in budgets:
-            groups[_cap_bytes(budget), "cuda" if budget.gpus else "cpu"].append(budget.node)
-        caps = [
-            {"nodes": nodes, "device": device, "cap_bytes": bound}
-            for (bound, device), nodes in groups.items()
-        ]
+    caps = caps_of_nodes(budgets) if team is None else caps_of(team, config, Target())
     told = memory_plan(config, caps, None if team is None else team.budgets_bytes)
     return {
         **config.train.model_dump(include={"preset", "batch", "precision", "recompute"}),

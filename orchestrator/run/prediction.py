@@ -8,6 +8,7 @@ starts no job.
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any, Final
 from orchestrator.config.load import config_from_data
 from orchestrator.config.schema import Config
 from orchestrator.config.team import members
-from orchestrator.core.placement import Target, plan_slots
+from orchestrator.core.placement import NodeBudget, Target, plan_slots
 from orchestrator.errors import ConfigError, UsageError, one_line
 from orchestrator.jobs.model import SAME_STEP, Job, Submitted
 from orchestrator.run.child import ask_child
@@ -99,6 +100,18 @@ def caps_of(team: TeamSpec, config: Config, target: Target) -> list[dict[str, An
         for slot, budget_bytes, is_card in zip(
             team.members, team.budgets_bytes, on_card, strict=True
         )
+    ]
+
+
+def caps_of_nodes(budgets: Sequence[NodeBudget]) -> list[dict[str, Any]]:
+    """Return the same of workers that train for themselves, each cap with its nodes."""
+    groups = defaultdict[tuple[int, str], list[str]](list)
+    for budget in budgets:
+        cap_bytes = cap_about_bytes(budget.budget_bytes, on_card=bool(budget.gpus))
+        groups[cap_bytes, "cuda" if budget.gpus else "cpu"].append(budget.node)
+    return [
+        {"nodes": nodes, "device": device, "cap_bytes": cap_bytes}
+        for (cap_bytes, device), nodes in groups.items()
     ]
 
 
