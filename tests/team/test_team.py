@@ -258,3 +258,16 @@ def test_what_cannot_be_shared_is_refused_in_words(start: Start) -> None:
         assert said is not None
         assert said["verdict"] == "bad input"
         assert "cannot be shared by a team" in said["reason"]
+
+
+def test_all_come_to_rest_wherever_their_step_is(start: Start) -> None:
+    """The leader rests first, while the other one has computed a part of a step: it saves the step
+    before, and waits for no leader.
+    """
+    team = start(2, paces={0: {"row_s": 0.001}, 1: {"row_s": 0.02}}, steps=10**6, batch=32)
+    team.until(lambda: team.step() > 8)
+    other = next(slot for slot in team.members if slot != team.leader)
+    team.rest(team.leader)
+    team.until(lambda: team.rests(team.leader))
+    team.rest(*team.members)
+    team.until(lambda: team.rests(other))

@@ -207,6 +207,14 @@ class Trainer:
         return self._accumulator.done == 0 and not self._update.cut
 
     @property
+    def has_state(self) -> bool:
+        """Whether `state` can be asked for now. Passes of a shared training, and of blocks that are
+        lent, change nothing: it has one also while a batch is under way.
+        """
+        is_part = self._is_shared or (self.cut is not None and not self.cut.leads)
+        return self.at_boundary or (is_part and not self._update.cut)
+
+    @property
     def items_per_sample(self) -> float:
         """Items (samples, tokens) that a sample of this batch counts; 0 before the first."""
         return self._feed.count / self.settings.batch
@@ -437,9 +445,7 @@ class Trainer:
         Raises:
             RuntimeError: A part of an effective batch is under way.
         """
-        # Passes of a shared training change nothing, so that each state belongs to a step.
-        lends = self.cut is not None and not self.cut.leads
-        if not self.at_boundary and (self._update.cut or not (self._is_shared or lends)):
+        if not self.has_state:
             raise RuntimeError("a training has a state only between two optimiser steps")
         own = {
             "version": _STATE_VERSION,

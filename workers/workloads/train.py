@@ -278,7 +278,7 @@ class Train(Workload):
 
     def _save(self) -> None:
         trainer, checkpoints = self._trainer, self._checkpoints
-        if trainer is None or not trainer.at_boundary:
+        if trainer is None or not trainer.has_state:
             return
         if self._team is not None and self._team.lends:
             if not self._team.is_needed:
