@@ -297,7 +297,7 @@ class UserOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueHeld:
-    """A user has nothing start any more until the queue is released; `reason` `None` releases it."""
+    """A user has nothing start until the queue is released; `reason` `None` releases it."""
 
     at_s: float
     reason: str | None

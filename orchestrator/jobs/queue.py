@@ -128,7 +128,7 @@ class Queue:
         return all(standing.state in ENDED for standing in self.standings.values())
 
     def with_submitted(self, submitted: Iterable[Submitted]) -> Queue:
-        """Return the queue with jobs that it begins with; those that it has already are left out."""
+        """Return the queue with jobs that it begins with; those that it has are left out."""
         standings = dict(self.standings)
         for each in submitted:
             if each.job.name not in standings:

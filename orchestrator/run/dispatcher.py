@@ -144,7 +144,7 @@ class Dispatcher:
         return self.queue.in_states(ON_CARD)
 
     def rests(self) -> dict[str, str]:
-        """Return why each slot does not work whose job has no place on a card, or is to leave it."""
+        """Return why slots do not work whose job has no place on a card, or is to leave it."""
         found: dict[str, str] = {}
         for standing in self._acted.standings.values():
             to, why = standing.recalled_to, standing.reason

@@ -52,7 +52,7 @@ def visible_cards() -> tuple[CardFacts, ...]:
 
 
 def _card(index: int) -> CardFacts | str:
-    """Ask about one card; a sentence if it does not answer, or not even with its name and memory."""
+    """Ask about one card; a sentence if it does not answer with its name and memory."""
     try:
         card = queries.find_card(str(index))
         ask, uuid = card.ask, str(pynvml.nvmlDeviceGetUUID(card.handle))

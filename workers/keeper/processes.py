@@ -118,8 +118,8 @@ def tidies(pid: int) -> bool:
 def end_all(find: Callable[[], Iterable[int]], grace_s: float) -> int:
     """End what `find` returns until it returns nothing, by SIGTERM and after `grace_s` by SIGKILL.
 
-    What tidies up has some seconds more. Return how many there were at first. Reaps this process's own
-    children.
+    What tidies up has some seconds more. Return how many there were at first. Reaps the children of
+    this process.
     """
     left, deadline_s = list(find()), time.monotonic() + grace_s
     count = len(left)

@@ -1,7 +1,7 @@
 """The words in which memory is refused, as regular expressions.
 
-One list for errors and logs (`workers.oom`) and for what `workers.capped` tells (`capped/hook`), which
-loads this file by its path when a program has failed. So it imports nothing.
+One list for errors and logs (`workers.oom`) and for what `workers.capped` tells (`capped/hook`),
+which loads this file by its path when a program has failed. So it imports nothing.
 """
 
 #: Of a card, or of a memory that is not named: these mean a lack of memory and nothing else.

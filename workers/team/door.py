@@ -33,8 +33,8 @@ class Door:
     def __init__(
         self, address: str, admits: Callable[[], Admission | None], tell: Callable[..., None]
     ) -> None:
-        """Listen. `admits`: `None` where nobody is let in now; `tell` gets an event for each that
-        was refused.
+        """Listen. `admits` returns `None` while no member is let in; `tell` gets an event for each
+        that was refused.
 
         Raises:
             OSError: The address cannot be listened at.

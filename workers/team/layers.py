@@ -156,7 +156,7 @@ class Place(ABC):
             self.attend()
 
     def attend(self) -> None:
-        """Take note that the slot is at work, if it rests: the other member waits."""
+        """Take note that the slot is at work, also while it rests; the other member waits then."""
         self._seen_s = time.monotonic()
 
     def is_attended(self) -> bool:
@@ -471,7 +471,7 @@ class Lender(Place):
         """Do nothing: the leader has said that all is done."""
 
     def save_soon(self) -> None:
-        """Compute until the leader has a checkpoint, for which it needs the state of this member."""
+        """Compute until the leader has a checkpoint, which needs the state of this member."""
         self._wants_save = not self._is_saved
 
     @property

@@ -648,8 +648,8 @@ _NORM: Final = (
 )
 _BENT: Final = (
     "the loss bends what was added up or averaged over samples (abs, clamp, relu or maximum of "
-    "it), so the parts of a batch may be on another side of the bend than the whole; bend what each "
-    "sample gives, before it is averaged"
+    "it), so the parts of a batch may be on another side of the bend than the whole; bend what "
+    "each sample gives, before it is averaged"
 )
 _BUFFER: Final = (
     "is changed by each pass in a way that depends on how a batch is cut (batch statistics); "

@@ -46,7 +46,7 @@ _WARM_S: Final = 4.0
 
 
 def serve(connection: Connection, spec: ArmSpec) -> None:
-    """Do a turn for each message. What goes wrong is answered as `Refused`, and ends the process."""
+    """Do a turn for each message. What goes wrong is told as `Refused`, and ends the process."""
     # What torch has imported stays. Collecting it took 0.13 of the 0.46 s of a rehearsal's turn.
     gc.freeze()
     try:
