@@ -360,7 +360,12 @@ class Train(Workload):
             return Progress(saved_step=saved, redone_steps=self._redone_steps)
         if self._lends:  # the samples are the leader's, and so are the weights of the whole
             own = self._trainer.progress()
-            return Progress(train_step=own.train_step, train_steps=own.train_steps, loss=own.loss)
+            return Progress(
+                train_step=own.train_step,
+                train_steps=own.train_steps,
+                loss=own.loss,
+                first_loss=own.first_loss,
+            )
         samples_per_s, items_per_s = self._speeds()
         left = self._settings.batch * (self._trainer.steps - self._trainer.step)
         share = 1.0 if self._team is None else self._team.share
