@@ -42,8 +42,10 @@ def members(config: Config) -> tuple[str, ...]:
 
 
 def without_team(config: Config) -> Config:
-    """Return the configuration without its team, as jobs and `tune` have it."""
-    train = config.train.model_copy(update={"team": None})
+    """Return the configuration without its team and what that divides, as jobs and `tune` have
+    it.
+    """
+    train = config.train.model_copy(update={"team": None, "split": "data"})
     return config.model_copy(update={"train": train})
 
 

@@ -166,6 +166,11 @@ class Job:
         """Whether it takes all cards of the PCs that `train.team` names, at the same time."""
         return self.overrides.get("train.team") is not None
 
+    @property
+    def is_divided(self) -> bool:
+        """Whether it is a team whose members divide the model: none goes on without the other."""
+        return self.is_team and self.overrides.get("train.split") == "layers"
+
     def out_of_hours(self, minute: int) -> str | None:
         """Return its hours in words where it may not run at this minute of the day."""
         start, end = self.hours or (0, 24 * 60)
@@ -261,7 +266,9 @@ class AttemptStatus:
     sha256: str | None = None
     """Of its weights, once it is done."""
     cards: str | None = None
-    """Of a team: its cards, first that of the member which is furthest, of which all of this is."""
+    """Of a team: its cards, first that of the member of which all of this is: the one that is
+    furthest, or leads a divided model.
+    """
 
 
 class JobOrder(StrEnum):
@@ -351,7 +358,7 @@ class Standing:
     """Of the last or present one; 0 before the first."""
     last_card: str | None = None
     """Where its present or last attempt is or was; of a team that is done, first the card of the
-    member which has ended it.
+    member which has ended it, and of a divided model always that of the member which leads.
     """
     budget_bytes: int | None = None
     alone: bool = True

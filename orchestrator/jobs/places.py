@@ -278,31 +278,40 @@ def never_fits(job: Job, least_bytes: int | None, cards: Sequence[Card]) -> str 
         return None
     which = "largest card here" if len(allowed) == len(cards) else "largest card that it may use"
     which = "smallest card of its team" if job.is_team else which
+    which, gives = ("cards of its team", "give") if job.is_divided else (which, "gives")
     return (
-        f"needs at least {_gib(need_bytes, math.ceil)}; the {which} gives "
+        f"needs at least {_gib(need_bytes, math.ceil)}; the {which} {gives} "
         f"{_gib(largest.room_bytes, math.floor)} ({largest.name})"
     )
 
 
 def choices(job: Job, cards: Sequence[Card]) -> Sequence[Card]:
-    """Return the cards of which a job takes one: for a team, all of its cards as if they were one.
-
-    What the smallest of these gives counts, and one that is closed closes all.
+    """Return the cards of which a job takes one: for a team, all of its cards as if they were one,
+    of which one that is closed closes all.
     """
     if not job.is_team:
         return cards
     mine = [card for card in cards if suits(job, card)]
-    return (joint(mine),) if len(mine) > 1 else ()
+    return (joint(job, mine),) if len(mine) > 1 else ()
 
 
-def joint(cards: Sequence[Card]) -> Card:
-    """Return cards as if they were one."""
+def joint(job: Job, cards: Sequence[Card]) -> Card:
+    """Return the cards of a team as if they were one.
+
+    Members that divide the samples of a step each hold the model. Those that divide the model hold
+    it together and compute in turns; the first card is that of the member which leads.
+    """
+    rooms_bytes = [card.room_bytes for card in cards]
+    room_bytes, speed = min(rooms_bytes), sum(card.speed for card in cards)
+    if job.is_divided:
+        cards = sorted(cards, key=lambda card: -card.room_bytes)  # as `core.placement` has it
+        room_bytes, speed = sum(rooms_bytes), speed / len(cards)
     return replace(
         cards[0],
         name=JOINT.join(card.name for card in cards),
         title=" + ".join(card.title for card in cards),
-        room_bytes=min(card.room_bytes for card in cards),
-        speed=sum(card.speed for card in cards),
+        room_bytes=room_bytes,
+        speed=speed,
         closed=next((card.closed for card in cards if card.closed is not None), None),
     )
 

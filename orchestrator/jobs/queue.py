@@ -367,7 +367,7 @@ class _Turn:
         milestone = milestones.next_of(standing, seen.step)
         if job.sweep is not None and milestone is not None and seen.value is not None:
             return self._reach(standing, job.sweep, milestone, seen.value)
-        self._measure(standing, seen, places.joint(cards))
+        self._measure(standing, seen, places.joint(job, cards))
         return None
 
     def _leaves(

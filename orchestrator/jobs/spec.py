@@ -297,9 +297,9 @@ def _of_keys(at: _Place) -> Iterator[Problem]:
             yield at.problem("an entry with train: trains", "command: for other work", *where)
         elif word == "train.team":
             yield from _of_team(at, where, values)
-        elif word == "train.split" and values != ["data"]:
-            text = f"{in_words(values[0])} is for `run`; the team of a job divides samples"
-            yield at.problem(text, "split: data", *where)
+        elif word == "train.split" and values not in (["data"], ["layers"]):
+            text = "what the team of a job divides is known before it begins"
+            yield at.problem(text, "split: data, or layers", *where)
         elif word == "train.slots":
             valid = "no slots; sweep over workload.seed for several trainings"
             yield at.problem("a job is one training in one slot", valid, *where)
@@ -312,13 +312,18 @@ def _of_keys(at: _Place) -> Iterator[Problem]:
 def _of_team(at: _Place, where: KeyPath, values: list[Any]) -> Iterator[Problem]:
     """Yield why a job may not have this team; whether its PCs are there, `_of_config` says."""
     named = [str(name) for team in values if isinstance(team, list) for name in team]
+    pcs = list(at.file.base.nodes)
     slot = next((name for name in named if "/" in name), None)
+    unknown = next((name for name in named if name not in pcs), None)
     beside = next((key for key in ("nodes", "card", "pack") if getattr(at.entry, key)), None)
     if where[0] == "sweep":
         yield at.problem("is the same for all members of a sweep", "team below train", *where)
     elif slot is not None:
         text = f"a job takes whole cards, and {in_words(slot)} is one worker of a PC"
         yield at.problem(text, "the names of PCs, or all", *where)
+    elif unknown is not None:
+        text = f"there is no PC {in_words(unknown)}{nearest(unknown, pcs)}"
+        yield at.problem(text, f"{listed(pcs)}, or all", *where)
     elif values != [None] and beside is not None:
         text = f"names the cards of a job, and so does {beside}"
         yield at.problem(text, f"no {beside}, or no team", *where)

@@ -30,9 +30,11 @@ _AGAIN_S: Final = 60.0
 class AttemptsSeen:
     """Those of one run."""
 
-    def __init__(self, *, has_cards: Mapping[str, bool]) -> None:
-        """Remember nothing yet; `has_cards` says of each node whether its jobs run on cards."""
-        self._has_cards = has_cards
+    def __init__(self, *, rooms_bytes: Mapping[str, int]) -> None:
+        """Remember nothing yet; `rooms_bytes` is what each card gives to jobs, by its name. Nodes
+        whose jobs run on processors are not in it.
+        """
+        self._rooms_bytes = rooms_bytes
         self._peak_bytes: dict[str, int] = {}
         self._since_s: dict[tuple[str, str], float] = {}
         """Of a slot, since when its node is away, it has no room, or it is given up."""
@@ -61,8 +63,24 @@ class AttemptsSeen:
         failed = [slot.slot for slot in members if slot.phase is Phase.QUARANTINED]
         for slot in members:
             lasts_s = self._lasts_s("given up", slot.slot, now_s, holds=slot.slot in failed)
-            if lasts_s > _AGAIN_S and len(failed) < len(members):
+            if lasts_s > _AGAIN_S and len(failed) < len(members) and not standing.job.is_divided:
                 yield slot.slot
+
+    def stranded(
+        self, standing: Standing, slots: Mapping[str, Slot], now_s: float
+    ) -> dict[str, str]:
+        """Return the slots of a divided model that cannot go on, each with why: the other member is
+        given up or lost.
+        """
+        if not (standing.job.is_divided and slots.keys() >= set(standing.places)):
+            return {}
+        gone = {
+            slot.slot: f"{slot.slot}: {slot.reason}"
+            for slot in map(slots.__getitem__, standing.places)
+            if slot.phase is Phase.QUARANTINED or self._is_lost(slot, standing.job, now_s)
+        }
+        why = next(iter(gone.values()), None)
+        return {} if why is None else dict.fromkeys(standing.places.keys() - gone.keys(), why)
 
     def _seen(
         self,
@@ -72,12 +90,17 @@ class AttemptsSeen:
         now_s: float,
     ) -> AttemptStatus | None:
         """Return what is seen of a job on a card; `None` while its node has only just gone."""
-        rests = standing.recalled_to is not None
-        rests = rests or is_finished(slots[name] for name in standing.places)
+        rests = (
+            standing.recalled_to is not None
+            or is_finished(slots[name] for name in standing.places)
+            or bool(self.stranded(standing, slots, now_s))
+        )
         found = {
             card: self._seen_in(slots[name], card, standing, standings, slots, now_s, rests=rests)
             for name, card in standing.places.items()
         }
+        if standing.job.is_divided:
+            return _of_divided(found)
         return _of_team(found) if standing.job.is_team else next(iter(found.values()))
 
     def _seen_in(
@@ -93,9 +116,8 @@ class AttemptsSeen:
     ) -> AttemptStatus | None:
         """Return the same of one of its slots; `rests`: it is to."""
         name, progress, status = slot.slot, slot.training.progress, slot.status
-        is_away = slot.phase is Phase.ABSENT and slot.orders.hold is None
-        away_s = self._lasts_s("away", name, now_s, holds=is_away)
-        if is_away and away_s < node_lost_s(standing.job):
+        is_lost = self._is_lost(slot, standing.job, now_s)
+        if _is_away(slot) and not is_lost:
             return None
         if status is not None and status.memory is not None:
             # Budgets and cards are told with contexts, what a training takes is without.
@@ -119,7 +141,7 @@ class AttemptsSeen:
             is_at_rest=rests
             and slot.orders.hold is Hold.DRAIN
             and slot.phase in {Phase.HELD, Phase.ABSENT},
-            node_lost=is_away,
+            node_lost=is_lost,
             cause=cause,
             text=text,
             exit_code=exit_code,
@@ -133,6 +155,11 @@ class AttemptsSeen:
             taken=taken,
             sha256=progress.weights_sha256,
         )
+
+    def _is_lost(self, slot: Slot, job: Job, now_s: float) -> bool:
+        """Say whether the node of a slot has been away for so long that the job ends there."""
+        away_s = self._lasts_s("away", slot.slot, now_s, holds=_is_away(slot))
+        return away_s >= node_lost_s(job)
 
     def _lasts_s(self, what: str, slot: str, now_s: float, *, holds: bool) -> float:
         """Return for how long something holds of a slot."""
@@ -153,7 +180,7 @@ class AttemptsSeen:
         `None`: its jobs could have their budgets, or nothing tells.
         """
         status, device = slot.status, slot.device
-        if status is None or not self._has_cards[card.partition(":")[0]]:
+        if status is None or card not in self._rooms_bytes:
             return None
         if status.device is None and status.counts.oom_count:  # as `processes.told` has it
             return f"other programs leave no room on {card} to begin"
@@ -168,10 +195,43 @@ class AttemptsSeen:
                 continue
             if other.status is not None and other.status.memory is not None:
                 others_bytes -= other.status.memory.reserved_bytes + other.device.context_bytes
-            wanted_bytes += (there.budget_bytes or 0) * (at == card)
+            if at == card:
+                wanted_bytes += min(there.budget_bytes or 0, self._rooms_bytes[card])
         if (memory.device_total_bytes or 0) - others_bytes >= wanted_bytes:
             return None
         return f"other programs hold {others_bytes / GIB:.1f} GiB of {card}"
+
+
+def _is_away(slot: Slot) -> bool:
+    """Say whether the node of a slot is away that is to work."""
+    return slot.phase is Phase.ABSENT and slot.orders.hold is None
+
+
+def _has_ended(seen: AttemptStatus) -> bool:
+    return seen.cause is not None or seen.is_at_rest or seen.node_lost
+
+
+def _of_divided(found: Mapping[str, AttemptStatus | None]) -> AttemptStatus | None:
+    """Return what is seen of two members that divide a model, of which this is seen by their cards,
+    that of the leader first: what the leader tells. It ends with the cause of the one that failed.
+    """
+    leader, lender = found.values()
+    if leader is None or lender is None:
+        return None  # a node has only just gone
+    told = leader
+    if not (_has_ended(leader) and _has_ended(lender)):
+        told = replace(told, cause=None, is_at_rest=False, node_lost=False)
+    elif leader.cause is None and lender.cause is not Cause.DONE:
+        text = lender.text if lender.cause is not None else leader.text
+        told = replace(told, cause=lender.cause, text=text, exit_code=lender.exit_code)
+    return replace(
+        told,
+        cards=JOINT.join(found),
+        peak_bytes=(leader.peak_bytes or 0) + (lender.peak_bytes or 0) or None,
+        out_of_memory=leader.out_of_memory + lender.out_of_memory,
+        has_no_room=leader.has_no_room or lender.has_no_room,
+        taken=leader.taken or lender.taken,
+    )
 
 
 def _of_team(found: Mapping[str, AttemptStatus | None]) -> AttemptStatus | None:
@@ -182,18 +242,15 @@ def _of_team(found: Mapping[str, AttemptStatus | None]) -> AttemptStatus | None:
     if not known:
         return None
 
-    def has_ended(seen: AttemptStatus) -> bool:
-        return seen.cause is not None or seen.is_at_rest or seen.node_lost
-
     def rank(card: str) -> tuple[bool, bool, bool, int]:
         seen = known[card]
         is_done = seen.cause is Cause.DONE
-        return is_done, not has_ended(seen), seen.cause is None, seen.step or 0
+        return is_done, not _has_ended(seen), seen.cause is None, seen.step or 0
 
     cards = sorted(known, key=rank, reverse=True)
     told, all_seen = known[cards[0]], [*known.values()]
     is_whole = len(known) == len(found)
-    if not (is_whole and all(map(has_ended, all_seen))):
+    if not (is_whole and all(map(_has_ended, all_seen))):
         told = replace(told, cause=None, is_at_rest=False, node_lost=False)
     return replace(
         told,

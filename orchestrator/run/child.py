@@ -5,9 +5,11 @@ own answers, and ends with this one. Knows no question.
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 #: Has the process end with the thread that waits for it, also after SIGKILL: as `-m` otherwise.
@@ -18,32 +20,55 @@ prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 """
 
+#: How often a question that takes long asks whether the user still wants the answer.
+_LOOK_S: Final = 0.2
+
+
+def never() -> bool:
+    """Say that nobody interrupts."""
+    return False
+
 
 def ask_child(
-    module: str, question: Mapping[str, Any], timeout_s: float | None = None
+    module: str,
+    question: Mapping[str, Any],
+    timeout_s: float = math.inf,
+    interrupted: Callable[[], bool] = never,
 ) -> dict[str, Any] | str:
     """Return what a module of `workers` that needs torch answers, in a process of its own.
 
     Question and answer are JSON. The answer is the last line; the user's own task, which is
     imported from the current folder, may print others. A text says why there is no answer.
     """
+    until_s = time.monotonic() + timeout_s
+    with subprocess.Popen(  # noqa: S603 - our own module
+        [sys.executable, "-c", _BEGIN, module],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+        errors="replace",
+    ) as child:
+        sent: str | None = json.dumps(question)
+        told: tuple[str, str] | None = None
+        try:
+            while told is None:
+                if interrupted():
+                    return "it was interrupted"
+                if time.monotonic() > until_s:
+                    return f"it took longer than {timeout_s:.0f} s"
+                try:
+                    told = child.communicate(sent, timeout=_LOOK_S)
+                except subprocess.TimeoutExpired:
+                    sent = None  # has been sent
+        finally:
+            child.kill()
+    out, err = told
     try:
-        done = subprocess.run(  # noqa: S603 - our own module
-            [sys.executable, "-c", _BEGIN, module],
-            input=json.dumps(question),
-            capture_output=True,
-            encoding="utf-8",
-            errors="replace",
-            timeout=timeout_s,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return f"it took longer than {timeout_s:.0f} s"
-    try:
-        answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        answer: dict[str, Any] = json.loads(out.splitlines()[-1])
     except (ValueError, IndexError):
-        last = [line.strip()[:300] for line in done.stderr.splitlines() if line.strip()][-1:]
+        last = [line.strip()[:300] for line in err.splitlines() if line.strip()][-1:]
         return ": ".join(
-            [f"the process that computes it ended with status {done.returncode}", *last]
+            [f"the process that computes it ended with status {child.returncode}", *last]
         )
     return answer

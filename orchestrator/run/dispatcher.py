@@ -118,16 +118,21 @@ class Dispatcher:
             run_id=self.folder.parent.name,
             folder_of=self._files.of,
         )
-        on_card = self.target.device != "cpu"
         self._attempts = AttemptsSeen(
-            has_cards={
-                node: on_card and bool(budget.gpus) for node, budget in self._plans.budgets.items()
+            rooms_bytes={
+                card.name: card.room_bytes
+                for card in self._plans.cards(())
+                if self.target.device != "cpu" and self.config.nodes[card.node].gpus
             }
         )
+        self._stranded: dict[str, str] = {}
+        """Slots on a card that rest until their job has left it, each with why."""
         self._threads = Background(1, "prediction")
         self._choosing: tuple[Job, Future[dict[str, int]]] | None = None
         """A member of a sweep with its settings, and what it needs at least of a card."""
-        self._least_room_of = partial(least_room_of, config=self.config, on_card=on_card, known={})
+        self._least_room_of = partial(
+            least_room_of, config=self.config, target=self.target, known={}
+        )
 
     @property
     def is_over(self) -> bool:
@@ -145,7 +150,7 @@ class Dispatcher:
 
     def rests(self) -> dict[str, str]:
         """Return why slots do not work whose job has no place on a card, or is to leave it."""
-        found: dict[str, str] = {}
+        found = dict(self._stranded)
         for standing in self._acted.standings.values():
             to, why = standing.recalled_to, standing.reason
             if standing.state not in ON_CARD or to is JobState.HELD:  # a slot says HELD itself
@@ -261,7 +266,13 @@ class Dispatcher:
 
     def _world(self, slots: Mapping[str, Slot], nodes: Collection[str]) -> World:
         local = datetime.fromtimestamp(self._unix_s).astimezone()
-        seen = self._attempts.look(self._on_card(), slots, self._at_s)
+        on_card = self._on_card()
+        seen = self._attempts.look(on_card, slots, self._at_s)
+        self._stranded = {
+            slot: why
+            for standing in on_card.values()
+            for slot, why in self._attempts.stranded(standing, slots, self._at_s).items()
+        }
         return World(
             now_s=self._at_s,
             minute_of_day=60 * local.hour + local.minute,

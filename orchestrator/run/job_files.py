@@ -9,6 +9,7 @@ not know what is in a checkpoint.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterable
@@ -135,7 +136,7 @@ def ask_export(
     *,
     form: str | None = None,
     average: bool = False,
-    most_s: float | None = None,
+    most_s: float = math.inf,
 ) -> dict[str, Any] | str:
     """Have a child process, which loads torch, write what a slot has trained as a folder of Hugging
     Face; return what it tells of that (`workers.hf.export`), or why it told nothing.

@@ -11,16 +11,18 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from operator import truediv
 from pathlib import Path
 from typing import Any, Final
 
 from orchestrator.config.load import config_from_data
 from orchestrator.config.schema import Config
-from orchestrator.config.team import members
+from orchestrator.config.team import members, with_team_alone
 from orchestrator.core.placement import NodeBudget, Target, plan_slots
 from orchestrator.errors import ConfigError, UsageError, one_line
 from orchestrator.jobs.model import SAME_STEP, Job, Submitted
-from orchestrator.run.child import ask_child
+from orchestrator.run.child import ask_child, never
 from workers.command.code import code_of
 from workers.settings import ASSUMED_CONTEXT_BYTES, TeamSpec
 
@@ -37,7 +39,8 @@ DIVIDES: Final = "The training fits neither member alone: they divide the model 
 
 
 def job_config(base: Config, job: Job) -> Config:
-    """Return the configuration of a job's worker: that of the run, with what the job says.
+    """Return the configuration of a job's workers: that of the run, with what the job says. A team
+    has whole cards, and what leads a divided model follows from these.
 
     `ConfigError` if that is not valid; `jobs/spec.py` has refused it before.
     """
@@ -50,11 +53,14 @@ def job_config(base: Config, job: Job) -> Config:
     for dotted, value in {**job.overrides, **fixed}.items():
         section, _, key = dotted.partition(".")
         data[section] = {**data[section], key: value}
-    return config_from_data(data, f"job {job.name}")
+    return with_team_alone(config_from_data(data, f"job {job.name}"))
 
 
 def memory_plan(
-    config: Config, caps: Sequence[Mapping[str, Any]], budgets_bytes: Sequence[int] | None = None
+    config: Config,
+    caps: Sequence[Mapping[str, Any]],
+    budgets_bytes: Sequence[int] | None = None,
+    interrupted: Callable[[], bool] = never,
 ) -> dict[str, Any]:
     """Return what a training takes under these caps, or `not_planned`. `budgets_bytes` of two
     members divide the model, and the caps are theirs.
@@ -65,7 +71,7 @@ def memory_plan(
     question = {"settings": config.train.model_dump(), "seed": config.workload.seed, "caps": caps}
     if budgets_bytes is not None:
         question["budgets_bytes"] = budgets_bytes
-    told = ask_child("workers.training.memory_plan", question, _TIMEOUT_S)
+    told = ask_child("workers.training.memory_plan", question, _TIMEOUT_S, interrupted)
     if isinstance(told, str):
         return {"not_planned": told}
     if "refused" in told:
@@ -115,7 +121,9 @@ def caps_of_nodes(budgets: Sequence[NodeBudget]) -> list[dict[str, Any]]:
     ]
 
 
-def divided_where_needed(config: Config, target: Target) -> Config:
+def divided_where_needed(
+    config: Config, target: Target, interrupted: Callable[[], bool] = never
+) -> Config:
     """Return the configuration with `split: layers` in the place of `auto` where a training of two
     members fits neither, and fits both together; else as it is. Takes as long as `plan`.
     """
@@ -126,32 +134,37 @@ def divided_where_needed(config: Config, target: Target) -> Config:
         divided = config_from_data(
             {**data, "train": {**data["train"], "split": "layers"}}, "train.split: auto"
         )
-        if _fits(config, target) is False and _fits(divided, target):
+        fits = partial(_fits, target=target, interrupted=interrupted)
+        if fits(config) is False and fits(divided):
             return divided
     except (ConfigError, UsageError):
         pass  # it cannot be divided: the run shows what falls short
     return config
 
 
-def _fits(config: Config, target: Target) -> bool | None:
+def _fits(config: Config, target: Target, interrupted: Callable[[], bool]) -> bool | None:
     """Say whether a training fits one of its members, or all of them where they divide it; `None`:
     that is not known.
     """
     team = plan_slots(config, target)[0].spec.team
     assert team is not None  # noqa: S101 - it has members
     is_divided = config.train.split == "layers"
-    told = memory_plan(
-        config, caps_of(team, config, target), team.budgets_bytes if is_divided else None
-    )
+    budgets_bytes = team.budgets_bytes if is_divided else None
+    told = memory_plan(config, caps_of(team, config, target), budgets_bytes, interrupted)
     if "not_planned" in told:
         return None
     return (all if is_divided else any)(cap["steps"][-1]["fits"] for cap in told["caps"])
 
 
 def least_room_of(
-    jobs: Sequence[Job], config: Config, *, on_card: bool, known: dict[str, Any] | None = None
+    jobs: Sequence[Job],
+    config: Config,
+    target: Target,
+    *,
+    known: dict[str, int | None] | None = None,
 ) -> dict[str, int]:
-    """Return the bytes that a card must have for each job, where that can be predicted.
+    """Return the bytes that a card must have for each job, where that can be predicted; for a job
+    whose members divide the model, its cards together.
 
     Trainings that differ in what changes no memory are asked for once. What was asked for is kept
     in `known`, for the next call.
@@ -159,8 +172,6 @@ def least_room_of(
     Raises:
         UsageError: A job names what cannot be trained.
     """
-    context_bytes = ASSUMED_CONTEXT_BYTES if on_card else 0
-    cap = {"device": "cuda" if on_card else "cpu", "cap_bytes": _NO_CAP_BYTES}
     known = {} if known is None else known
     least_bytes = {}
     for job in jobs:
@@ -169,11 +180,31 @@ def least_room_of(
         own = job_config(config, job)
         key = own.train.model_dump_json(exclude=set(SAME_STEP))
         if key not in known:
-            known[key] = memory_plan(own, [cap])
-        if "not_planned" not in known[key]:
-            total_bytes = known[key]["caps"][0]["steps"][-1]["total_bytes"]
-            least_bytes[job.name] = int(_SURE * (total_bytes + context_bytes))
+            known[key] = _least_bytes(own, target)
+        if (needed_bytes := known[key]) is not None:
+            least_bytes[job.name] = int(_SURE * needed_bytes)
     return least_bytes
+
+
+def _least_bytes(config: Config, target: Target) -> int | None:
+    """Return what the smallest step of a training takes, contexts included; `None`: unknown."""
+    on_card = target.device != "cpu" and any(node.gpus for node in config.nodes.values())
+    team = dividing(config, target)
+    if team is None:
+        caps = [{"device": "cuda" if on_card else "cpu", "cap_bytes": _NO_CAP_BYTES}]
+    else:
+        caps = caps_of(team, config, target)
+    told = memory_plan(config, caps, None if team is None else team.budgets_bytes)
+    if "not_planned" in told:
+        return None
+    context_bytes = ASSUMED_CONTEXT_BYTES if on_card else 0
+    taken_bytes = [cap["steps"][-1]["total_bytes"] + context_bytes for cap in told["caps"]]
+    if team is None:
+        return int(taken_bytes[0])
+    # Which blocks each member has follows from the budgets. So both cards are too small by as much
+    # as the fuller one is.
+    fullest = max(map(truediv, taken_bytes, team.budgets_bytes))
+    return int(fullest * sum(team.budgets_bytes))
 
 
 def on_target(
@@ -194,8 +225,7 @@ def submitted(jobs: Iterable[Job], config: Config, target: Target) -> tuple[Subm
     """
     ready = prepared(jobs, None if target.one_machine else config.head_node)
     known = [job for job in ready if not job.awaits_settings]
-    on_card = target.device != "cpu" and any(node.gpus for node in config.nodes.values())
-    least = least_room_of(known, config, on_card=on_card)
+    least = least_room_of(known, config, target)
     return tuple(
         Submitted(at_s=job.submitted_at_unix_s, job=job, least_bytes=least.get(job.name))
         for job in ready

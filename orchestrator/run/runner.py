@@ -209,7 +209,9 @@ def _in_environment(environment: Environment, record: _Record, interrupts: Inter
         settled = environment.settle(environment, fleet)
         if settled is not environment:
             record.tell(*settled.lines)
-        config = divided_where_needed(settled.config, settled.target)
+        config = divided_where_needed(
+            settled.config, settled.target, interrupted=lambda: interrupts.asked
+        )
         if config is not settled.config:
             record.tell(DIVIDES)
             settled = replace(settled, config=config)

@@ -39,9 +39,11 @@ def both(night: Night) -> Standing:
     return night.standings()["both"]
 
 
-def test_a_team_is_one_job(start: Starter, short_tmp: Path) -> None:
+@pytest.mark.parametrize("split", ["data", "layers"])
+def test_a_team_is_one_job(start: Starter, short_tmp: Path, split: str) -> None:
     night = Night(start, short_tmp, "--rehearse")
-    head = night.begin(night.file_of({"jobs": [{"name": "both", "train": TRAIN}]}))
+    train = {**TRAIN, "split": split}
+    head = night.begin(night.file_of({"jobs": [{"name": "both", "train": train}]}))
     head.wait(lambda: steps_of(head) > 5, "both members")
     leader, step = named(head, "team_leader")[-1]["slot"], steps_of(head)
     os.kill(head.opened(leader)[-1], signal.SIGKILL)
@@ -58,8 +60,8 @@ def test_a_team_is_one_job(start: Starter, short_tmp: Path) -> None:
     assert {head.rows()[slot]["state"] for slot in SLOTS} == {"HELD"}
     night.say(JobOrder.RELEASE, "both")
     head.wait(lambda: both(night).attempt == 2, "another attempt")
-    began = len(named(head, "restored"))
-    head.wait(lambda: len(named(head, "restored")) >= began + 2, "both members once more")
+    restored = {"data": 2, "layers": 1}[split] + len(named(head, "restored"))
+    head.wait(lambda: len(named(head, "restored")) >= restored, "both members once more")
     head.kill()
 
     code, out, err = night.begin(str(night.file)).finish()

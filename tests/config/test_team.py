@@ -198,8 +198,8 @@ def test_jobs_work_without_the_team_of_a_run() -> None:
         ("train: {team: all}, nodes: [pc1]", "names the cards of a job, and so does nodes"),
         ("train: {team: all}, pack: true", "names the cards of a job, and so does pack"),
         (
-            "train: {team: all, split: layers}",
-            "'layers' is for `run`; the team of a job divides samples",
+            "train: {team: all, split: auto}",
+            "what the team of a job divides is known before it begins; valid: split: data, or layers",
         ),
         (
             "train: {lr: 1e-3}, sweep: {over: {team: [all]}}",

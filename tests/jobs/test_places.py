@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.jobs.model import AttemptStatus, Card, Job, JobState, Standing
-from orchestrator.jobs.places import Candidate, Place, Plan, never_fits, plan
+from orchestrator.jobs.places import Candidate, Place, Plan, choices, never_fits, plan
 from tests.jobs.scene import BIG, SMALL, Scene, training
 from workers.units import GIB, MIB
 
@@ -209,6 +209,17 @@ def test_each_card_of_a_team_must_hold_its_model() -> None:
         "needs at least 9.0 GiB; the smallest card of its team gives 5.8 GiB (pc1+pc2)"
     )
     assert never_fits(job, None, (FAST,)) is not None
+
+
+def test_cards_that_divide_a_model_hold_it_together_and_the_larger_one_leads() -> None:
+    job = replace(of_team("team").job, overrides={"train.team": "all", "train.split": "layers"})
+    (card,) = choices(job, (SLOW, FAST))
+    assert (card.name, card.room_bytes) == ("pc1+pc2", FAST.room_bytes + SLOW.room_bytes)
+    assert card.speed == (FAST.speed + SLOW.speed) / 2  # one of both computes at a time
+    assert never_fits(job, 28 * GIB, CARDS) is None
+    assert never_fits(job, 31 * GIB, CARDS) == (
+        "needs at least 31.0 GiB; the cards of its team give 28.8 GiB (pc1+pc2)"
+    )
 
 
 # --- two on a card

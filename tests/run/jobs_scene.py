@@ -9,6 +9,7 @@ import hashlib
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -408,6 +409,11 @@ def short(name: str, steps: int = 100, **more: Any) -> Job:
 def team(name: str, steps: int = 100, **more: Any) -> Job:
     pcs = ("pc1", "pc2")
     return short(name, steps, overrides={"train.team": list(pcs)}, nodes=pcs, **more)
+
+
+def divided(name: str, steps: int = 100, **more: Any) -> Job:
+    job = team(name, steps, **more)
+    return replace(job, overrides={**job.overrides, "train.split": "layers"})
 
 
 def check_ends(run: JobsRun) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from orchestrator.control.queue import put
 from orchestrator.jobs.model import JobOrder, JobState, Submitted
-from tests.run.jobs_scene import JobsMaker, JobsRun, check_ends, short, team
+from tests.run.jobs_scene import JobsMaker, JobsRun, check_ends, divided, short, team
 from workers.messages import WorkerState
+from workers.units import GIB
 
 
 def nodes_of(run: JobsRun, name: str) -> list[str]:
@@ -92,3 +95,54 @@ def test_a_team_is_preempted_held_and_cancelled_as_one(new_jobs: JobsMaker) -> N
     assert run.finish()["both"].state is JobState.CANCELLED
     generations = [event["generation"] for event in run.events("team_leader")]
     assert generations == [1, 2, 3]
+
+
+def test_members_that_divide_a_model_have_their_cards_together(new_jobs: JobsMaker) -> None:
+    run = new_jobs(divided("both", memory_bytes=25 * GIB), device="cuda")
+    run.until(5.0)
+    leader, lender = (run.fleet.specs[slot] for slot in ("both/pc1/0", "both/pc2/0"))
+    assert leader.team is not None
+    assert lender.team is not None
+    assert (leader.team.split, leader.team.members) == ("layers", ("both/pc1/0", "both/pc2/0"))
+    assert leader.team.budgets_bytes == (leader.budget_bytes, lender.budget_bytes)
+    assert run.standing("both").budget_bytes == leader.budget_bytes + lender.budget_bytes
+    run.finish()
+    check_ends(run)
+    assert run.standing("both").last_card == "pc1+pc2"
+
+
+@pytest.mark.parametrize("lost", ["pc1", "pc2"])
+def test_half_a_model_keeps_no_card_while_the_other_pc_is_away(
+    new_jobs: JobsMaker, lost: str
+) -> None:
+    other = {"pc1": "pc2", "pc2": "pc1"}[lost]
+    run = new_jobs(divided("both", 3000, priority=1), short("next", 50, nodes=(other,)))
+    run.fleet.at(10.0, lambda: run.fleet.lose(lost))
+    run.fleet.at(300.0, lambda: run.fleet.join(lost))
+    run.until_state("next", JobState.DONE)
+    both = run.standing("both")
+    assert (both.state, both.attempt, both.failures) == (JobState.QUEUED, 1, 0)
+    assert both.reason == "in line again: its place on pc1+pc2 is gone"
+    run.finish()
+    check_ends(run)
+    assert run.begun() == ["both", "next", "both"]
+
+
+def test_a_short_absence_costs_a_divided_model_no_attempt(new_jobs: JobsMaker) -> None:
+    run = new_jobs(divided("both", 1000))
+    run.fleet.at(10.0, lambda: run.fleet.lose("pc2"))
+    run.fleet.at(30.0, lambda: run.fleet.join("pc2"))
+    run.finish()
+    check_ends(run)
+    assert run.begun() == ["both"]
+
+
+@pytest.mark.parametrize("slot", ["both/pc1/0", "both/pc2/0"])
+def test_half_a_model_that_is_given_up_ends_the_attempt(new_jobs: JobsMaker, slot: str) -> None:
+    run = new_jobs(divided("both", 4000, retries=1), short("next", 50, priority=-1))
+    run.fleet.says = {slot: {"errors_in_a_row": 99, "reason": "ValueError: no data"}}
+    run.until_state("both", JobState.FAILED)
+    assert run.standing("both").last_error == "99 times in a row: ValueError: no data"
+    assert run.standing("both").failures == 2
+    run.until_state("next", JobState.DONE)
+    assert run.fleet.live_on("pc1") == run.fleet.live_on("pc2") == []

@@ -69,6 +69,8 @@ class Place(ABC):
         """Equal for members that can share a training."""
         self._events: deque[tuple[str, dict[str, Any]]] = deque(maxlen=_MOST_EVENTS)
         self._told, self._is_in = TeamState.REJOINING, False
+        self._left_s = -math.inf
+        """When the other member was lost."""
         self._told_reason = ""
         self._wire_s = 0.0
         self._wire_of_steps: deque[float] = deque(maxlen=_STEPS)
@@ -200,6 +202,15 @@ class Place(ABC):
         assert self._trainer is not None  # noqa: S101 - nothing is asked for before it is open
         return self._trainer
 
+    def can_save(self, saved_step: int | None) -> bool:
+        """Say whether a checkpoint may follow that of this step: it needs both members. One that is
+        gone is waited for where steps would be lost, for as long as one that rests.
+        """
+        if self._is_in:
+            return True
+        away_s = time.monotonic() - self._left_s
+        return away_s < AWAY_S and saved_step != self._training.step
+
     def save_soon(self) -> None:  # noqa: B027 - one of both has nothing to do
         """Take note that this member is to rest once there is a checkpoint."""
 
@@ -210,6 +221,8 @@ class Place(ABC):
         """Take note that the other member is gone."""
         link, self._link = self._link, None
         was_in, self._is_in = self._is_in, self._is_in and self._is_over
+        if was_in:
+            self._left_s = time.monotonic()
         if link is not None:
             link.close()
             if not self._is_over and (was_in or why != self._told_reason):

@@ -116,6 +116,10 @@ class Member:
             self._pace.did(done.rows, updated=done.updated, began_s=began_s, ended_s=ended_s)
         return done
 
+    def can_save(self, saved_step: int | None) -> bool:  # noqa: ARG002 - as `Place.can_save`
+        """Say whether a checkpoint may follow: each member has all of the state."""
+        return True
+
     def attend(self) -> None:
         """Do nothing: the others compute the samples of a member that rests."""
 

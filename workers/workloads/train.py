@@ -133,11 +133,13 @@ class Train(Workload):
     @property
     def save_due(self) -> bool:  # type: ignore[override]
         """Whether a checkpoint was asked for, and there was no moment between two optimiser steps
-        since.
+        since, and such a moment may come.
         """
         if self._team is not None and self._team.lends:
             return self._team.save_due
-        return self._save_soon and self._trainer is not None and self._checkpoints is not None
+        if not self._save_soon or self._trainer is None or self._checkpoints is None:
+            return False
+        return self._team is None or self._team.can_save(self._checkpoints.saved_step)
 
     @property
     def team(self) -> TeamStatus | None:  # type: ignore[override]

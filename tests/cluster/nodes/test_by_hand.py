@@ -158,7 +158,7 @@ def test_nodes_by_hand_are_named_awaited_asked_and_used(
     expected = {(node, check): "ok" for node in ("pc1", "pc2") for check in ("torch", "network")}
     expected |= {(node, "plan"): "fail" for node in ("pc1", "pc2")}
     expected |= {(None, check): "ok" for check in ("versions", "token")}
-    expected[("pc2", "link")] = "ok"
+    assert "b/s to pc1" in found["pc2", "link"]["found"]
     # Where a node gave no answer, its findings say why.
     assert expected.items() <= verdicts.items(), json.dumps([*found.values()], indent=1)
     for node in ("pc1", "pc2"):

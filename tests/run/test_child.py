@@ -1,0 +1,35 @@
+"""A question to a process that needs torch, which a user may interrupt."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+
+from orchestrator.run.child import ask_child
+
+
+@pytest.fixture
+def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module whose answer never comes."""
+    (tmp_path / "slow.py").write_text("import sys, time\nsys.stdin.read()\ntime.sleep(3600)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    return "slow"
+
+
+def test_an_interrupt_ends_the_process_that_is_asked(slow: str) -> None:
+    children: set[psutil.Process] = set()
+
+    def interrupted() -> bool:
+        before = set(children)
+        children.update(it for it in psutil.Process().children() if "slow" in it.cmdline())
+        return bool(before)
+
+    assert ask_child(slow, {}, interrupted=interrupted) == "it was interrupted"
+    assert children
+    assert not any(child.is_running() for child in children)
+
+
+def test_an_answer_that_does_not_come_in_time(slow: str) -> None:
+    assert ask_child(slow, {"of": "x" * 100_000}, 1.0) == "it took longer than 1 s"
