@@ -2,12 +2,12 @@
 whether the same command goes on.
 
 Real Ray with two raylets: a run of three workers, or with `--jobs` the queue with trainings under
-`train.exact`, of which two are teams of both cards, and one of these preempts what runs. They must
-end with the weights of a queue that was left alone. A program among them counts, and notes if it
-ever runs twice at a time; no card may have two. After each kill
-nothing of the victim's is there ten seconds later, the store is sound, no counter goes back, and
-the counters grow again. A GCS, a head, and one of each kind at once end the run: then nothing of it
-is left, and the command is typed again.
+`train.exact`, of which two are teams of both cards: one divides the samples, and one the model. The
+second one preempts what runs. They must end with the weights of a queue that was left alone. A
+program among them counts, and notes if it ever runs twice at a time; no card may have two. After
+each kill nothing of the victim's is there ten seconds later, the store is sound, no counter goes
+back, and the counters grow again. A GCS, a head, and one of each kind at once end the run: then
+nothing of it is left, and the command is typed again.
 
 Every kill becomes a line of `--out`, so that a second call goes on with what is missing. A kill
 that breaks something ends its run, and the next one meets a fresh run. Does not measure how long
@@ -204,7 +204,8 @@ class Course:
             both = {**_TRAIN, "steps": steps, "team": ["pc1", "pc2"]}
             jobs.insert(1, {"name": "team", "train": both})
             now = {"after": ["t0"], "priority": 1, "preempt": True}
-            jobs.append({"name": "urgent", "train": {**both, "steps": steps // 4}, **now})
+            divided = {**both, "split": "layers", "steps": steps // 4}
+            jobs.append({"name": "urgent", "train": divided, **now})
             file.write_text(json.dumps({"jobs": jobs}))
             self._words = ["jobs", "run", str(file), "--rehearse", "--plain", *words]
         self._broken: list[str] = []
