@@ -4,9 +4,9 @@ The highest priority is first. Within a priority the longest is first, and jobs 
 count as of the median length, in order of submission. Each goes to the card on which it is expected
 to end first; so a job may wait for a faster card while a slower one is idle. Two jobs share a card
 only where both say so, and jobs of lower priority make room only for one that says so. A team gets
-all of its cards at the same time; until then none of them goes to a job that comes after it. How
-long a job takes follows from what was measured of it, and of jobs alike. Pure. Does not start or
-end one.
+all of its cards at the same time; until then none of them goes to a job that comes after it, but
+for one that is known to end before. How long a job takes follows from what was measured of it, and
+of jobs alike. Pure. Does not start or end one.
 """
 
 from __future__ import annotations
@@ -102,11 +102,14 @@ class _Line:
     free_s: float
     """When all that have it or wait for it have ended, as expected."""
     waiting: int = 0
+    kept_from_s: float = math.inf
+    """When the first of those that wait is expected to begin."""
 
-    def note(self, place: Place | None) -> None:
-        """Note a job that begins here now, or `None` for one that waits."""
+    def note(self, place: Place | None, start_s: float) -> None:
+        """Note a job that begins here now, or `None` for one that waits until `start_s`."""
         if place is None:
             self.waiting += 1
+            self.kept_from_s = min(self.kept_from_s, start_s)
         else:
             self.there.append(place)
 
@@ -129,6 +132,10 @@ class _Row:
     @property
     def waiting(self) -> int:
         return max(line.waiting for line in self.lines)
+
+    @property
+    def kept_from_s(self) -> float:
+        return min(line.kept_from_s for line in self.lines)
 
 
 class Measured:
@@ -241,15 +248,18 @@ def plan(
                 took_s, row = took, at
                 start_s = end_s - took_s
                 recalls.update((it.job, candidate.job.name) for it in row.there if not it.leaves)
-        for line in row.lines:
-            line.free_s = start_s + took_s
-        place = None if row.waiting else _place(candidate, row)
+        if (gap := _gap(candidate, lengths, now_s)) is not None:
+            place, row = gap
+        else:
+            for line in row.lines:
+                line.free_s = start_s + took_s
+            place = None if row.waiting else _place(candidate, row, row.free_s)
         if place is None:
             waits.append((candidate, row, row.waiting, start_s))
         else:
             starts.append(place)
         for line in row.lines:
-            line.note(place)
+            line.note(place, start_s)
 
     free = [line.card for line in lines.values() if not line.there and not line.waiting]
     for candidate, row, ahead, start_s in waits:
@@ -367,7 +377,7 @@ def _cleared(
     for took_s, row in lengths:
         if row.waiting:
             continue
-        if _place(candidate, row) is not None:
+        if _place(candidate, row, now_s) is not None:
             return None
         if all(
             it.priority < candidate.job.priority and (it.yields or it.leaves) for it in row.there
@@ -377,7 +387,22 @@ def _cleared(
     return min(found, key=lambda it: it[0], default=None)
 
 
-def _place(candidate: Candidate, row: _Row) -> Place | None:
+def _gap(
+    candidate: Candidate, lengths: Sequence[tuple[float, _Row]], now_s: float
+) -> tuple[Place, _Row] | None:
+    """Return the place of a candidate on a card that is idle because a team waits for another one,
+    where it is known to end before the team begins, and that card.
+    """
+    for took_s, row in lengths:
+        end_s = now_s + took_s
+        is_known = row.card.name in candidate.seconds
+        if is_known and row.waiting and not row.there and end_s <= row.kept_from_s:
+            place = _place(candidate, row, end_s)
+            return None if place is None else (place, row)
+    return None
+
+
+def _place(candidate: Candidate, row: _Row, end_s: float) -> Place | None:
     """Return the place of a candidate that begins on a card now; `None`: it cannot yet."""
     card, there = row.card, row.there
     taken_bytes = candidate.measured_bytes or candidate.job.memory_bytes
@@ -395,7 +420,7 @@ def _place(candidate: Candidate, row: _Row) -> Place | None:
         card=card.name,
         budget_bytes=budget_bytes,
         alone=alone,
-        ends_at_s=row.free_s,
+        ends_at_s=end_s,
         priority=candidate.job.priority,
     )
 

@@ -168,6 +168,21 @@ def test_what_comes_after_a_team_waits_for_its_cards_and_others_do_not() -> None
     assert places(plan([jobs[0], job_of("a")], away, (), 0.0)) == {"a": "pc1"}
 
 
+def test_a_card_that_waits_for_a_team_gets_what_is_known_to_end_before() -> None:
+    busy = running(600.0, card="pc2")
+    team = of_team("team", priority=1)
+    short = job_of("short", 875.0)
+    long = job_of("long", 1225.0)
+    found = plan([team, long, short, unknown("unknown")], CARDS, busy, 0.0)
+    assert places(found) == {"short": "pc1"}
+    (start,) = found.starts
+    assert start.ends_at_s == 500.0
+    assert found.expected_start_s["team"] == 600.0
+    # A second one would begin when the first has ended.
+    again = job_of("again", 87.5)
+    assert places(plan([team, short, again], CARDS, busy, 0.0)) == {"short": "pc1"}
+
+
 @given(st.lists(st.tuples(st.sampled_from(["12", "23", "31", "1", "2", "3"]), st.integers(0, 2))))
 def test_no_two_teams_wait_for_each_other(drawn: list[tuple[str, int]]) -> None:
     cards = [replace(SLOW, name=f"pc{n}", node=f"pc{n}") for n in (1, 2, 3)]
