@@ -248,12 +248,7 @@ def plan(
                 took_s, row = took, at
                 start_s = end_s - took_s
                 recalls.update((it.job, candidate.job.name) for it in row.there if not it.leaves)
-        if (gap := _gap(candidate, lengths, now_s)) is not None:
-            place, row = gap
-        else:
-            for line in row.lines:
-                line.free_s = start_s + took_s
-            place = None if row.waiting else _place(candidate, row, row.free_s)
+        place, row = _gap(candidate, lengths, now_s) or _booked(candidate, row, start_s, took_s)
         if place is None:
             waits.append((candidate, row, row.waiting, start_s))
         else:
@@ -385,6 +380,17 @@ def _cleared(
             wait_s = 0.0 if all(it.leaves for it in row.there) else _SAVE_S
             found.append((now_s + wait_s + took_s, took_s, row))
     return min(found, key=lambda it: it[0], default=None)
+
+
+def _booked(
+    candidate: Candidate, row: _Row, start_s: float, took_s: float
+) -> tuple[Place | None, _Row]:
+    """Return the place of a candidate on a card, which is free once it has ended there; `None`: it
+    waits.
+    """
+    for line in row.lines:
+        line.free_s = start_s + took_s
+    return (None if row.waiting else _place(candidate, row, row.free_s)), row
 
 
 def _gap(
