@@ -23,8 +23,9 @@ from workers.units import GIB
 #: neighbour's peak to pass.
 _NO_ROOM_S: Final = 15.0
 
-#: A member of a team that was given up is begun anew after so long, while another one goes on.
-_AGAIN_S: Final = 60.0
+#: A member of a team that was given up is begun anew after so long, while another one goes on;
+#: each time in an attempt after twice as long as the time before, up to an hour.
+_AGAIN_S, _AGAIN_MOST_S = 60.0, 3600.0
 
 
 class AttemptsSeen:
@@ -36,6 +37,8 @@ class AttemptsSeen:
         """
         self._rooms_bytes = rooms_bytes
         self._peak_bytes: dict[str, int] = {}
+        self._begun_anew: dict[str, int] = {}
+        """How often, by the slot of a team's member."""
         self._since_s: dict[tuple[str, str], float] = {}
         """Of a slot, since when its node is away, it has no room, or it is given up."""
 
@@ -43,6 +46,7 @@ class AttemptsSeen:
         """Forget the attempt before."""
         self._peak_bytes.pop(slot, None)
         self._since_s.pop(("given up", slot), None)
+        self._begun_anew.pop(slot, None)
 
     def look(
         self, standings: Mapping[str, Standing], slots: Mapping[str, Slot], now_s: float
@@ -63,7 +67,10 @@ class AttemptsSeen:
         failed = [slot.slot for slot in members if slot.phase is Phase.QUARANTINED]
         for slot in members:
             lasts_s = self._lasts_s("given up", slot.slot, now_s, holds=slot.slot in failed)
-            if lasts_s > _AGAIN_S and len(failed) < len(members) and not standing.job.is_divided:
+            times = self._begun_anew.get(slot.slot, 0)
+            may_begin = len(failed) < len(members) and not standing.job.is_divided
+            if may_begin and lasts_s > min(_AGAIN_MOST_S, _AGAIN_S * 2**times):
+                self._begun_anew[slot.slot] = times + 1
                 yield slot.slot
 
     def stranded(

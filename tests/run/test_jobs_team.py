@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from datetime import datetime
+
 import pytest
 
 from orchestrator.control.queue import put
@@ -53,6 +56,17 @@ def test_a_member_that_fails_comes_back_while_the_other_goes_on(new_jobs: JobsMa
     run.finish()
     check_ends(run)
     assert run.begun() == ["both"]
+
+
+def test_a_member_that_keeps_failing_is_begun_ever_more_seldom(new_jobs: JobsMaker) -> None:
+    run = new_jobs(team("both", 20_000))
+    run.fleet.dies_at_once.add("both/pc1/0")
+    run.finish()
+    ends = [event for event in run.events("state") if event.get("to_state") == "QUARANTINED"]
+    at_s = [datetime.fromisoformat(event["at"]).timestamp() for event in ends]
+    pauses_s = [later - earlier for earlier, later in itertools.pairwise(at_s)]
+    assert len(pauses_s) >= 3
+    assert all(later > 1.5 * earlier for earlier, later in itertools.pairwise(pauses_s))
 
 
 def test_where_all_members_fail_the_job_does(new_jobs: JobsMaker) -> None:
