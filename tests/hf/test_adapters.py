@@ -89,14 +89,22 @@ def test_weights_of_4_bits_are_merged_as_they_computed(
     assert gap(expected, logits_of(found)) <= 1e-6
 
 
-@pytest.mark.parametrize("adapter", ["lora", "dora"])
-def test_adapters_of_peft_are_planned_without_data(adapter: str, tmp_path: Path) -> None:
-    settings = causal(make_folder(tmp_path / "base", "gpt2"), adapter=adapter)
+@pytest.mark.parametrize("weights", ["fp32", "nf4"])
+@pytest.mark.parametrize(
+    ("family", "adapter"), [("gpt2", "lora"), ("gpt2", "dora"), ("llama", "lora")]
+)
+def test_adapters_of_peft_are_planned_without_data(
+    family: str, adapter: str, weights: str, tmp_path: Path
+) -> None:
+    keys = {"adapter": adapter, "weights": weights}
+    settings = causal(make_folder(tmp_path / "base", family), **keys)
     planned = MemoryPlanner(find_task(settings, 3), settings, on_card=False).plan(6, 0)
     run = Trainer(find_task(settings, 3), settings, CPU, 3)
-    assert planned.weights_bytes == sum(
-        each.nbytes for each in (*run.model.parameters(), *run.model.buffers())
-    )
+    there = [*run.model.parameters(), *run.model.buffers()]
+    for each in run.model.parameters():
+        if (state := getattr(each, "quant_state", None)) is not None:
+            there += [state.absmax, state.code]
+    assert planned.weights_bytes == sum({id(each): each.nbytes for each in there}.values())
 
 
 def test_4_bits_without_an_adapter_are_refused() -> None:

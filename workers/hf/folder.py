@@ -11,13 +11,14 @@ import importlib
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final, Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from workers.hf.folder_files import CONFIG, check_folder, count_weights, refused
 from workers.training.errors import TaskError, optional_library
@@ -130,16 +131,15 @@ class ModelFolder:
         """
         _use_fast_kernels()
         if isinstance(torch.empty(0), FakeTensor):
-            if self._quantised:
-                raise TaskError(
-                    "the memory of weights in 4 bits (train.weights: nf4) is not planned"
-                )
             dtype = self._stored_dtype() if self._dtype == "auto" else self._dtype
             # Without data transformers cannot see that no row holds several documents, and would
             # plan for a mask and copies that a training does without.
             masks = importlib.import_module("transformers.masking_utils")
             masks.find_packed_sequence_indices = lambda _: None  # type: ignore[attr-defined]
-            return _without_attention_dropout(self._auto.from_config(self.config, dtype=dtype))
+            model = self._auto.from_config(self.config, dtype=dtype)
+            if self._quantised:
+                _to_4_bits_without_data(model, self._quantised["quantization_config"])
+            return _without_attention_dropout(model)
         with torch.device("meta"):
             body = getattr(self._auto.from_config(self.config), "base_model")  # noqa: B009 - Any
         needed, stored = _weights_of(body), count_weights(self.path)
@@ -263,6 +263,40 @@ def _nf4(settings: TrainSettings, library: ModuleType) -> dict[str, Any]:
     )
     # Without a map transformers takes the card by itself, before anything is counted.
     return {"quantization_config": config, "device_map": {"": "cpu"}}
+
+
+def _itself(module: nn.Module, _: object) -> nn.Module:
+    return module
+
+
+@torch.no_grad()
+def _to_4_bits_without_data(model: Any, config: Any) -> None:  # noqa: ANN401 - transformers'
+    """Have a model on tensors without data the layers of 4 bits that it has with data."""
+    layers = importlib.import_module("transformers.integrations.bitsandbytes")
+    base = importlib.import_module("transformers.quantizers.base")
+    functional = importlib.import_module("bitsandbytes.functional")
+    before = dict(model.named_parameters())
+    with unset_fake_temporarily():  # a tensor without data cannot become one of their type
+        layers.replace_with_bnb_linear(model, base.get_keys_to_not_convert(model), config)
+    for name, module in model.named_modules():
+        weight = module._parameters.get("weight")
+        if not hasattr(weight, "quant_state"):
+            continue
+        own = before[f"{name}.weight"]
+        own = own if own.shape == (module.out_features, module.in_features) else own.T.contiguous()
+        data, state = functional.quantize_4bit(
+            own, blocksize=weight.blocksize, compress_statistics=False, quant_type=weight.quant_type
+        )
+        packed: Any = nn.Parameter(data, requires_grad=False)
+        packed.quant_state, packed.bnb_quantized = state, True
+        for key in ("blocksize", "compress_statistics", "quant_type", "quant_storage"):
+            setattr(packed, key, getattr(weight, key))
+        module._parameters["weight"] = packed
+        # peft's DoRA copies the layer, and a copy of tensors without data ends the process.
+        module.__deepcopy__ = partial(_itself, module)
+        if module.bias is not None:
+            module._parameters["bias"] = before[f"{name}.bias"]
+    model.is_loaded_in_4bit = True  # peft chooses its layers by that
 
 
 def _use_fast_kernels() -> None:

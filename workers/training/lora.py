@@ -9,6 +9,7 @@ Does not adapt convolutions or embeddings.
 
 from __future__ import annotations
 
+import importlib
 import math
 import sys
 import warnings
@@ -208,10 +209,28 @@ def _adapt_by_peft(
         fan_in_fan_out=any(not isinstance(layer, nn.Linear) for layer in chosen.values()),
     )
     is_planned = isinstance(torch.empty(0), FakeTensor)
+    if is_planned and settings.adapter == "dora":
+        _plan_whole_weights()
     with warnings.catch_warnings(), _weights_replaced() if is_planned else nullcontext():
         # It puts `fan_in_fan_out` right for each layer; what it says of tied weights `merge` tells.
         warnings.simplefilter("ignore")
         peft.inject_adapter_in_model(config, model)
+
+
+def _plan_whole_weights() -> None:
+    """Have peft's DoRA know a layer of 4 bits also on tensors without data."""
+    dora = importlib.import_module("peft.tuners.lora.dora")
+    usual = dora.dequantize_module_weight
+    if usual.__module__ == __name__:
+        return
+
+    def dequantize_module_weight(layer: nn.Module) -> Tensor:
+        state = getattr(layer.weight, "quant_state", None)
+        if state is None or not isinstance(layer.weight, FakeTensor):
+            return cast("Tensor", usual(layer))
+        return torch.empty(state.shape, dtype=state.dtype)
+
+    dora.dequantize_module_weight = dequantize_module_weight  # type: ignore[attr-defined]
 
 
 @contextmanager
