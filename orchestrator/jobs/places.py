@@ -284,9 +284,11 @@ def never_fits(job: Job, least_bytes: int | None, cards: Sequence[Card]) -> str 
     which = "largest card here" if len(allowed) == len(cards) else "largest card that it may use"
     which = "smallest card of its team" if job.is_team else which
     which, gives = ("cards of its team", "give") if job.is_divided else (which, "gives")
+    may_divide = job.is_team and not job.is_divided and len(largest.name.split(JOINT)) == 2
     return (
         f"needs at least {_gib(need_bytes, math.ceil)}; the {which} {gives} "
         f"{_gib(largest.room_bytes, math.floor)} ({largest.name})"
+        + ("; with train.split: layers both would hold it together" if may_divide else "")
     )
 
 

@@ -221,7 +221,8 @@ def test_each_card_of_a_team_must_hold_its_model() -> None:
     job = of_team("team").job
     assert never_fits(job, 5 * GIB, CARDS) is None
     assert never_fits(job, 9 * GIB, CARDS) == (
-        "needs at least 9.0 GiB; the smallest card of its team gives 5.8 GiB (pc1+pc2)"
+        "needs at least 9.0 GiB; the smallest card of its team gives 5.8 GiB (pc1+pc2); with "
+        "train.split: layers both would hold it together"
     )
     assert never_fits(job, None, (FAST,)) is not None
 
