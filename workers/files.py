@@ -68,18 +68,10 @@ def replace_whole(path: Path, text: str) -> None:
     Raises:
         OSError: It cannot be written; then it is as it was.
     """
-    fresh = path.with_name(f"{path.name}.new")
-    fresh.unlink(missing_ok=True)  # of a writer that was killed
-    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _CAREFULLY, 0o600)
-    try:
+    with made_whole(path) as fresh:
+        descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _CAREFULLY, 0o600)
         with os.fdopen(descriptor, "wb") as file:
             file.write(text.encode("utf-8"))
-            file.flush()
-            os.fsync(file.fileno())  # else a power cut may leave an empty file under the old name
-        fresh.replace(path)
-    except BaseException:
-        fresh.unlink(missing_ok=True)
-        raise
 
 
 @contextmanager

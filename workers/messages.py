@@ -508,9 +508,9 @@ class PrintedOutput:
     def followed_by(self, more: PrintedOutput) -> PrintedOutput:
         """Return both as one; of more than 64 Ki characters the newest."""
         text = self.text + more.text
-        cut = max(0, len(text) - _PRINTED_CHARS)
-        dropped_bytes = self.dropped_bytes + more.dropped_bytes + cut
-        return PrintedOutput(text=text[cut:], dropped_bytes=dropped_bytes)
+        cut = text[: max(0, len(text) - _PRINTED_CHARS)]
+        dropped_bytes = self.dropped_bytes + more.dropped_bytes + len(cut.encode())
+        return PrintedOutput(text=text[len(cut) :], dropped_bytes=dropped_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,11 +26,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from workers.engine.channel import ClosedError, receive_all, send
 from workers.engine.pieces import ReceivedFile, SavedPieces
 from workers.engine.spec_file import write_spec
 from workers.host.processes import SilenceMeter, oom_kills, worker_and_raylet
 from workers.keeper import processes
+from workers.keeper.channel import ClosedError, receive_all, send
 from workers.keeper.kept import Ended, Kept
 from workers.keeper.task import Task
 from workers.learned_limits import default_path

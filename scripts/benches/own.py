@@ -206,7 +206,7 @@ def _theirs_in_turns(connection: Connection, folder: str, mapped: bool = False) 
     from workers.hf.folder import transformers
 
     if mapped:
-        cpu._use_mappings_for_blocks()
+        cpu.use_mappings_for_blocks()
 
     class Turns(transformers().TrainerCallback):  # type: ignore[misc]  # imported late
         steps, until_s, began = -5, 0.0, (0.0, 0.0)  # five to warm up

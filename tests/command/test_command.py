@@ -17,7 +17,7 @@ from tests.command.scenes import Slot, command_spec, told
 from tests.scene import ROOT, python
 from workers.command import files
 from workers.command.launch import ATTEMPT
-from workers.messages import Cause, Verdict, WorkerState
+from workers.messages import Cause, PrintedOutput, Verdict, WorkerState
 from workers.units import GIB, MIB
 
 TELLS = "import json, os, sys; print(json.dumps(dict(os.environ) | {'cwd': os.getcwd(), 'exe': sys.executable}))"
@@ -159,7 +159,8 @@ def test_outputs_are_copied_into_its_folder(tmp_path: Path, state_dir: Path) -> 
     code = "import os; os.mkdir('out'); [open(f, 'w') for f in ('out/a.json', 'b.txt')]; 1 / 0"
     Slot(command_spec("-c", code, cwd=str(tmp_path), outputs=("**/*.json",))).end()
     folder = state_dir / "state" / "run" / "job"
-    assert {path.name for path in folder.rglob("*.*")} == {"a.json", "job.json", "output.log"}
+    own = {"job.json", "keeper.lock", "output.log"}
+    assert {path.name for path in folder.rglob("*.*")} == {"a.json", *own}
     assert (folder / "out" / "a.json").is_file()
 
 
@@ -273,6 +274,12 @@ def test_log_keeps_its_newest_part(
     before = (folder / "output.log.1").read_text().splitlines()
     assert 0 < (folder / "output.log").stat().st_size <= 100_000
     assert (newest[-1], len(before) > 1_000) == ("line 29999", True)
+
+
+def test_what_is_cut_of_the_output_is_counted_in_bytes() -> None:
+    before = PrintedOutput(text="é" * 2**16, dropped_bytes=1)
+    both = before.followed_by(PrintedOutput(text="end", dropped_bytes=0))
+    assert (both.text[-4:], both.dropped_bytes) == ("éend", 1 + 3 * len("é".encode()))
 
 
 @pytest.mark.parametrize(

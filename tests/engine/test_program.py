@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from tests.scene import MIB, ROOT, Patience, computed, spec_of, wait_for
-from workers.engine.channel import receive_all, send
 from workers.engine.spec_file import read_spec, write_spec
+from workers.keeper.channel import receive_all, send
 from workers.keeper.task import CHANNEL
 from workers.messages import (
     Begin,

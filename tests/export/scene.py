@@ -54,7 +54,7 @@ def trained(
     checkpoints = Checkpoints(state, run.identity)
     checkpoints.load()
     while not run.finished:
-        run.micro_batch(4)
+        run.micro_batch(settings.batch)
         assert checkpoints.save(run.state(), run.step)
         assert checkpoints.wait(60)
     files = sorted(map(str, state.glob("generation-?.pt")))

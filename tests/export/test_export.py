@@ -118,6 +118,16 @@ def test_the_average_is_written_on_request(trainings: Trainings, tmp_path: Path)
     assert gap(averaged, logits_of(run.model)) > 1e-3
 
 
+def test_the_card_of_a_training_by_epochs_names_no_steps_that_it_does_not_end_at(
+    tmp_path: Path,
+) -> None:
+    folder = make_folder(tmp_path / "base")
+    run, request = trained(folder, tmp_path / "state", epochs=1, batch=128)
+    export(request(tmp_path / "out"))
+    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert f"- Step: {run.steps}, of 1 epochs, loss " in card
+
+
 def test_what_was_not_kept_or_not_trained_is_refused(tmp_path: Path) -> None:
     _, request = trained(make_folder(tmp_path / "base"), tmp_path / "state", steps=1)
     with pytest.raises(RefusedError, match=r"leave out --average, or set train\.ema_decay"):

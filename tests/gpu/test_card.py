@@ -85,7 +85,6 @@ def idle_and_busy() -> Found:
             time.sleep(0.05)
             torch.cuda.synchronize()
     reserved_bytes = torch.cuda.memory_reserved()
-    sampler.close()
     return {
         **readings,
         "took_s": time.monotonic() - began_s,

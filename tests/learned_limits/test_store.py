@@ -136,7 +136,9 @@ def test_a_writer_that_is_killed_leaves_what_it_said(path: Path, store: LimitSto
         ]
         assert store.problem is None
         assert max(found) in {said, said + 1}
-        path.with_name("limits.json.new").write_text('{"schema": 1, "lim')  # half done
+        path.with_name(f"limits.json.{writer.pid}.new").write_text(
+            '{"schema": 1, "lim'
+        )  # half done
         store.remember(limit(kill + 1))
         assert store.problem is None
     assert sorted(found.name for found in path.parent.iterdir()) == [

@@ -17,14 +17,10 @@ class Thermometer:
     def __init__(self, *readings: SensorReading) -> None:
         self.readings = list(readings)
         self.looked_at: list[float] = []
-        self.closed = False
 
     def read(self, now_s: float) -> SensorReading:
         self.looked_at.append(now_s)
         return self.readings.pop(0) if self.readings else SensorReading(temperature_c=50.0)
-
-    def close(self) -> None:
-        self.closed = True
 
 
 def test_sensors_are_read_once_a_second_however_often_asked() -> None:
@@ -33,8 +29,6 @@ def test_sensors_are_read_once_a_second_however_often_asked() -> None:
     told = [sampler.sample_if_due(tenth / 10) for tenth in range(35)]
     assert thermometer.looked_at == [0.0, 1.0, 2.0, 3.0]
     assert [tenth for tenth, reading in enumerate(told) if reading is not None] == [0, 10, 20, 30]
-    sampler.close()
-    assert thermometer.closed
     slow = Sampler(Thermometer(), every_s=5.0)
     told = [slow.sample_if_due(1e6 + late_s) for late_s in (0, 60, 61, 65)]
     assert [reading is not None for reading in told] == [True, True, False, True]

@@ -16,6 +16,7 @@ from tests.scene import ROOT
 from tests.training.picture_folder import LEFT, RIGHT, drawn_folder
 from tests.training.scene import CPU, replay
 from workers.training.errors import TaskError
+from workers.training.memory_plan import answer
 from workers.training.order import Sample
 from workers.training.pictures import Pictures
 from workers.training.settings import TrainSettings
@@ -135,6 +136,12 @@ def test_without_a_library_it_says_what_to_install(
 def test_without_a_folder_it_says_what_to_set() -> None:
     with pytest.raises(ValidationError, match=r"also set train.data \(a folder with pictures"):
         TrainSettings(preset="cnn-landmarks")
+
+
+def test_pictures_that_are_on_another_pc_are_no_mistake() -> None:
+    train = {"preset": "cnn-landmarks", "data": "/not/here"}
+    told = answer({"settings": train, "seed": 0, "caps": [{"cap_bytes": 2**30, "device": "cpu"}]})
+    assert told == {"not_planned": "train.data: /not/here is not on this machine"}
 
 
 def test_the_model_has_its_size_and_no_batch_norm(tmp_path: Path) -> None:

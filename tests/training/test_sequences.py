@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from tests.training.scene import GPT, task
 from workers.training.made_data import MadeText
-from workers.training.memory_plan import MemoryPlanner
+from workers.training.memory_plan import MemoryPlanner, answer
 from workers.training.order import by_length, packed_rows, pool_samples, samples
 from workers.training.sequences import NO_TOKEN, PackedRows, filled_up
 from workers.training.settings import TrainSettings
@@ -122,6 +122,13 @@ def test_a_preset_plans_for_its_longest_document(tmp_path: Path) -> None:
         plans.append(planner.plan(4, 0).activations_bytes)
     assert plans[1] == pytest.approx(plans[0], rel=0.02)
     assert plans[2] >= plans[0]
+
+
+def test_packed_rows_are_planned_where_the_text_is_on_another_pc() -> None:
+    train = {"preset": "gpt-nano", "data": "/not/here", "documents": "lines", "packing": True}
+    cap = {"cap_bytes": 2**30, "device": "cpu"}
+    planned = answer({"settings": train, "seed": 0, "caps": [cap]})
+    assert planned["caps"][0]["steps"][-1]["fits"]
 
 
 @pytest.mark.parametrize(

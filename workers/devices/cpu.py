@@ -21,7 +21,7 @@ import resource
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, TypeVar
@@ -93,18 +93,10 @@ def process_memory() -> ProcessMemory:
 def reset_highest() -> None:
     """Make the highest resident size the present one.
 
-    An OSError where `can_reset_highest` said no.
+    Raises:
+        OSError: The kernel does not let this process do that: not every container's does.
     """
     _CLEAR.write_text(_RESET_HIGHEST, encoding="ascii")
-
-
-def can_reset_highest() -> bool:
-    """Say whether the kernel lets this process reset it: not every container's does."""
-    try:
-        reset_highest()
-    except OSError:
-        return False
-    return True
 
 
 T = TypeVar("T")
@@ -195,7 +187,7 @@ class CpuDevice:
     def __init__(self, spec: WorkerSpec) -> None:
         os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", _ONEDNN_CACHE)
         os.environ.setdefault("ONEDNN_MAX_CPU_ISA", _ONEDNN_ISA)
-        _use_mappings_for_blocks()
+        use_mappings_for_blocks()
         _lay_in_stock()
         threads = threads_for(spec.workers_on_host)
         torch.set_num_threads(threads)
@@ -241,7 +233,10 @@ class CpuDevice:
         """In malloc's lists: before any block was kept, and beyond that."""
         self._counted_at_bytes: int | None = None
         """Data of the process when they were counted last."""
-        self._resets_peaks = can_reset_highest()
+        self._resets_peaks = False
+        with suppress(OSError):
+            reset_highest()
+            self._resets_peaks = True
         with self.enforced():
             cap_read_back_bytes = (
                 resource.getrlimit(resource.RLIMIT_DATA)[0] - self._base.data_bytes
@@ -409,7 +404,8 @@ class CpuDevice:
                 self._free_bytes = max(0, _free_in_malloc_bytes() - self._free_before_bytes)
 
 
-def _use_mappings_for_blocks() -> None:
+def use_mappings_for_blocks() -> None:
+    """Have malloc give each block that is freed back to the kernel."""
     _set_malloc(_MMAP_THRESHOLD_BYTES, _TRIM_BYTES)
     _LIBC.mallopt(_M_ARENA_MAX, 1)
 

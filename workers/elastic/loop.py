@@ -14,7 +14,6 @@ handler, whose traceback holds the frames, and the frames hold the tensors.
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
@@ -73,10 +72,8 @@ class Loop(Generic[S]):
         self._is_partial = False
         self.allowed_bytes: int | None = None
         """All that the part under way may hold, as it was measured last; `None`: never."""
-        self.took_s = 0.0
-        """Of the last part that ended well."""
         self.peak_bytes: int | None = None
-        """The most that it held, if that was measured."""
+        """The most that the last part held that ended well, if that was measured."""
 
     def run(self, part: Callable[[S], R]) -> R:
         """Run a part of the size that fits, and smaller ones after each out-of-memory.
@@ -96,7 +93,7 @@ class Loop(Generic[S]):
             self._watch.begins(size)
             failure: Failure | None = None
             handled = sys.exception()
-            self._is_partial, began_s = False, time.perf_counter()
+            self._is_partial = False
             try:
                 result = self._memory.measured(lambda size=size: part(size))  # type: ignore[misc]
             except Exception as error:
@@ -108,10 +105,7 @@ class Loop(Generic[S]):
                 oom.drop_frames(error)
             if failure is None:
                 self._probable_in_a_row = 0
-                self.took_s, self.peak_bytes = (
-                    time.perf_counter() - began_s,
-                    self._memory.peak_bytes(),
-                )
+                self.peak_bytes = self._memory.peak_bytes()
                 self.sizes.succeeded(size, self.peak_bytes, self._is_partial)
                 self._watch.ended(size)
                 return result

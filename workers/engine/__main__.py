@@ -23,11 +23,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from workers.engine import channel
 from workers.engine.spec_file import read_spec
 from workers.host.cuda_environment import set_for_cuda, workspace_of
 from workers.host.processes import ENGINE_NAME
-from workers.keeper import processes
+from workers.keeper import channel, processes
 from workers.keeper.task import CHANNEL
 from workers.messages import NO_ORDERS, Orders, Status, Verdict, WorkerEvent
 

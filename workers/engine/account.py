@@ -103,10 +103,6 @@ class Account:
         self.longest_step_s = max(self.longest_step_s, seconds)
         self.is_good = True
 
-    def good_step(self, flop: float) -> None:
-        """Count a step that is done."""
-        self.counts += StepCounts(steps_ok=1, parts_further=-1, work_flop=flop)
-
     def workload_failed(self, reason: str, traceback: str) -> None:
         """Count an error that is the workload's own."""
         self.counts += StepCounts(steps_error=1)
@@ -126,15 +122,6 @@ class Account:
                 return
         self.events.append(event)
 
-    def taken_events(self) -> tuple[WorkerEvent, ...]:
-        """Return the events since the last turn, and forget them."""
-        events, self.events = self.events, []
-        return tuple(events)
-
     def settle(self, state: WorkerState, reason: str) -> None:
         """Set the state and the reason that the table shows."""
         self.state, self.reason = state, reason
-
-    def use(self, size: int, batch: int) -> None:
-        """Set the size and batch that the table shows."""
-        self.size, self.batch = size, batch

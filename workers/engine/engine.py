@@ -30,6 +30,7 @@ from workers.messages import (
     Orders,
     Progress,
     Status,
+    StepCounts,
     Verdict,
     WorkerState,
 )
@@ -221,7 +222,7 @@ class Engine:
         if failure is not None:
             self._after_error(session, failure, traceback)
             return False
-        account.good_step(done.flop)
+        account.counts += StepCounts(steps_ok=1, parts_further=-1, work_flop=done.flop)
         session.workload.save()
         return not session.workload.finished
 
@@ -264,6 +265,7 @@ class Engine:
     def status(self) -> Status:
         """Say how it is; the events in it are not told again."""
         account, session = self._account, self._session
+        events, account.events = tuple(account.events), []
         status = Status(
             slot=account.slot,
             incarnation=self._incarnation,
@@ -286,7 +288,7 @@ class Engine:
             saves=self._saves,
             resume=self._begin.resume,
             progress=self._progress,
-            events=account.taken_events(),
+            events=events,
         )
         if session is None:
             return status

@@ -88,14 +88,15 @@ class SlotMemory:
 
     def measured(self, part: Callable[[], R]) -> R:
         """Run a part under the cap, with the workload's state back on the device."""
-        result, self.took_s = self._device.timed(lambda: self._on_device(part), self.largest)
-        return result
 
-    def _on_device(self, part: Callable[[], R]) -> R:
-        if self.parked_bytes:
-            self._workload.unpark()
-            self.parked_bytes = 0
-        return part()
+        def on_device() -> R:
+            if self.parked_bytes:
+                self._workload.unpark()
+                self.parked_bytes = 0
+            return part()
+
+        result, self.took_s = self._device.timed(on_device, self.largest)
+        return result
 
     def peak_bytes(self) -> int:
         """Return the most that the last part held."""

@@ -70,7 +70,7 @@ class Parts:
         if run.releases_first:
             session.device.release()
         session.memory.largest = run if run.is_largest else None
-        account.use(run.size, run.batch)
+        account.size, account.batch = run.size, run.batch
 
     def ended(self, run: Run) -> None:
         """Count it; then read the sensors, check the result and rest, as far as that is due."""

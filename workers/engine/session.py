@@ -10,7 +10,6 @@ import gc
 import os
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
 
@@ -96,12 +95,6 @@ class Session:
         return WorkerState.RUNNING, notice or alarm
 
 
-def _state_dir(spec: WorkerSpec) -> Path | None:
-    return (
-        None if spec.run_id is None else default_path().parent / "state" / spec.run_id / spec.slot
-    )
-
-
 def _make_workload(
     make: type[Workload], spec: WorkerSpec, device: Device, context: WorkloadContext
 ) -> Workload:
@@ -157,13 +150,14 @@ def open_session(spec: WorkerSpec, begin: Begin, incarnation: int, account: Acco
             _become_mps_client(spec)
         device = open_device(spec)
         thermal = ThermalControl(spec, device.info.uuid)
+        states = default_path().parent / "state"
         context = WorkloadContext(
             device=device.torch_device,
             dtype=device.torch_dtype,
             seed=spec.workload.seed,
             settings=spec.workload.settings,
             slot=spec.slot,
-            state_dir=_state_dir(spec),
+            state_dir=None if spec.run_id is None else states / spec.run_id / spec.slot,
             incarnation=incarnation,
             fresh=begin.fresh,
             checkpoint=begin.checkpoint,

@@ -205,12 +205,13 @@ def _card(
     fingerprint = levers.get("data_fingerprint", "not known")
     loss = f", loss {losses[-1]:.4g}" if losses else ""
     loss += "".join(f", {key} {value:.4g}" for key, value in saved.get("figures", {}).items())
+    end = f" of {settings.steps}" if settings.epochs is None else f", of {settings.epochs} epochs"
     rank = "" if settings.adapter == "none" else f", rank {settings.adapter_rank}"
     versions = f"torch {saved['state']['torch']}, transformers {version('transformers')}"
     library = "peft (on its base)" if form == "adapter" else "transformers"
     lines = (
         f"Run: {request.run_id}, slot {request.slot}, seed {request.seed}",
-        f"Step: {saved['step']} of {settings.steps}{loss}",
+        f"Step: {saved['step']}{end}{loss}",
         f"Base: {base}",
         f"Weights: {form}{', averaged' if request.average else ''}",
         f"Adapter: {settings.adapter}{rank}",

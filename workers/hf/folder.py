@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from workers.hf.folder_files import CONFIG, check_folder, count_weights, refused
+from workers.oom import one_line
 from workers.training.errors import TaskError, optional_library
 from workers.training.settings import TrainSettings
 
@@ -100,7 +101,7 @@ class ModelFolder:
                 self.path, local_files_only=True, trust_remote_code=False
             )
         except Exception as error:
-            raise refused(self.path, f"cannot be loaded: {_first_line(error)}") from error
+            raise refused(self.path, f"cannot be loaded: {one_line(error)}") from error
         self.config = config.get_text_config() if hasattr(config, "get_text_config") else config
         if type(self.config) not in self._auto._model_mapping:
             raise refused(
@@ -164,7 +165,7 @@ class ModelFolder:
         except (MemoryError, RuntimeError):
             raise  # perhaps out of memory, which is answered elsewhere
         except Exception as error:
-            raise refused(self.path, f"cannot be loaded: {_first_line(error)}") from error
+            raise refused(self.path, f"cannot be loaded: {one_line(error)}") from error
         self._refuse_others(model, loaded)
         for module in model.modules():
             if hasattr(module, "support_avx512bf16_for_cpu"):
@@ -252,7 +253,7 @@ def _nf4(settings: TrainSettings, library: ModuleType) -> dict[str, Any]:
         importlib.import_module("bitsandbytes")
     except Exception as error:
         raise TaskError(
-            f"train.weights is nf4, and bitsandbytes cannot be used here ({_first_line(error)}); "
+            f"train.weights is nf4, and bitsandbytes cannot be used here ({one_line(error)}); "
             "pip install 'bitsandbytes>=0.50' there, or set train.weights: fp32"
         ) from error
     computed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(settings.precision)
@@ -351,8 +352,3 @@ def blocks_of(model: nn.Module) -> Sequence[nn.Module]:
 
 def _weights_of(module: nn.Module) -> int:
     return sum(weight.numel() for weight in module.parameters())
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).split("\n")
-    return f"{type(error).__name__}: {lines[0][:300]}"

@@ -31,7 +31,9 @@ def look_at_cards() -> DriverFacts:
     try:
         with queries.opened():
             found = [_card(index) for index in range(pynvml.nvmlDeviceGetCount())]
-            cuda = _cuda_version()
+            cuda: int | None = None
+            with suppress(pynvml.NVMLError):
+                cuda = int(pynvml.nvmlSystemGetCudaDriverVersion_v2())
             return DriverFacts(
                 driver=queries.driver_version(),
                 # 12080 is 12.8.
@@ -78,12 +80,6 @@ def _card(index: int) -> CardFacts | str:
         )
     except pynvml.NVMLError as error:
         return f"card {index} {'is lost' if error.value in queries.GONE else 'does not answer'}"
-
-
-def _cuda_version() -> int | None:
-    with suppress(pynvml.NVMLError):
-        return int(pynvml.nvmlSystemGetCudaDriverVersion_v2())
-    return None
 
 
 def is_visible(index: int, uuid: str, setting: str | None) -> bool:

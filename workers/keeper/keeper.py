@@ -18,9 +18,7 @@ Does not judge why a program ended, and caps nothing: programs do so themselves.
 from __future__ import annotations
 
 import contextlib
-import errno
 import gc
-import hashlib
 import importlib
 import os
 import runpy
@@ -37,9 +35,11 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+from workers.files import locked
 from workers.keeper import processes
+from workers.keeper.channel import ClosedError, receive_all, send
 from workers.keeper.log import Log
-from workers.keeper.task import CHANNEL, MARK, Task, is_own, receive, tell
+from workers.keeper.task import CHANNEL, MARK, Task, is_own
 
 #: What `ps` calls a keeper, and a server; at most 15 bytes.
 NAME: Final = "job-keeper"
@@ -179,10 +179,11 @@ def keep(task: Task, news: socket.socket, channel: int | None) -> None:
 
     `news` leads to the worker; `channel` is the program's end of its own socket to the worker.
     """
+    lock = contextlib.ExitStack()
     try:
         own = {MARK: task.place} | ({} if channel is None else {CHANNEL: str(channel)})
         task = replace(task, env={**task.env, **own})
-        lock = _lock(task.place)
+        lock.enter_context(locked(Path(task.place, "keeper.lock"), _LOCK_S))
         processes.end_all(lambda: processes.marked(MARK, task.place), 0.0)
         log = Log(os.path.join(task.place, "output.log"), task.log_bytes)  # noqa: PTH118
         program = _start(task, log, channel)
@@ -190,20 +191,20 @@ def keep(task: Task, news: socket.socket, channel: int | None) -> None:
         text = f"{type(error).__name__}: {error}"
         if isinstance(error, OSError):
             text = ": ".join(filter(None, [error.strerror, error.filename]))
-        tell(news, refused=text[:500])
+        send(news, {"refused": text[:500]})
         return
     finally:
         if channel is not None:
             os.close(channel)
     os.close(log.writing)
-    tell(news, started=program, keeper=os.getpid())
+    send(news, {"started": program, "keeper": os.getpid()})
     status, was_alone = _Watch(task, news, log, program).until_end()
     while log.pump():
         pass
     # Told first: what a program has left may take seconds to end.
     _tell_printed(news, log)
     tail, left = log.tail.decode("utf-8", "replace"), len(processes.below(os.getpid()))
-    tell(news, ended=status, tail=tail, left=left)
+    send(news, {"ended": status, "tail": tail, "left": left})
     grace_s = 0.0 if was_alone else min(_LEFT_GRACE_S, task.grace_s)
     processes.end_all(lambda: processes.below(os.getpid()), grace_s)
     lock.close()
@@ -258,14 +259,15 @@ class _Watch:
         for ready, event in self._poller.poll(wait_s * 1000):
             if ready == self._news.fileno():
                 try:
-                    order = receive(self._news) or {}
-                except EOFError:
+                    orders = receive_all(self._news)
+                except ClosedError:
                     self._is_alone = True
                     self._poller.unregister(ready)
                     continue
                 self._heard_s = _with_sleep_s()
-                grace_s = order.get("end", grace_s)
-                if "on" in order:
+                for order in orders:
+                    grace_s = order.get("end", grace_s)
+                if any("on" in order for order in orders):
                     self._log.pump()
                     _tell_printed(self._news, self._log)
             elif ready == self._log.reading:
@@ -365,31 +367,9 @@ def _become_program(keeper: int) -> None:
         os._exit(os.EX_UNAVAILABLE)
 
 
-def _lock(place: str) -> socket.socket:
-    """Wait for the keeper before, and return what keeps the next one out while it is open.
-
-    The kernel gives a name in the abstract namespace back when its process is gone.
-    """
-    lock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    digest = hashlib.sha256(os.fsencode(place)).hexdigest()[:24]
-    deadline_s = time.monotonic() + _LOCK_S
-    while True:
-        try:
-            lock.bind(f"\0orchestrator-kept-{digest}")
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
-            if time.monotonic() < deadline_s:
-                time.sleep(0.02)
-                continue
-            text = f"what ran there before has not ended in {_LOCK_S:.0f} s"
-            raise OSError(error.errno, text, place) from None
-        return lock
-
-
 def _tell_printed(news: socket.socket, log: Log) -> None:
     text, dropped_bytes = log.take()
-    tell(news, printed=text, dropped_bytes=dropped_bytes)
+    send(news, {"printed": text, "dropped_bytes": dropped_bytes})
 
 
 def _with_sleep_s() -> float:

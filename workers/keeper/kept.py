@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from workers.keeper import channel as channels
 from workers.keeper import processes
-from workers.keeper.task import MARK, Task, is_own, receive, tell
+from workers.keeper.task import MARK, Task, is_own
 from workers.messages import PrintedOutput
 
 #: A server starts in some hundredths of a second, on a busy PC in some seconds; one that imports
@@ -99,19 +100,19 @@ class Kept:
         if self.is_over or not select.select([self._news], [], [], wait_s)[0]:
             return
         try:
-            while (news := receive(self._news)) is not None:
+            for news in channels.receive_all(self._news):
                 self._hear(news)
-        except EOFError:
+        except channels.ClosedError:
             if not self.is_over:
                 self._keeper_lost()
 
     def on(self) -> None:
         """Say that the head is heard. The answer is what was printed since the last time."""
-        tell(self._news, on=True)
+        channels.send(self._news, {"on": True})
 
     def end(self, grace_s: float) -> None:
         """Have the program end: SIGTERM now, SIGKILL after `grace_s`."""
-        tell(self._news, end=grace_s)
+        channels.send(self._news, {"end": grace_s})
 
     def take_output(self) -> PrintedOutput | None:
         """Return what its keeper has told of what it printed, once."""

@@ -1,7 +1,7 @@
-"""What a keeper is told, and what it tells: one JSON object each, over a SEQPACKET socket.
+"""What a keeper is told, and what it tells, over a channel (`channel.py`).
 
-A worker sends a `Task` once, then orders: `{"on": true}` says that the head is still heard, and
-`{"end": seconds}` ends the program, by SIGTERM and after so many seconds by SIGKILL. The keeper
+A worker sends a `Task` once, as JSON, then orders: `{"on": True}` says that the head is still heard,
+and `{"end": seconds}` ends the program, by SIGTERM and after so many seconds by SIGKILL. The keeper
 answers `{"started": pid, "keeper": pid}` or `{"refused": text}`, to each `on` with what was printed
 since, then once with `{"ended": wait status, ...}`. It closes the socket when nothing of the
 program is there any more. Standard library alone.
@@ -9,14 +9,13 @@ program is there any more. Standard library alone.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import socket
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Final
+from typing import Final
 
 #: Of the program's environment, the folder that it is kept in: by this name its processes are found
 #: when its keeper is gone.
@@ -25,7 +24,6 @@ MARK: Final = "ORCHESTRATOR_KEPT_IN"
 #: Of the program's environment, the number of the socket on which it tells and is told.
 CHANNEL: Final = "ORCHESTRATOR_CHANNEL"
 
-_MESSAGE_BYTES: Final = 2**18
 _UCRED: Final = struct.Struct("3i")
 
 
@@ -59,30 +57,6 @@ class Task:
     def of(cls, data: bytes) -> Task:
         """Read what `to_bytes` has made."""
         return cls(**json.loads(data))
-
-
-def tell(end: socket.socket, /, **what: object) -> None:
-    """Send a message; it is lost where the other end is gone."""
-    with contextlib.suppress(OSError):
-        end.send(json.dumps(what).encode("ascii"))
-
-
-def receive(end: socket.socket) -> dict[str, Any] | None:
-    """Return the next message; `None` if there is none yet, on a socket that does not wait.
-
-    Raises:
-        EOFError: There are no more: the other end is closed.
-    """
-    try:
-        text = end.recv(_MESSAGE_BYTES)
-    except BlockingIOError:
-        return None
-    except ConnectionResetError:  # told once, where the other has not read all that was sent to it
-        text = end.recv(_MESSAGE_BYTES)
-    if not text:
-        raise EOFError
-    message: dict[str, Any] = json.loads(text)
-    return message
 
 
 def is_own(peer: socket.socket) -> bool:

@@ -133,11 +133,15 @@ class LimitStore:
         """Store these limits in place of what was known of the same card, type and workload."""
         if not limits:
             return
-        with self._told("written"), self._locked():
-            known = self._read(max(limit.learned_at_unix_s for limit in limits))
-            for limit in limits:
-                known[f"{limit.key.card} {limit.key.dtype} {limit.key.workload}"] = limit
-            self._write(known)
+        lock = self.path.with_name(f"{self.path.name}.lock")
+        with self._told("written"):
+            if self.path.parts[:1] == ("~",):  # what platformdirs returns where there is no home
+                raise OSError(errno.ENOENT, "this user has no home folder")
+            with locked(lock, _PATIENCE_S):  # readers need none: they see the file before or after
+                known = self._read(max(limit.learned_at_unix_s for limit in limits))
+                for limit in limits:
+                    known[f"{limit.key.card} {limit.key.dtype} {limit.key.workload}"] = limit
+                replace_whole(self.path, _file().dump_json(known, indent=1).decode())
 
     def _read(self, now_unix_s: float) -> dict[str, StoredLimit]:
         """Return the limits that have not expired; none of a damaged file."""
@@ -156,17 +160,6 @@ class LimitStore:
             for name, limit in limits.items()
             if abs(now_unix_s - limit.learned_at_unix_s) < EXPIRY_S
         }
-
-    def _write(self, limits: dict[str, StoredLimit]) -> None:
-        replace_whole(self.path, _file().dump_json(limits, indent=1).decode())
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Keep other writers out; readers need no lock, they see the file before or after."""
-        if self.path.parts[:1] == ("~",):  # what platformdirs returns where there is no home
-            raise OSError(errno.ENOENT, "this user has no home folder")
-        with locked(self.path.with_name(f"{self.path.name}.lock"), _PATIENCE_S):
-            yield
 
     @contextmanager
     def _told(self, what: str) -> Iterator[None]:

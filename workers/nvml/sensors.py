@@ -130,9 +130,6 @@ class ProcessorSensors:
             return processor_reading(psutil.sensors_temperatures())
         return processor_reading({})
 
-    def close(self) -> None:
-        """Nothing is held."""
-
 
 def processor_reading(chips: Mapping[str, Sequence[Any]]) -> SensorReading:
     """Return the hottest part of a processor in what `psutil.sensors_temperatures` returns."""
@@ -142,7 +139,7 @@ def processor_reading(chips: Mapping[str, Sequence[Any]]) -> SensorReading:
 
 class Sampler:
     """Reads some sensors, with at least `every_s` between two samples and the throttling of the
-    last minute, and closes them.
+    last minute.
     """
 
     def __init__(
@@ -176,10 +173,6 @@ class Sampler:
             return reading
         count = sum(alarm for _, alarm in self._alarms)
         return replace(reading, throttle_pct=100.0 * count / len(self._alarms))
-
-    def close(self) -> None:
-        """Release NVML."""
-        self._sensors.close()
 
 
 def open_sampler(kind: str, card: str | None = None) -> Sampler:

@@ -50,68 +50,38 @@ _NO_RULE: Final = (FailureKind.OTHER, "no rule matched")
 _CUDA_OUT_OF_MEMORY: Final = 2
 
 #: cudaError codes after which this process gets no more work out of the device, and what the
-#: runtime calls them. For those marked * NVIDIA says in so many words that the process must be
+#: runtime says. For those marked * NVIDIA says in so many words that the process must be
 #: terminated and relaunched; the others are a device, a driver or an MPS server that went away,
 #: where a fresh process is the only thing left to try. Absent on purpose: 219 (a graphics context
 #: was wrong) and 720 (a cooperative launch was too large) are refused calls, not a broken device.
-_CORRUPTING_CODES: Final[Mapping[int, tuple[str, str]]] = {
-    46: ("cudaErrorDevicesUnavailable", "CUDA-capable device(s) is/are busy or unavailable"),
-    100: ("cudaErrorNoDevice", "no CUDA-capable device is detected"),
-    101: ("cudaErrorInvalidDevice", "invalid device ordinal"),
-    214: ("cudaErrorECCUncorrectable", "uncorrectable ECC error encountered"),
-    220: (
-        "cudaErrorNvlinkUncorrectable",
-        "uncorrectable NVLink error detected during the execution",
-    ),
-    226: (
-        "cudaErrorContained",
-        "Invalid access of peer GPU memory over nvlink or a hardware error",
-    ),  # *
-    700: ("cudaErrorIllegalAddress", "an illegal memory access was encountered"),  # *
-    702: ("cudaErrorLaunchTimeout", "the launch timed out and was terminated"),  # *
-    709: ("cudaErrorContextIsDestroyed", "context is destroyed"),
-    710: ("cudaErrorAssert", "device-side assert triggered"),  # *
-    714: ("cudaErrorHardwareStackError", "hardware stack error"),  # *
-    715: ("cudaErrorIllegalInstruction", "an illegal instruction was encountered"),  # *
-    716: ("cudaErrorMisalignedAddress", "misaligned address"),  # *
-    717: (
-        "cudaErrorInvalidAddressSpace",
-        "operation not supported on global/shared address space",
-    ),  # *
-    718: ("cudaErrorInvalidPc", "invalid program counter"),  # *
-    719: ("cudaErrorLaunchFailure", "unspecified launch failure"),  # *
-    721: ("cudaErrorTensorMemoryLeak", "tensor memory not completely freed"),  # *
-    802: ("cudaErrorSystemNotReady", "system not yet initialized"),
-    803: (
-        "cudaErrorSystemDriverMismatch",
-        "system has unsupported display driver / cuda driver combination",
-    ),
-    805: (
-        "cudaErrorMpsConnectionFailed",
-        "MPS client failed to connect to the MPS control daemon or the MPS server",
-    ),
-    806: (
-        "cudaErrorMpsRpcFailure",
-        "the remote procedural call between the MPS server and the MPS client failed",
-    ),
-    807: (
-        "cudaErrorMpsServerNotReady",
-        "MPS server is not ready to accept new MPS client requests",
-    ),
-    808: (
-        "cudaErrorMpsMaxClientsReached",
-        "the hardware resources required to create MPS client have been exhausted",
-    ),
-    809: (
-        "cudaErrorMpsMaxConnectionsReached",
-        "the hardware resources required to support device connections have been exhausted",
-    ),
-    810: ("cudaErrorMpsClientTerminated", "the MPS client has been terminated by the server"),  # *
-    911: (
-        "cudaErrorExternalDevice",
-        "an async error has occured in external entity outside of CUDA",
-    ),  # *
-    999: ("cudaErrorUnknown", "unknown error"),
+_CORRUPTING_CODES: Final[Mapping[int, str]] = {
+    46: "CUDA-capable device(s) is/are busy or unavailable",
+    100: "no CUDA-capable device is detected",
+    101: "invalid device ordinal",
+    214: "uncorrectable ECC error encountered",
+    220: "uncorrectable NVLink error detected during the execution",
+    226: "Invalid access of peer GPU memory over nvlink or a hardware error",  # *
+    700: "an illegal memory access was encountered",  # *
+    702: "the launch timed out and was terminated",  # *
+    709: "context is destroyed",
+    710: "device-side assert triggered",  # *
+    714: "hardware stack error",  # *
+    715: "an illegal instruction was encountered",  # *
+    716: "misaligned address",  # *
+    717: "operation not supported on global/shared address space",  # *
+    718: "invalid program counter",  # *
+    719: "unspecified launch failure",  # *
+    721: "tensor memory not completely freed",  # *
+    802: "system not yet initialized",
+    803: "system has unsupported display driver / cuda driver combination",
+    805: "MPS client failed to connect to the MPS control daemon or the MPS server",
+    806: "the remote procedural call between the MPS server and the MPS client failed",
+    807: "MPS server is not ready to accept new MPS client requests",
+    808: "the hardware resources required to create MPS client have been exhausted",
+    809: "the hardware resources required to support device connections have been exhausted",
+    810: "the MPS client has been terminated by the server",  # *
+    911: "an async error has occured in external entity outside of CUDA",  # *
+    999: "unknown error",
 }
 
 #: Those of them whose texts are distinctive and count anywhere in a message. The others, such as
@@ -124,7 +94,7 @@ _CODES_OF_PROGRAM: Final = (700, 710, 715, 716, 717, 718)
 
 
 def _any_of(codes: Iterable[int]) -> str:
-    return "|".join(re.escape(_CORRUPTING_CODES[code][1]) for code in codes)
+    return "|".join(re.escape(_CORRUPTING_CODES[code]) for code in codes)
 
 
 _OF_PROGRAM: Final = re.compile(_any_of(_CODES_OF_PROGRAM))
@@ -229,7 +199,7 @@ class Failure:
 
     kind: FailureKind
     evidence: str
-    """The rule that matched: `type torch.OutOfMemoryError`, `code 700 (cudaErrorIllegalAddress)`,
+    """The rule that matched: `type torch.OutOfMemoryError`, `code 700 (an illegal memory …)`,
     `text "…"`.
     """
     text: str
@@ -355,9 +325,9 @@ def _judge(exc: BaseException) -> tuple[FailureKind, str]:
     if _torch_type(exc, "AcceleratorError") is not None:
         code = getattr(exc, "error_code", None)
         if code == _CUDA_OUT_OF_MEMORY:
-            return FailureKind.DEFINITE, f"code {code} (cudaErrorMemoryAllocation)"
+            return FailureKind.DEFINITE, f"code {code} (out of memory)"
         if isinstance(code, int) and code in _CORRUPTING_CODES:
-            return FailureKind.CONTEXT_CORRUPTED, f"code {code} ({_CORRUPTING_CODES[code][0]})"
+            return FailureKind.CONTEXT_CORRUPTED, f"code {code} ({_CORRUPTING_CODES[code]})"
     text, *tracebacks = _message(exc).split(_TRACEBACK)
     found = [_judge_traceback(each) for each in tracebacks]
     # torch and the libraries below it raise these two; in any other type such words are about

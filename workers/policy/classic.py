@@ -12,9 +12,6 @@ Where the guide says nothing:
 
 - A base already below a floor: the floor is the base. A floor stops the shrinking, it never
   enlarges a step.
-- Which failures count: if the memory came back, the step is tried once more at the same size, and
-  shrinks only if that fails too. A further retry needs `GOOD_STEPS_PER_RETRY` good steps or a
-  smaller size, otherwise a step that fails every second time would be retried without end.
 - A failure that changes nothing: if rounding or a floor leaves size and batch as they were,
   failures are counted on until one of the two is smaller. The count stops where neither formula
   shrinks any further. That step is the floor.
@@ -38,10 +35,6 @@ from typing import Final
 from workers.policy.base import Needs, Run, check_name
 from workers.settings import MemorySettings, PolicyState, WorkloadSpec
 from workers.units import MIB
-
-#: Good steps between two retries at the same size. The guide promises a success rate of about 95 %:
-#: one forgiven failure in 20 attempts keeps that promise, more would not.
-GOOD_STEPS_PER_RETRY: Final = 19
 
 #: In an emergency, try the floor without knowing that it fits at every so many looks: about every
 #: 10 s.
@@ -71,12 +64,8 @@ class ClassicPolicy:
         self.is_emergency = False
         """Whether the floor has failed and no step has ended well since."""
         self.reason = ""
-        self._failed: Run | None = None
-        """The last part, if it ran out of memory; judged by what is allowed after it."""
         self._allowed_bytes = 0
         """As it was told last."""
-        self._good_to_retry = 0
-        """Good steps to go before a failure at this size may be retried; 0 allows the retry."""
         self._good_since_cleanup = 0
         """Good steps since memory was last released."""
         self._tried_in_vain = False
@@ -92,11 +81,8 @@ class ClassicPolicy:
         """Return the next part; `None` in an emergency in which nothing is to be tried now."""
         if allowed_bytes is not None:
             self._allowed_bytes = allowed_bytes
-        failed, self._failed = self._failed, None
-        if failed is not None:
-            self._judge(failed)
-        if self.is_emergency and (failed is not None or not self._is_worth_a_try()):
-            needed_bytes = self._needed_bytes(self.floor)
+        if self.is_emergency and not self._is_worth_a_try():
+            needed_bytes = self._needs.needed_bytes(self.floor.size, self.floor.batch)
             need = "" if needed_bytes is None else f", it needs {needed_bytes / MIB:.1f} MiB"
             self.reason = (
                 f"out of memory at the smallest step (size {self.floor.size} batch "
@@ -115,12 +101,20 @@ class ClassicPolicy:
     def succeeded(self, _run: Run, _peak_bytes: int | None, _is_partial: bool) -> None:
         """Take note that a part ended well: that ends an emergency."""
         self._has_worked, self.is_emergency = True, False
-        self._good_to_retry = max(0, self._good_to_retry - 1)
         self._good_since_cleanup += 1
 
-    def failed(self, run: Run, _at_least_bytes: int | None) -> None:
-        """Take note that a part ran out of memory."""
-        self._failed = run
+    def failed(self, _run: Run, _at_least_bytes: int | None) -> None:
+        """Count a part that ran out of memory; that of the floor is an emergency."""
+        self._good_since_cleanup = 0
+        step = self._step_after(self.failures)
+        if step == self.floor:
+            self._tried_in_vain, self.is_emergency, self._looks = self.is_emergency, True, 0
+            return
+        # The least count with a smaller step; by bisection, because the formulas never rise.
+        more = range(self.failures + 1, MAX_FAILURES + 1)
+        self.failures = more[
+            bisect_left(more, True, key=lambda count: self._step_after(count) != step)
+        ]
 
     @property
     def state(self) -> PolicyState:
@@ -132,40 +126,17 @@ class ClassicPolicy:
         check_name(state, self.name)
         self.failures = min(state.failures, MAX_FAILURES)
 
-    def _judge(self, failed: Run) -> None:
-        """Count a failure, unless its memory came back and a retry was earned."""
-        self._good_since_cleanup = 0
-        needed_bytes = self._needed_bytes(failed)
-        came_back = needed_bytes is not None and self._allowed_bytes >= needed_bytes
-        step = self._step_after(self.failures)
-        if self.is_emergency:
-            # The floor was tried again and failed; the next try is after later looks.
-            self._tried_in_vain, self._looks = True, 0
-        elif came_back and not self._good_to_retry:
-            self._good_to_retry = GOOD_STEPS_PER_RETRY
-        elif step == self.floor:
-            self.is_emergency, self._tried_in_vain, self._looks = True, False, 0
-        else:
-            # The least count with a smaller step; by bisection, because the formulas never rise.
-            more, self._good_to_retry = range(self.failures + 1, MAX_FAILURES + 1), 0
-            self.failures = more[
-                bisect_left(more, True, key=lambda count: self._step_after(count) != step)
-            ]
-
     def _is_worth_a_try(self) -> bool:
         """Count a look at memory in an emergency; say whether the floor is to be tried now."""
         # The count stops at a try, however long memory is too small for it.
         self._looks = min(self._looks + 1, LOOKS_PER_BLIND_TRY)
         is_due = self._looks == LOOKS_PER_BLIND_TRY
-        needed_bytes = self._needed_bytes(self.floor)
+        needed_bytes = self._needs.needed_bytes(self.floor.size, self.floor.batch)
         if needed_bytes is not None:
             is_due = self._allowed_bytes >= needed_bytes and (is_due or not self._tried_in_vain)
         if is_due:
             self._looks = 0
         return is_due
-
-    def _needed_bytes(self, run: Run) -> int | None:
-        return self._needs.needed_bytes(run.size, run.batch)
 
     def _step_after(self, failures: int) -> Run:
         """Apply the guide's formulas, techniques 7 and 9."""

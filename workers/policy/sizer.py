@@ -38,12 +38,12 @@ from workers.policy.memory_needed import (
 )
 from workers.policy.memory_seen import MINUTE_S, FreeMemory, with_sample
 from workers.policy.sizes_tried import (
+    FIRST_PROBE,
     Bounds,
     Bracket,
     Proof,
     Proofs,
     largest_proven,
-    started_at,
     with_proof,
     without_refuted,
 )
@@ -120,7 +120,8 @@ class Sizer:
         """Why nothing runs, in words; empty while something does."""
         if learned is not None:
             self.line = footprint_of(learned, bounds.power)
-            self.bracket = started_at(bounds.down(learned.size))
+            good = bounds.down(learned.size)
+            self.bracket = Bracket(good=good, gallop=FIRST_PROBE, untried=True)
 
     @property
     def learned(self) -> Learned | None:

@@ -223,11 +223,6 @@ class Bracket(NamedTuple):
         )
 
 
-def started_at(size: int) -> Bracket:
-    """Return the bracket of a worker that remembers this size from an earlier run."""
-    return Bracket(good=size, gallop=FIRST_PROBE, untried=True)
-
-
 class Proof(NamedTuple):
     """A size that ended well under so much memory."""
 

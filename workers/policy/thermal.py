@@ -230,7 +230,9 @@ class ThermalGovernor:
             duty, words = 0.0, f"paused at {told}, goes on below {self._resume_c:g} C"
         else:
             band = ThermalBand.HOT if self.alarms.complains else band
-            words = told if band is None else f"{told}, {_action(band, duty)}"
+            boosts = band is ThermalBand.NORMAL and duty >= 1.0
+            action = "REDUCE" if band is ThermalBand.HOT else "BOOST" if boosts else "MAINTAIN"
+            words = told if band is None else f"{told}, {action}"  # in the guides' words
             if duty <= 1.001 * self._smallest_duty < 1.0:
                 words += f", at the smallest duty of {duty:.0%}: other work heats the card, or "
                 words += "its cooling fails"
@@ -243,10 +245,3 @@ class ThermalGovernor:
 
 def _toward(old: float, new: float, passed_s: float, time_s: float) -> float:
     return old + (new - old) * passed_s / (passed_s + time_s)
-
-
-def _action(band: ThermalBand, duty: float) -> str:
-    """Return the guides' word for what is done."""
-    if band is ThermalBand.HOT:
-        return "REDUCE"
-    return "BOOST" if band is ThermalBand.NORMAL and duty >= 1.0 else "MAINTAIN"

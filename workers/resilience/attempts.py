@@ -153,7 +153,11 @@ class Attempts:
             OutOfBatchError: The smallest size failed.
             Exception: Whatever else `function` raised, unchanged and at once.
         """
-        self._remind()
+        with self._lock:
+            if self._recall is not None and self._to_recall:
+                self._to_recall = False
+                if (learned := self._recall.best()) is not None:
+                    self._begin(learned)
         call = _Call(self)
         return Loop(call, CurrentCard(), call).run(function)
 
@@ -204,13 +208,6 @@ class Attempts:
             learned=learned,
             clock=rules.clock,
         )
-
-    def _remind(self) -> None:
-        with self._lock:
-            if self._recall is not None and self._to_recall:
-                self._to_recall = False
-                if (learned := self._recall.best()) is not None:
-                    self._begin(learned)
 
 
 class _Call:

@@ -18,8 +18,7 @@ from workers.learned_limits import LimitStore
 from workers.nvml import queries
 from workers.settings import Learned, LimitKey, StoredLimit
 
-#: A size that moved less than this is what is written already, and a write costs some milliseconds.
-_WORTH_KEEPING: Final = 0.05
+#: A write costs some milliseconds.
 _KEEP_EVERY_S: Final = 10.0
 
 _log = logging.getLogger(__name__)
@@ -28,7 +27,7 @@ _log = logging.getLogger(__name__)
 class Recall:
     """What one function has learned, across processes.
 
-    An error of the store is only logged, once. Initialises CUDA if torch is loaded and sees a card,
+    An error of the store is only logged, each once. Initialises CUDA if torch is loaded and sees a card,
     because the card must be known before the first call.
     """
 
@@ -37,41 +36,35 @@ class Recall:
         self._clock = clock
         self._store = LimitStore()
         self._kept: Learned | None = None
-        self._kept_at_s: float | None = None
-        self._complained = False
+        self._kept_at_s = float("-inf")
+        self._told: str | None = None
+        """The problem that was logged last."""
 
     def best(self) -> Learned | None:
         """Return what was learned here; `None` if nothing was, or it is too old."""
         limit = self._store.best(_key(self._workload), time.time())
-        self._complain()
+        self._tell()
         self._kept = None if limit is None else limit.learned
         return self._kept
 
     def keep(self, learned: Learned | None, peak_bytes: int | None) -> None:
-        """Write down what is known now, if it is news."""
-        if learned is None or not self._news(learned):
+        """Write down what is known now, if it is news, and not for every call."""
+        is_recent = self._clock() - self._kept_at_s < _KEEP_EVERY_S
+        if learned is None or learned == self._kept or is_recent:
             return
-        key = _key(self._workload)
+        self._kept, self._kept_at_s = learned, self._clock()
+        key, now_unix_s = _key(self._workload), time.time()
         self._store.remember(
             StoredLimit(
-                key=key, learned=learned, peak_bytes=peak_bytes, learned_at_unix_s=time.time()
+                key=key, learned=learned, peak_bytes=peak_bytes, learned_at_unix_s=now_unix_s
             )
         )
-        self._complain()
-        self._kept, self._kept_at_s = learned, self._clock()
+        self._tell()
 
-    def _news(self, learned: Learned) -> bool:
-        if self._kept_at_s is not None and self._clock() - self._kept_at_s < _KEEP_EVERY_S:
-            return False
-        last = self._kept
-        if last is None or (last.unit_bytes is None) != (learned.unit_bytes is None):
-            return True
-        return abs(learned.size - last.size) > _WORTH_KEEPING * last.size
-
-    def _complain(self) -> None:
-        if self._store.problem is not None and not self._complained:
-            _log.warning("%s", self._store.problem)
-            self._complained = True
+    def _tell(self) -> None:
+        if self._store.problem not in {None, self._told}:
+            self._told = self._store.problem
+            _log.warning("%s", self._told)
 
 
 def _key(workload: str) -> LimitKey:

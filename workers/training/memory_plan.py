@@ -46,7 +46,7 @@ from workers.training.model_levers import ModelLevers, Recomputation, level_of
 from workers.training.models import GPTS
 from workers.training.optimizers import Average, allocate_states, update_bytes
 from workers.training.schedule import offered_micro_batches
-from workers.training.settings import FOLDER_PRESETS, TrainSettings
+from workers.training.settings import FOLDER_PRESETS, PICTURE_PRESETS, TrainSettings
 from workers.training.tasks import TrainTask, find_task, refuse_without_data, trained_parameters
 from workers.units import MIB
 
@@ -391,7 +391,8 @@ def answer(question: Mapping[str, Any]) -> dict[str, Any]:
     """
     settings = TrainSettings.model_validate(question["settings"])
     for key, path in (("model", settings.model), ("data", settings.data)):
-        if settings.preset in FOLDER_PRESETS and path and not Path(path).expanduser().exists():
+        is_read = settings.preset in {*FOLDER_PRESETS, *PICTURE_PRESETS}
+        if is_read and path and not Path(path).expanduser().exists():
             return {"not_planned": f"train.{key}: {path} is not on this machine"}
     if settings.preset in GPTS:
         # What the text says changes no size, and it may lie on the other PCs alone.

@@ -8,7 +8,7 @@ of each token is the same either way, to rounding, and no token that only fills 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -16,31 +16,17 @@ from torch.nn import functional
 
 from workers.training.batches import Samples
 from workers.training.order import PACKED_TOGETHER, packed_rows
+from workers.training.text import TextBytes
 from workers.training.token_files import SampleWriter, written_once
 
 #: In the place of a token that is not there, or is not to be predicted.
 NO_TOKEN: Final = -1
 
 
-class Documents(Protocol):
-    """A data set of token sequences whose lengths are known without making them."""
-
-    @property
-    def key(self) -> str:
-        """Changes with what is in it: others cannot be taken for it."""
-
-    def __len__(self) -> int: ...
-
-    def __getitems__(self, indices: Sequence[int], /) -> list[Tensor]: ...
-
-    def lengths(self, indices: Sequence[int], /) -> list[int]:
-        """Return how many tokens each of them has."""
-
-
 class PackedRows(Samples):
     """Rows (3, seq) of several documents: inputs, labels and positions."""
 
-    def __init__(self, documents: Documents, seq: int) -> None:
+    def __init__(self, documents: TextBytes, seq: int) -> None:
         """Decide which documents share a row, once on a PC; one of n tokens takes n - 1 of it."""
         self._documents = documents
         self._seq = seq
@@ -116,6 +102,11 @@ def own_document(places: Tensor) -> Tensor:
 def longest_part(seq: int) -> Tensor:
     """Return a filled-up part of one document of the greatest length, for the plan of memory."""
     return torch.zeros((1, seq + 1), dtype=torch.int64)
+
+
+def longest_row(seq: int) -> Tensor:
+    """Return a part of one packed row, for the plan of memory."""
+    return packed_row([torch.zeros(seq + 1, dtype=torch.int64)], seq)[None]
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, label_smoothing: float) -> Tensor:

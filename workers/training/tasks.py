@@ -31,6 +31,7 @@ from workers.training.sequences import (
     cross_entropy,
     filled_up,
     longest_part,
+    longest_row,
     packed_loss,
     packed_tokens,
     shortened,
@@ -239,9 +240,11 @@ def _gpt_task(settings: TrainSettings, shape: GptShape, seed: int) -> TrainTask:
     if settings.packing:
         return replace(
             task,
-            dataset=PackedRows(cast("TextBytes", text), seq),
+            # A plan of memory has no text.
+            dataset=PackedRows(text, seq) if isinstance(text, TextBytes) else text,
             loss=partial(packed_loss, label_smoothing=settings.label_smoothing),
             count=packed_tokens,
+            largest=partial(longest_row, seq),
         )
     if not settings.unequal:
         return task

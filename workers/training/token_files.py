@@ -66,7 +66,9 @@ def written_once(
     try:
         with locked(folder.with_suffix(".lock"), patience_s=math.inf):
             if not folder.exists():
-                _remove_unused(root)
+                for path in root.iterdir():
+                    if path.is_dir() and path.stat().st_mtime < time.time() - _KEPT_S:
+                        shutil.rmtree(path, ignore_errors=True)
                 with made_whole(folder) as fresh, ExitStack() as stack:
                     fresh.mkdir(mode=0o700)
                     writers = [SampleWriter(fresh, *each, seq=seq) for each in columns.items()]
@@ -80,12 +82,6 @@ def written_once(
             f"free its disk, or name another folder in {STATE_DIR_VARIABLE}"
         ) from failure
     return {name: TokenSamples(folder, name) for name in columns}
-
-
-def _remove_unused(root: Path) -> None:
-    for path in root.iterdir():
-        if path.is_dir() and path.stat().st_mtime < time.time() - _KEPT_S:
-            shutil.rmtree(path, ignore_errors=True)
 
 
 class SampleWriter:

@@ -30,14 +30,6 @@ _BUILT_IN: Final = {
 }
 
 
-def _no_log(name: str, **detail: Scalar) -> None:
-    """Drop the event."""
-
-
-def _no_pause(*, tells: bool) -> None:
-    """Go on."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadContext:
     """What a workload is given once, before its first step."""
@@ -68,13 +60,13 @@ class WorkloadContext:
     """
     memory: MemorySettings | None = None
     """The section `memory:` of cluster.yaml, for a workload that fills its share of the device."""
-    tell: Callable[..., None] = _no_log
+    tell: Callable[..., None] = lambda *_, **__: None
     """Adds an event to the run's event log: its name, and figures or text by keyword."""
     team: TeamSpec | None = None
     """With whom the slot shares its work; `None`: it works by itself."""
     team_orders: Callable[[], TeamOrders | None] = lambda: None
     """Returns the newest orders of that team; `None`: there are none yet."""
-    pause: Callable[..., None] = _no_pause
+    pause: Callable[..., None] = lambda **_: None
     """Called within a step, between two parts, while it waits for others. With `tells=True` the
     head hears at once how the slot is. What it raises ends the turn, as in `run`."""
 

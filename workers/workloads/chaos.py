@@ -43,35 +43,23 @@ class Chaotic(_Base):
 
     def run(self, loop: Loop[Run]) -> StepResult | None:
         """Do a step of which any part may run out of memory, if chance says so."""
-        return super().run(_Failing(loop, self._fail))
+        run_part = loop.run
 
-    def _fail(self) -> None:
+        def run(part: Callable[[Run], R]) -> R:
+            return run_part(lambda size: part(self._tried(size)))
+
+        setattr(loop, "run", run)  # noqa: B010 - mypy has methods constant
+        try:
+            return super().run(loop)
+        finally:
+            del loop.run
+
+    def _tried(self, size: Run) -> Run:
+        """Return the size of a part that begins, unless it runs out of memory."""
         if self._chance.random() < self._oom_rate:
             self.context.tell("chaos", kind="oom", count=1)
             raise injected_error(FailureKind.DEFINITE)
-
-
-class _Failing(Loop[Run]):
-    """A loop in which a part may fail before it begins."""
-
-    def __init__(self, loop: Loop[Run], fail: Callable[[], None]) -> None:
-        self._loop, self._fail = loop, fail
-
-    def run(self, part: Callable[[Run], R]) -> R:
-        """See `Loop.run`."""
-
-        def failing(run: Run) -> R:
-            self.allowed_bytes = self._loop.allowed_bytes
-            self._fail()
-            return part(run)
-
-        result = self._loop.run(failing)
-        self.took_s, self.peak_bytes = self._loop.took_s, self._loop.peak_bytes
-        return result
-
-    def was_partial(self) -> None:
-        """See `Loop.was_partial`."""
-        self._loop.was_partial()
+        return size
 
 
 def __getattr__(name: str) -> type[Workload]:

@@ -75,7 +75,8 @@ class Claim:
         wanted_bytes = max(floor_bytes, int(share * usable_bytes))
         if held_bytes is None or held_bytes > usable_bytes:
             return wanted_bytes
-        return max(held_bytes, wanted_bytes if _is_worth(wanted_bytes, held_bytes) else 0)
+        is_worth = wanted_bytes > (1.0 + _WORTH_A_CHANGE) * held_bytes
+        return max(held_bytes, wanted_bytes if is_worth else 0)
 
     def succeeded(self, allowed_bytes: int, held_bytes: int, peak_bytes: int | None) -> None:
         """Take note of a good step with a block of so many bytes: the next stage comes."""
@@ -90,10 +91,6 @@ class Claim:
         """Take note that a step ran out of memory."""
         self._share *= 1.0 - self._settings.retry_reduction
         self._smaller = _STEPS_SMALLER
-
-
-def _is_worth(wanted_bytes: int, held_bytes: int) -> bool:
-    return wanted_bytes > (1.0 + _WORTH_A_CHANGE) * held_bytes
 
 
 class Matmul(Workload):

@@ -1,7 +1,7 @@
-"""How an engine and the process that keeps it talk: whole messages over a SEQPACKET socket.
+"""How a program, its keeper and its worker talk: whole messages over a SEQPACKET socket.
 
 Nothing here waits: an engine computes on while the other is busy. Does not know what the messages
-mean. Imports no torch. The two ends belong to one user, so messages are pickled.
+mean. Standard library alone. The two ends belong to one user, so messages are pickled.
 """
 
 from __future__ import annotations
