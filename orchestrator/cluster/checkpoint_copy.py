@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import IO, Final
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
-from orchestrator.cluster.node_tasks import NODE_LABEL, in_a_line
+from orchestrator.cluster.node_tasks import NODE_LABEL, in_a_line, live_nodes, on_node
 from orchestrator.errors import NoClusterError
 from workers.learned_limits import default_path
 
@@ -52,12 +52,9 @@ def copied(node: str, run_id: str, slot: str, names: str, into: Path) -> list[Pa
     Raises:
         NoClusterError: It is not there, or does not answer.
     """
-    nodes = ray.nodes()  # type: ignore[no-untyped-call]  # no types here
-    live = [each["Labels"] for each in nodes if each["Alive"]]
-    if node not in {labels.get(NODE_LABEL) for labels in live}:
+    if node not in {each["Labels"].get(NODE_LABEL) for each in live_nodes()}:
         raise NoClusterError(f"no node {node} is in the cluster")
-    options: dict[str, Any] = {"num_cpus": 0, "label_selector": {NODE_LABEL: node}}
-    reader: Any = ray.remote(Reader).options(**options).remote(run_id, slot, names)
+    reader = on_node(node, Reader).remote(run_id, slot, names)
     try:
         sizes = ray.get(reader.sizes.remote(), timeout=_ANSWER_S)
         for name, size in sizes.items():

@@ -42,7 +42,7 @@ _AUTH_SETTINGS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")
 
 #: A process starts in a second or two and torch loads in some more; on a PC with a load of 10, 90 s
 #: were too few.
-_ANSWER_S = 180.0
+ANSWER_S = 180.0
 
 _DOOR_S = 2.0
 
@@ -50,21 +50,38 @@ _DOOR_S = 2.0
 _LINK_S = 60.0
 
 
+def live_nodes() -> list[dict[str, Any]]:
+    """Return the nodes that Ray's own store says are alive, as it describes them."""
+    # No types here.
+    return [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+
+
+# Ray's types have no names.
+def on_node(node: str, what: Any, **options: Any) -> Any:  # noqa: ANN401
+    """Return a function or class for Ray to run on the node with this label, where it reserves
+    nothing unless the options of Ray say so.
+    """
+    options = {"num_cpus": 0, "label_selector": {NODE_LABEL: node}, **options}
+    return ray.remote(what).options(**options)
+
+
 def survey() -> tuple[NodeAnswer, ...]:
     """Return each live node's answer, those without a label too, by name."""
-    # No types here.
-    live = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+    live = live_nodes()
     doors = {
         node["NodeID"]: f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}" for node in live
     }
-    deadline_s = time.monotonic() + _ANSWER_S  # for all of them together
+    deadline_s = time.monotonic() + ANSWER_S  # for all of them together
     requests = []
     for node in live:
         others = tuple(door for node_id, door in sorted(doors.items()) if node_id != node["NodeID"])
         # By id, not by label: every node is meant once, also one without a label and two with the
         # same.
         where = NodeAffinitySchedulingStrategy(node_id=node["NodeID"], soft=False)
-        requests.append((node, _on(where, _look).remote(others)))
+        # On a full machine Ray gives up processes that take long to start; looking again is
+        # harmless.
+        look_there = ray.remote(_look).options(num_cpus=0, max_retries=3, scheduling_strategy=where)
+        requests.append((node, look_there.remote(others)))
     answers = [_answer(node, ref, deadline_s) for node, ref in requests]
     return tuple(sorted(answers, key=lambda answer: (answer.name is None, answer.title)))
 
@@ -75,7 +92,7 @@ def _answer(
     deadline_s: float,
 ) -> NodeAnswer:
     name, address = node.get("Labels", {}).get(NODE_LABEL), str(node["NodeManagerAddress"])
-    told, why_not = _answered(ref, deadline_s)
+    told, why_not = answered(ref, deadline_s)
     if why_not is not None:
         return NodeAnswer(name=name, address=address, error=why_not)
     facts, unreachable = told
@@ -83,20 +100,14 @@ def _answer(
 
 
 # Ray's reference type has no name, and what a call returns can be anything.
-def _answered(ref: Any, until_s: float) -> tuple[Any, str | None]:  # noqa: ANN401
-    """Return what a call answered until then (monotonic seconds), or why it has not."""
+def answered(ref: Any, until_s: float) -> tuple[Any, str | None]:  # noqa: ANN401
+    """Return what a call answers until then (monotonic seconds), or why it does not."""
     try:
         return ray.get(ref, timeout=max(0.0, until_s - time.monotonic())), None
     except GetTimeoutError:
         return None, f"nothing came back in time; see what holds it: {status_command()}"
     except RayError as error:
         return None, in_a_line(error)
-
-
-# Ray's types have no names.
-def _on(where: NodeAffinitySchedulingStrategy, function: Any) -> Any:  # noqa: ANN401
-    # On a full machine Ray gives up processes that take long to start; looking again is harmless.
-    return ray.remote(function).options(num_cpus=0, max_retries=3, scheduling_strategy=where)
 
 
 def _look(doors: Sequence[str]) -> tuple[MachineFacts, tuple[str, ...]]:
@@ -117,17 +128,15 @@ def measure_links(to: str, listen: str, nodes: Sequence[str]) -> tuple[Link, ...
     """Measure the links of some nodes to one that listens at this address, one after the other."""
     links = []
     for node in nodes:
-        given, until_s = (listen, secrets.token_bytes(32), _LINK_S), time.monotonic() + _ANSWER_S
+        given, until_s = (listen, secrets.token_bytes(32), _LINK_S), time.monotonic() + ANSWER_S
         first, second = (
-            ray.remote(end)
-            .options(num_cpus=0, max_retries=0, label_selector={NODE_LABEL: where})
-            .remote(*given)
+            on_node(where, end, max_retries=0).remote(*given)
             for where, end in ((to, link.listened), (node, link.connected))
         )
-        ended, _ = ray.wait([first, second], num_returns=1, timeout=_ANSWER_S)
-        rate, error = None, _answered(first, until_s)[1] if first in ended else None
+        ended, _ = ray.wait([first, second], num_returns=1, timeout=ANSWER_S)
+        rate, error = None, answered(first, until_s)[1] if first in ended else None
         if error is None:
-            rate, error = _answered(second, until_s)
+            rate, error = answered(second, until_s)
         else:  # it cannot listen there
             ray.cancel(second, force=True)
         links.append(Link(node=node, to=to, bytes_per_s=rate, error=error))
@@ -144,12 +153,11 @@ def sent_folder(spec: WorkerSpec) -> Any:  # noqa: ANN401 - Ray's reference type
     """
     assert spec.command is not None  # noqa: S101 - asked for nothing else
     cwd = str(spec.command.cwd)
-    there = {"num_cpus": 0, "label_selector": {NODE_LABEL: spec.node}}
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    theirs = ray.remote(look).options(**there).remote(cwd)
+    theirs = on_node(spec.node, look).remote(cwd)
     at_head = ray.remote(pack).options(num_cpus=0, scheduling_strategy=here)
     packed = at_head.remote(theirs, cwd, spec.node)
-    return ray.remote(unpack).options(**there).remote(packed, spec.run_id, spec.slot)
+    return on_node(spec.node, unpack).remote(packed, spec.run_id, spec.slot)
 
 
 #: A process starts, and another run puts its cards back.
@@ -195,11 +203,8 @@ def with_cards_set(
     could not be done. `done` is told what was, also when the cards are put back. Nodes that have
     not answered when the user has `interrupted` are not waited for.
     """
-    actor_class = ray.remote(CardSettingsActor)
     actors: dict[str, Any] = {
-        node: actor_class.options(
-            num_cpus=0, label_selector={NODE_LABEL: node}, max_restarts=-1, max_task_retries=0
-        ).remote(settings)
+        node: on_node(node, CardSettingsActor, max_restarts=-1, max_task_retries=0).remote(settings)
         for node, settings in wanted.items()
     }
     requests = {node: actor.outcome.remote() for node, actor in actors.items()}
@@ -211,7 +216,7 @@ def with_cards_set(
                 is_there = bool(ray.wait([ref], timeout=_LOOK_S)[0])
             if interrupted():
                 break
-            told, why_not = _answered(ref, until_s)
+            told, why_not = answered(ref, until_s)
             lines, problem = told or ((), why_not)
             done("node_kept", node, lines)
             problems += [] if problem is None else [f"{node}: {problem}"]
@@ -223,7 +228,7 @@ def with_cards_set(
             fix = (
                 f"{node}: its cards could not be put back; type on it: python -m orchestrator stop"
             )
-            lines, why_not = _answered(ref, until_s)
+            lines, why_not = answered(ref, until_s)
             done("node_restored", node, lines if why_not is None else (fix,))
         for actor in actors.values():
             ray.kill(actor, no_restart=True)

@@ -17,7 +17,6 @@ import ray
 from ray.exceptions import (
     ActorDiedError,
     ActorUnschedulableError,
-    GetTimeoutError,
     RayError,
     RayTaskError,
     RuntimeEnvSetupError,
@@ -26,7 +25,15 @@ from ray.exceptions import (
 from orchestrator.cluster.actor import WorkerActor
 from orchestrator.cluster.command_actor import CommandActor
 from orchestrator.cluster.liveness import Pulse
-from orchestrator.cluster.node_tasks import NODE_LABEL, in_a_line, sent_folder, status_command
+from orchestrator.cluster.node_tasks import (
+    ANSWER_S,
+    NODE_LABEL,
+    answered,
+    in_a_line,
+    live_nodes,
+    on_node,
+    sent_folder,
+)
 from orchestrator.cluster.raylets import Raylets
 from orchestrator.core.fleet import Heard, NodeFact, Told, Unreached
 from orchestrator.errors import NoClusterError, PreflightError, UsageError
@@ -45,11 +52,7 @@ _GATHER_S = 0.1
 #: or two, and asking costs next to nothing.
 _ASK_AGAIN_S = 0.2
 
-#: A process that only asks the driver starts in a second or two; on a PC with a load of 10, 60 s
-#: were too few.
-_PROBE_TIMEOUT_S = 180.0
-
-#: What the head is called in its own `Pulse`.
+#: What the head is called beside the ids of nodes.
 _HEAD = "head"
 
 #: A head with a store of its own (Redis) that is started again is back within this time; any other
@@ -86,8 +89,9 @@ class RayFleet:
         self._raylets = raylets
         self._address = address
         self._head_door = _door(address)
+        self._doors: dict[str, tuple[str, int]] = {}
+        """Addresses of the raylets that were listed last, by node id."""
         self._pulse = Pulse()
-        self._head_pulse = Pulse()
         self._head_away_since_s: float | None = None
         self._last_nodes: tuple[NodeFact, ...] = ()
         self._asked: dict[str, _Asked] = {}
@@ -102,8 +106,8 @@ class RayFleet:
         if self._raylets is not None:
             self._raylets.reap()
         now_s = time.monotonic()
-        self._head_pulse.silent({_HEAD: self._head_door}, now_s)
-        if not self._head_pulse.answered(_HEAD, now_s):
+        silent = self._pulse.silent({_HEAD: self._head_door, **self._doors}, now_s)
+        if not self._pulse.answered(_HEAD, now_s):
             self._head_away_since_s = (
                 now_s if self._head_away_since_s is None else self._head_away_since_s
             )
@@ -112,14 +116,12 @@ class RayFleet:
             return self._last_nodes  # Ray would not return before the head answers
         self._head_away_since_s = None
         try:
-            # No types here.
-            live = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+            live = live_nodes()
         except Exception:  # noqa: BLE001 - Ray raises many types when its store restarts
             return self._last_nodes
-        doors = {
+        self._doors = {
             node["NodeID"]: (node["NodeManagerAddress"], node["NodeManagerPort"]) for node in live
         }
-        silent = self._pulse.silent(doors, now_s)
         self._last_nodes = tuple(
             NodeFact(
                 name=node.get("Labels", {}).get(NODE_LABEL),
@@ -140,42 +142,21 @@ class RayFleet:
         return self._address
 
     def count_cards(self, node: str) -> int:
-        cards = (
-            ray.remote(visible_cards)
-            .options(num_cpus=0, label_selector={NODE_LABEL: node})
-            .remote()
+        cards, why_not = answered(
+            on_node(node, visible_cards).remote(), time.monotonic() + ANSWER_S
         )
-        try:
-            return len(ray.get(cards, timeout=_PROBE_TIMEOUT_S))
-        except GetTimeoutError as error:
-            raise PreflightError(
-                [
-                    (
-                        f"{node} started no process in {_PROBE_TIMEOUT_S:.0f} s; see what holds "
-                        f"it: {status_command()}"
-                    )
-                ]
-            ) from error
-        except RayError as error:
-            raise PreflightError([f"{node} cannot count its cards: {in_a_line(error)}"]) from error
+        if why_not is not None:
+            raise PreflightError([f"{node} cannot count its cards: {why_not}"])
+        return len(cards)
 
     def place(self, spec: WorkerSpec, num_cpus: float, num_gpus: float) -> None:
         # Ray hands the arguments to each new process of the actor, restarts it without a limit and
         # never repeats a call: counting and waiting are the head's.
         kind: Any = WorkerActor if spec.command is None else CommandActor
         given = (spec,) if spec.command is None else (spec, self._folder(spec))
-        actor = (
-            ray.remote(kind)
-            .options(
-                num_cpus=num_cpus,
-                num_gpus=num_gpus,
-                label_selector={NODE_LABEL: spec.node},
-                max_restarts=-1,
-                max_task_retries=0,
-            )
-            .remote(*given)
-        )
-        self._asked[spec.slot] = _Asked(actor)
+        reserved = {"num_cpus": num_cpus, "num_gpus": num_gpus}
+        actor = on_node(spec.node, kind, max_restarts=-1, max_task_retries=0, **reserved)
+        self._asked[spec.slot] = _Asked(actor.remote(*given))
 
     def _folder(self, spec: WorkerSpec) -> Any:  # noqa: ANN401 - Ray's reference type has no name
         """Return where a command finds its folder on its node, once that is there; `None` on this
@@ -246,7 +227,6 @@ class RayFleet:
     def close(self) -> None:
         """Release what does not belong to Ray."""
         self._pulse.close()
-        self._head_pulse.close()
 
     def end_node(self, node: str) -> None:
         self._own_raylets(node).end(node)

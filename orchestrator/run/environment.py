@@ -8,7 +8,7 @@ user. Does not start anything by itself; entering `Environment.fleet` does.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
@@ -24,9 +24,8 @@ from orchestrator.config.schema import MOST_GIB, Config, NodeConfig
 from orchestrator.config.team import with_team_alone
 from orchestrator.core.fleet import Fleet
 from orchestrator.core.placement import SlotPlan, Target, node_budget, plan_slots
-from orchestrator.errors import PreflightError, UsageError
+from orchestrator.errors import PreflightError
 from orchestrator.record.store import RunFacts
-from orchestrator.run import scaling
 from orchestrator.run.scaling import REHEARSAL_SCALE, Scaled, scale_config
 from workers.host.facts import CardFacts
 from workers.host.machine import visible_cards
@@ -38,7 +37,7 @@ _RAM_SHARE = 0.5
 #: How the user is told that a rehearsal's failures are real.
 _BY_KERNEL = "CPU, the caps enforced by the kernel"
 
-_STARTING = "Starting Ray on this machine, for this run alone; this takes some seconds ..."
+STARTING = "Starting Ray on this machine, for this run alone; this takes some seconds ..."
 
 #: A CUDA context took 676 MiB on an H200; with less than this a worker of a rehearsal stays on the
 #: CPU.
@@ -67,9 +66,6 @@ class Environment:
     config: Config
     target: Target
     lines: tuple[str, ...]
-    settle: Callable[[Environment, Fleet], Environment] = lambda environment, _: environment
-    """Called with the connected fleet: what the cluster turns out to be may change the environment.
-    """
 
     @property
     def plans(self) -> tuple[SlotPlan, ...]:
@@ -99,22 +95,7 @@ def on_cluster(config: Config) -> Environment:
         config=with_team_alone(config),
         target=Target(),
         lines=(),
-        settle=_settled,
     )
-
-
-def again(mode: str, config: Config, target: Target) -> Environment:
-    """Return the environment of a resumed run, scaled and targeted already.
-
-    `UsageError` if there is no such mode.
-    """
-    if mode not in set(Mode):
-        raise UsageError(f"this version knows no run mode {mode!r}; valid: {', '.join(Mode)}")
-    lines: tuple[str, ...] = (_STARTING,)
-    if mode == Mode.CLUSTER:
-        address = config.cluster.address
-        lines = () if address == "auto" else (f"Connecting to {address}, as the run did",)
-    return Environment(mode=Mode(mode), config=config, target=target, lines=lines)
 
 
 def ground_of(facts: RunFacts) -> tuple[Config, Target]:
@@ -125,14 +106,16 @@ def ground_of(facts: RunFacts) -> tuple[Config, Target]:
     return config, Target(device=facts.device, one_machine=facts.one_machine)
 
 
-def _settled(environment: Environment, fleet: Fleet) -> Environment:
-    """Make a cluster in which no node has a card a rehearsal on its CPUs; refuse one where some
-    lack theirs.
+def settled(environment: Environment, fleet: Fleet) -> Environment:
+    """Return the environment of a run that has not begun to count, now that its fleet is connected:
+    a cluster in which no node has a card is a rehearsal on its CPUs.
 
     Raises:
         PreflightError: A node that should have cards has none, while another has some.
     """
     config = environment.config
+    if environment.mode is not Mode.CLUSTER or environment.target.device == "cpu":
+        return environment
     facts = [
         fact
         for fact in fleet.nodes()
@@ -188,14 +171,11 @@ def in_rehearsal(config: Config) -> Environment:
         limit_bytes = int(_free_ram_bytes())
         where, wanted_scale = f"on this machine's {_BY_KERNEL}", REHEARSAL_SCALE
         target = Target(device="cpu", one_machine=True)
-    scaled = scale_config(config, wanted_scale, limit_bytes)
-    config, lines = scaled.config, _scale_lines(f"Rehearsal {where}", scaled)
     # Many CPUs have no units for numbers of 16 bits. A training has types of its own.
-    if target.device == "cpu" and config.workload.name != "train":
-        in_fp32 = scaling.in_fp32(config)
-        if in_fp32 is not None:
-            config, lines = in_fp32, (*lines, "  products in fp32: sizes x 0.71, the same bytes")
-    return Environment(mode=Mode.REHEARSE, config=config, target=target, lines=(*lines, _STARTING))
+    in_fp32 = target.device == "cpu" and config.workload.name != "train"
+    scaled = scale_config(config, wanted_scale, limit_bytes, in_fp32=in_fp32)
+    lines = (*_scale_lines(f"Rehearsal {where}", scaled), STARTING)
+    return Environment(mode=Mode.REHEARSE, config=scaled.config, target=target, lines=lines)
 
 
 def _on_one_card(node: NodeConfig) -> NodeConfig:
@@ -240,7 +220,7 @@ def on_this_machine(config: Config) -> Environment:
         mode=Mode.LOCAL,
         config=local,
         target=Target(device="cuda" if cards else "cpu", one_machine=not cards),
-        lines=(f"This machine: {where}; {node.workers} workers x {budget}", _STARTING),
+        lines=(f"This machine: {where}; {node.workers} workers x {budget}", STARTING),
     )
 
 

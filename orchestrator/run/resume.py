@@ -8,6 +8,7 @@ The processes that were at work when the head ended have ended with it. Does not
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,11 +16,10 @@ from orchestrator.config.schema import Config
 from orchestrator.control.slots import Answer
 from orchestrator.core.slot import HeadState, Phase, Rules, Slot
 from orchestrator.core.training import Training
-from orchestrator.errors import UsageError
-from orchestrator.record.archive import LEAST_TO_RESUME_S, StoredRun
+from orchestrator.errors import NothingStoredError, UsageError
+from orchestrator.record.archive import LEAST_TO_RESUME_S, StoredRun, read_answers
 from orchestrator.record.store import SlotRecord
-from orchestrator.run import environment as environments
-from orchestrator.run.environment import Environment
+from orchestrator.run.environment import STARTING, Environment, Mode, ground_of
 from workers.messages import WorkerState
 from workers.units import MIB
 
@@ -63,7 +63,7 @@ def environment_of(
     that `stays` waits for more work, also if it is over.
 
     Raises:
-        UsageError: It cannot be resumed: it is under way, or over.
+        UsageError: It cannot be resumed: it is under way, or over, or of a mode of another version.
         ConfigError: This version does not accept the run's configuration.
         ArchiveError: The store does not say how the run was made.
     """
@@ -91,18 +91,28 @@ def environment_of(
             "longer: --resume "
             f"{facts.run_id} --duration 2h"
         )
-    config, target = environments.ground_of(facts)
+    if facts.mode not in set(Mode):
+        raise UsageError(f"this version knows no run mode {facts.mode!r}; valid: {', '.join(Mode)}")
+    config, target = ground_of(facts)
     if more_s is not None:
         duration = f"{stored.elapsed_s + more_s}s"
         config = config.model_copy(
             update={"run": config.run.model_copy(update={"duration": duration})}
         )
-    return environments.again(facts.mode, config, target)
+    lines: tuple[str, ...] = (STARTING,)
+    if facts.mode == Mode.CLUSTER:
+        address = config.cluster.address
+        lines = () if address == "auto" else (f"Connecting to {address}, as the run did",)
+    return Environment(mode=Mode(facts.mode), config=config, target=target, lines=lines)
 
 
 def past_of(stored: StoredRun) -> Past:
     """Return the run's state so far. Quarantined slots start again: that is part of resuming."""
+    answers: dict[str, Answer] = {}
+    with suppress(NothingStoredError):
+        answers = {it: Answer(**told) for it, told in read_answers(stored.folder).items()}
     return Past(
+        answers=answers,
         elapsed_s=stored.elapsed_s,
         updated_at_unix_s=stored.updated_at_unix_s,
         incomplete=stored.incomplete,

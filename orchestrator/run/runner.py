@@ -46,18 +46,17 @@ from orchestrator.record.summary import failure_dict, summary_dict, summary_text
 from orchestrator.run import node_setup, resume, run_dir
 from orchestrator.run.dispatcher import Dispatcher
 from orchestrator.run.earlier import fetch_weights
-from orchestrator.run.environment import Environment, Mode
-from orchestrator.run.notify_urls import notify_urls
+from orchestrator.run.environment import Environment, Mode, settled
+from orchestrator.run.notify_urls import URLS_VARIABLE, notify_urls
 from orchestrator.run.prediction import DIVIDES, divided_where_needed
 from orchestrator.run.resume import Past
-from orchestrator.run.supervisor import Clock, Outlets, Supervisor, answers_before
+from orchestrator.run.supervisor import Clock, Outlets, Supervisor
 from orchestrator.run.terminal import (
     Interrupts,
     Screen,
     own_screen,
     show_report,
     start_notify,
-    take_addresses,
 )
 from orchestrator.view.cells import width_of, wrapped
 from orchestrator.view.live import LiveTable, PlainLines, Watcher
@@ -152,8 +151,8 @@ def go_on(
         config = environment.config.model_copy(update={"cluster": cluster})
         environment = replace(environment, config=config)
     _check(environment, options)
-    past = replace(resume.past_of(stored), answers=answers_before(stored.folder))
-    return _in_folder(stored.folder, environment, options, stored.facts.started_at_unix_s, past)
+    began_unix_s = stored.facts.started_at_unix_s
+    return _in_folder(stored.folder, environment, options, began_unix_s, resume.past_of(stored))
 
 
 def _check(environment: Environment, options: Options) -> None:
@@ -206,56 +205,56 @@ def _in_environment(environment: Environment, record: _Record, interrupts: Inter
     with environment.fleet as fleet:
         interrupts.install()  # Ray has taken SIGTERM for itself
         check_nodes(environment.config, fleet, wait_for_nodes=record.options.wait_for_nodes)
-        settled = environment.settle(environment, fleet)
-        if settled is not environment:
-            record.tell(*settled.lines)
+        target = environment.target
+        if record.past.elapsed_s == 0 and (now := settled(environment, fleet)) is not environment:
+            environment = now
+            record.tell(*environment.lines)
         config = divided_where_needed(
-            settled.config, settled.target, interrupted=lambda: interrupts.asked
+            environment.config, environment.target, interrupted=lambda: interrupts.asked
         )
-        if config is not settled.config:
+        if config is not environment.config:
             record.tell(DIVIDES)
-            settled = replace(settled, config=config)
-        if settled.target != environment.target:
-            record.open_queue(settled)
-        facts = record.begin(settled)
+            environment = replace(environment, config=config)
+        if environment.target != target:
+            record.open_queue(environment)
+        facts = record.begin(environment)
         record.outlets.events.write(
             "run_started",
             run_id=facts.run_id,
-            workers=len(settled.plans),
+            workers=len(environment.plans),
             elapsed_s=facts.elapsed_s,
         )
-        chaos, plans = record.options.chaos, settled.plans
+        options, plans = record.options, environment.plans
+        chaos = options.chaos
         # With injected failures nothing is learned that holds without them.
-        remembers = settled.config.memory.remember and chaos is None
+        remembers = environment.config.memory.remember and chaos is None
         if record.queue is None:
             addresses = {str(fact.name): fact.address for fact in fleet.nodes()}
             lines = firewall_lines(plans, addresses)
-            record.tell(*filter(None, [idle_line(settled.config, plans)]), *lines)
+            record.tell(*filter(None, [idle_line(environment.config, plans)]), *lines)
         if chaos is not None:
             record.tell(f"Chaos: {chaos.description}")
-        options = record.options
         wanted = node_setup.wanted_settings(
-            settled,
+            environment,
             plans,
             apply_power_limit=options.apply_power_limit,
             yes_really=options.yes_really,
             tell=record.tell,
         )
-        settings = node_setup.cards_set(
+        clock = Clock()
+        with node_setup.cards_set(
             fleet,
             wanted,
             tell=record.tell,
             events=record.outlets.events,
             interrupted=lambda: interrupts.asked,
-        )
-        clock = Clock()
-        with settings:
-            dispatcher = record.dispatcher(settled)
+        ):
+            dispatcher = record.dispatcher(environment)
             slots = plans if dispatcher is None else tuple(dispatcher.resumed())
             record.supervisor = Supervisor(
                 facts=facts,
                 past=record.past,
-                config=settled.config,
+                config=environment.config,
                 plans=slots,
                 fleet=fleet if chaos is None else chaos.around(fleet, record.outlets.events, clock),
                 outlets=record.outlets,
@@ -378,9 +377,10 @@ class _Record:
         workers.
         """
         is_wanted = self.options.judge is None and bool(notify_urls(settings))
-        typed = take_addresses()
+        with_addresses = dict(os.environ)
+        os.environ.pop(URLS_VARIABLE, None)
         if is_wanted:
-            self.notify = start_notify(self.folder, self.tell, typed)
+            self.notify = start_notify(self.folder, self.tell, with_addresses)
 
     def tell(self, *lines: str) -> None:
         """Print lines for the user; with `--json` nothing is printed."""

@@ -39,9 +39,14 @@ class Scaled:
     """Each number that changed, as `nodes.pc1.size: 8192 -> 2048`."""
 
 
-def scale_config(config: Config, scale: float, memory_limit_bytes: int | None) -> Scaled:
+def scale_config(
+    config: Config, scale: float, memory_limit_bytes: int | None, *, in_fp32: bool = False
+) -> Scaled:
     """Return `config` with bytes times `scale`, and less where the budgets of all workers would
     exceed the limit.
+
+    `in_fp32`: products of 16-bit numbers become products of fp32 in as many bytes. A matrix of fp32
+    takes twice the bytes, so each edge shrinks by the root of two.
 
     Raises:
         UsageError: a worker would get less than 1 MiB.
@@ -55,34 +60,15 @@ def scale_config(config: Config, scale: float, memory_limit_bytes: int | None) -
         lines.append(f"scale: {scale:.4g} -> {used:.4g}, {fitting}")
     if min(node.vram_per_worker_gib for node in nodes) * used * GIB < MIB:
         raise UsageError(f"at a scale of {used:.2g} a worker gets less than 1 MiB of what is free")
-    if used == 1:
+    if used == 1 and not in_fp32:
         return Scaled(config=config, scale=used, lines=())
     # Values from the card's profile are written out: the profile itself does not shrink.
     before, small = _written_out(config), _written_out(config)
     _shrink(small, config.memory, used)
+    if in_fp32 and _widen(small):
+        lines.append("products in fp32: sizes x 0.71, the same bytes")
     lines += _changes("", before, small)
     return Scaled(config=Config.model_validate(small), scale=used, lines=tuple(lines))
-
-
-def in_fp32(config: Config) -> Config | None:
-    """Return `config` with products of 16-bit numbers made products of fp32 in as many bytes;
-    `None` without any.
-
-    A matrix of fp32 takes twice the bytes, so each edge shrinks by the root of two.
-    """
-    data, floor, changed = config.model_dump(), config.memory.size_floor, False
-    for name, node in config.nodes.items():
-        if (node.dtype or config.workload.dtype) in _HALVES:
-            changed = True
-            small = data["nodes"][name]
-            small["dtype"] = None if node.dtype is None else "fp32"
-            if node.size is not None or config.workload.size is None:
-                small["size"] = scaled_size(node.size or DEFAULT_SIZE, 0.5, floor)
-    if config.workload.dtype in _HALVES:
-        data["workload"]["dtype"] = "fp32"
-        if config.workload.size is not None:
-            data["workload"]["size"] = scaled_size(config.workload.size, 0.5, floor)
-    return Config.model_validate(data) if changed else None
 
 
 def scaled_size(size: int, scale: float, at_least: int) -> int:
@@ -116,6 +102,17 @@ def _shrink(data: dict[str, Any], memory: MemoryConfig, scale: float) -> None:
     for node in data["nodes"].values():
         node["vram_per_worker_gib"] *= scale
         node["vram_gib"] = None if node["vram_gib"] is None else node["vram_gib"] * scale
+
+
+def _widen(data: dict[str, Any]) -> bool:
+    """Have products of 16-bit numbers computed in fp32, in as many bytes; say whether any are."""
+    usual, changed = data["workload"]["dtype"], False
+    for section in (data["workload"], *data["nodes"].values()):
+        if (section["dtype"] or usual) in _HALVES:
+            changed, section["dtype"] = True, section["dtype"] and "fp32"
+            if section["size"] is not None:
+                section["size"] = scaled_size(section["size"], 0.5, data["memory"]["size_floor"])
+    return changed
 
 
 def _changes(key: str, before: Any, after: Any) -> Iterator[str]:  # noqa: ANN401 - plain data

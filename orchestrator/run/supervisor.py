@@ -32,8 +32,7 @@ from orchestrator.core.fleet import Fleet, Heard, Told, Unreached
 from orchestrator.core.memory_shares import MemoryShares
 from orchestrator.core.placement import SlotPlan, listening_at
 from orchestrator.core.slot import Event, Phase, Slot
-from orchestrator.errors import NothingStoredError, PreflightError, UsageError
-from orchestrator.record.archive import read_answers
+from orchestrator.errors import PreflightError, UsageError
 from orchestrator.record.command_file import Incoming, Row
 from orchestrator.record.events import EventLog
 from orchestrator.record.model import Snapshot
@@ -161,9 +160,6 @@ class Supervisor:
     clock: Clock = field(default_factory=Clock)
     dispatcher: Dispatcher | None = None
     """Of a run of jobs: it says which slots there are."""
-    strict: bool = False
-    """Whether an event that the lifecycle does not allow ends the run (tests), or is written to the
-    event log and otherwise ignored."""
 
     workload_error: str | None = field(default=None, init=False)
     """The traceback of the last error of the workload."""
@@ -189,13 +185,13 @@ class Supervisor:
         """Whether a slot has come into another phase since cards were judged."""
         self._ordered: dict[str, Orders] = {}
         """What was ordered last of each slot that has an actor."""
-        rests = () if self.dispatcher is None else self.dispatcher.rests()
-        for name, slot in self._slots.items() if self.dispatcher is not None else ():
-            # An earlier head had recalled it, or begun it anew, and perhaps not yet told its slot.
-            hold = slots.Hold.DRAIN if name in rests else slot.orders.hold
-            if hold is slots.Hold.DRAIN and name not in rests:
-                hold = None
-            self._slots[name] = replace(slot, orders=replace(slot.orders, hold=hold))
+        if self.dispatcher is not None:
+            rests = self.dispatcher.rests()
+            for name, slot in self._slots.items():
+                # An earlier head had recalled it, or begun it anew, and perhaps not told its slot.
+                usual = None if slot.orders.hold is slots.Hold.DRAIN else slot.orders.hold
+                hold = slots.Hold.DRAIN if name in rests else usual
+                self._slots[name] = replace(slot, orders=replace(slot.orders, hold=hold))
         self._teams: dict[tuple[str, ...], Team] = {}
         """By their members; that of a job stays, for its next attempt."""
         for plan in plans:
@@ -228,7 +224,6 @@ class Supervisor:
         Raises:
             PreflightError: A worker found that the plan can never work on its machine.
             UsageError: A worker found that settings or data can never work.
-            IllegalEventError: With `strict`, an event came that the lifecycle does not allow.
         """
         try:
             while not self._over():
@@ -290,13 +285,12 @@ class Supervisor:
     def _over(self) -> bool:
         if self.interrupted():
             return True
-        if self.dispatcher is None and all(slot.phase in _OVER for slot in self._slots.values()):
+        if self._ends_at_s is not None and self.clock.monotonic_s() >= self._ends_at_s:
             return True
-        if self.dispatcher is not None and self.dispatcher.is_over:
-            return True
-        if self.dispatcher is None and any(map(self._is_finished, self._teams.values())):
-            return True
-        return self._ends_at_s is not None and self.clock.monotonic_s() >= self._ends_at_s
+        if self.dispatcher is not None:
+            return self.dispatcher.is_over
+        all_over = all(slot.phase in _OVER for slot in self._slots.values())
+        return all_over or any(map(self._is_finished, self._teams.values()))
 
     def _is_finished(self, team: Team) -> bool:
         return is_finished(self._slots[name] for name in team.members)
@@ -542,8 +536,6 @@ class Supervisor:
         try:
             after, commands = lifecycle.advance(before, event, self._moment())
         except lifecycle.IllegalEventError as error:
-            if self.strict:
-                raise
             self.outlets.events.write(
                 "illegal_event", slot=name, phase=error.phase.value, refused=error.event
             )
@@ -600,14 +592,6 @@ class Supervisor:
         self.learned_limits.save()
         for name in self._slots:
             self._feed(name, slots.Close())
-
-
-def answers_before(folder: Path) -> dict[str, Answer]:
-    """Return what earlier heads of a run answered last, by the ids of the commands."""
-    try:
-        return {it: Answer(**told) for it, told in read_answers(folder).items()}
-    except NothingStoredError:
-        return {}
 
 
 class Commands:

@@ -24,7 +24,6 @@ from types import FrameType
 from typing import TextIO
 
 from orchestrator.errors import OrchestratorError
-from orchestrator.run.notify_urls import URLS_VARIABLE
 from orchestrator.view.html_report import write_report
 
 
@@ -43,9 +42,9 @@ def own_screen(log_path: Path | None) -> Iterator[Screen]:
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    saved = os.dup(1), os.dup(2)
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
     sink = os.open(os.devnull, os.O_WRONLY) if log_path is None else os.open(log_path, flags, 0o600)
+    saved = os.dup(1), os.dup(2)
     for number in (1, 2):
         os.dup2(sink, number)
     os.close(sink)
@@ -117,12 +116,6 @@ REPORT_NAME = "report.html"
 _DESKTOPS = ("DISPLAY", "WAYLAND_DISPLAY")
 
 
-def take_addresses() -> dict[str, str]:
-    """Take the addresses of notifications out of the environment, so that no worker gets them."""
-    typed = os.environ.pop(URLS_VARIABLE, None)
-    return {} if typed is None else {URLS_VARIABLE: typed}
-
-
 def start_notify(
     folder: Path, tell: Callable[[str], None], environment: Mapping[str, str]
 ) -> subprocess.Popen[bytes] | None:
@@ -141,7 +134,7 @@ def start_notify(
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, **environment},
+                env=environment,
                 start_new_session=True,  # a Ctrl-C in the terminal is for the run
             )
     except OSError as failure:

@@ -27,7 +27,7 @@ from orchestrator.errors import NothingStoredError
 from orchestrator.record.archive import read_run
 from orchestrator.record.store import STORE_NAME
 from tests.reaper import Reaper
-from tests.scene import COMMAND, PATIENCE_S, ROOT, computed, ended, ran, wait_for
+from tests.scene import COMMAND, PATIENCE_S, ROOT, computed, ended, python, ran, wait_for
 
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -185,6 +185,37 @@ def samples(folder: Path) -> dict[str, list[sqlite3.Row]]:
         for line in store.execute("SELECT * FROM samples ORDER BY at_unix_s"):
             found.setdefault(line["slot"], []).append(line)
     return found
+
+
+#: Trains without the engine, and without an interruption.
+_UNDISTURBED = """
+import json, sys, torch
+from pathlib import Path
+from workers.training.settings import TrainSettings
+from workers.training.tasks import find_task
+from workers.training.trainer import Trainer
+torch.set_num_threads(1)
+keys, seed, earlier = json.loads(sys.argv[1])
+settings = TrainSettings(**keys)
+trainer = Trainer(find_task(settings, seed), settings, torch.device("cpu"), seed)
+if earlier is not None:
+    trainer.begin_with(Path(earlier))
+while not trainer.finished:
+    trainer.micro_batch(settings.micro)
+print(json.dumps([trainer.weights_sha256(), trainer.progress().loss]))
+"""
+
+
+def undisturbed(
+    keys: Mapping[str, Any], seed: int = 0, earlier: Path | None = None, **more: Any
+) -> tuple[str, float]:
+    """Return the hash of the weights, and the last loss, of a training that nothing interrupts.
+
+    It has these keys of `train:`, and begins with the file `earlier`.
+    """
+    told = json.dumps([{**keys, **more}, seed, None if earlier is None else str(earlier)])
+    sha256, loss = json.loads(python("-c", _UNDISTURBED, told, cwd=ROOT).stdout)
+    return sha256, loss
 
 
 @pytest.fixture(scope="module", autouse=True)

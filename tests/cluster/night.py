@@ -29,22 +29,6 @@ LONG = 60
 #: time.
 RESTING_JOB = "--set=nodes.pc1.gpu_share=0.05"
 
-#: Trains without the engine, and without an interruption; prints the hash of the weights for each
-#: rate.
-UNDISTURBED = f"""
-import sys, torch
-from workers.training.settings import TrainSettings
-from workers.training.tasks import find_task
-from workers.training.trainer import Trainer
-torch.set_num_threads(1)
-for rate in map(float, sys.argv[2:]):
-    settings = TrainSettings(**{KEYS} | {{"steps": int(sys.argv[1])}}, lr=rate)
-    trainer = Trainer(find_task(settings, 0), settings, torch.device("cpu"), 0)
-    while not trainer.finished:
-        trainer.micro_batch(2)
-    print(trainer.weights_sha256())
-"""
-
 
 class Night:
     """A queue under the command, and what it says."""

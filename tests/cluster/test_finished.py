@@ -15,9 +15,8 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.conftest import SMALL, Head, Starter, short_folder, starting
+from tests.cluster.conftest import SMALL, Head, Starter, short_folder, starting, undisturbed
 from tests.reaper import Reaper
-from tests.scene import python
 from workers.learned_limits import STATE_DIR_VARIABLE
 
 pytestmark = pytest.mark.ray
@@ -33,27 +32,6 @@ TRAINING = (
     "train",
     *(f"--set=train.{key}={json.dumps(value)}" for key, value in KEYS.items()),
 )
-
-
-#: Trains without the engine, and without an interruption; prints the hash of the weights of three
-#: seeds, or of a training that begins with the file that is named.
-UNDISTURBED = f"""
-import sys, torch
-from pathlib import Path
-from workers.training.settings import TrainSettings
-from workers.training.tasks import find_task
-from workers.training.trainer import Trainer
-torch.set_num_threads(1)
-settings = TrainSettings(**{KEYS})
-begins = [(0, Path(name)) for name in sys.argv[1:]] or [(0, None), (1, None), (2, None)]
-for seed, earlier in begins:
-    trainer = Trainer(find_task(settings, seed), settings, torch.device("cpu"), seed)
-    if earlier is not None:
-        trainer.begin_with(earlier)
-    while not trainer.finished:
-        trainer.micro_batch(4)
-    print(trainer.weights_sha256())
-"""
 
 
 @dataclass
@@ -105,8 +83,8 @@ def test_a_killed_training_ends_with_the_same_weights(finished: Finished) -> Non
     assert all(row["loss"] < row["first_loss"] for row in rows.values())
     assert [event["slot"] for event in events if event["event"] == "restored"] == ["pc1/0"]
     assert [row["redone_steps"] for slot, row in sorted(rows.items())][1:] == [0, 0]
-    undisturbed = python("-c", UNDISTURBED).stdout.split()
-    assert [row["weights_sha256"] for _, row in sorted(rows.items())] == undisturbed
+    for seed, (_, row) in enumerate(sorted(rows.items())):
+        assert row["weights_sha256"] == undisturbed(KEYS, seed)[0]
     for slot in rows:  # the head's copy is the last checkpoint
         copy = (finished.head.folder() / "states" / f"{slot}.pt").read_bytes()
         assert copy in {
@@ -128,5 +106,4 @@ def test_it_begins_once_with_them_and_is_resumed_from_its_own(finished: Finished
     assert (row["train_step"], row["restarts"]) == (80, 1)
     assert (told.count("began_with"), told.count("restored")) == (1, 1)
     weights = earlier / "states" / "pc1" / "0.weights"
-    undisturbed = python("-c", UNDISTURBED, str(weights)).stdout.split()
-    assert [row["weights_sha256"]] == undisturbed
+    assert row["weights_sha256"] == undisturbed(KEYS, earlier=weights)[0]

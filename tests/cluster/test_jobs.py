@@ -11,9 +11,8 @@ import pytest
 
 from orchestrator.jobs.model import JobState
 from orchestrator.record.jobs import QUEUE_NAME
-from tests.cluster.conftest import Starter
-from tests.cluster.night import KEYS, RATES, UNDISTURBED, Night
-from tests.scene import ROOT, python
+from tests.cluster.conftest import Starter, undisturbed
+from tests.cluster.night import KEYS, RATES, Night
 
 pytestmark = pytest.mark.ray
 
@@ -57,8 +56,7 @@ def test_a_queue_survives_the_death_of_worker_and_head(start: Starter, short_tmp
     standings = night.standings()
     assert {each.state for each in standings.values()} == {JobState.DONE}
     assert len(standings) == len(RATES) + 2
-    words = ["-c", UNDISTURBED, str(KEYS["steps"]), *map(str, RATES)]
-    undisturbed = python(*words, cwd=ROOT).stdout.split()
-    assert [standings[f"lr-{number}"].sha256 for number in range(len(RATES))] == undisturbed
+    for number, rate in enumerate(RATES):
+        assert standings[f"lr-{number}"].sha256 == undisturbed(KEYS, lr=rate)[0]
     files = night.head.folder() / QUEUE_NAME / "files" / "lr-0"
     assert (files / "copied").read_bytes() == (files / "checkpoint.pt").read_bytes()

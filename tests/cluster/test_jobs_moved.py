@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from orchestrator.jobs.model import JobOrder, JobState
-from tests.cluster.conftest import Starter
-from tests.cluster.night import KEYS, LONG, RATES, RESTING_JOB, UNDISTURBED, Night
-from tests.scene import ROOT, ended, python
+from tests.cluster.conftest import Starter, undisturbed
+from tests.cluster.night import KEYS, LONG, RATES, RESTING_JOB, Night
+from tests.scene import ROOT, ended
 
 pytestmark = pytest.mark.ray
 
@@ -61,5 +61,4 @@ def test_a_moved_training_goes_on_from_the_heads_copy(two_pcs: Night) -> None:
     restored = [event["step"] for event in head.events() if event["event"] == "restored"]
     assert len(restored) == 1
     assert 0 < restored[0] < LONG
-    undisturbed = python("-c", UNDISTURBED, str(LONG), str(RATES[0]), cwd=ROOT).stdout.split()
-    assert [moved.sha256] == undisturbed
+    assert moved.sha256 == undisturbed(KEYS, steps=LONG, lr=RATES[0])[0]

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from orchestrator.jobs.model import JobState
-from tests.cluster.conftest import Head, Starter
-from tests.cluster.night import KEYS, LONG, RATES, RESTING_JOB, UNDISTURBED, Night
-from tests.scene import ROOT, python
+from tests.cluster.conftest import Head, Starter, undisturbed
+from tests.cluster.night import KEYS, LONG, RATES, RESTING_JOB, Night
 
 pytestmark = pytest.mark.ray
 
@@ -67,8 +66,7 @@ def test_a_preempted_training_ends_with_the_same_weights(start: Starter, short_t
     code, out, err = head.finish()
     assert code == 0, out + err
     low, events = night.standings()["low"], head.events()
-    undisturbed = python("-c", UNDISTURBED, str(LONGER), str(RATES[0]), cwd=ROOT).stdout.split()
-    assert [low.sha256] == undisturbed
+    assert low.sha256 == undisturbed(KEYS, steps=LONGER, lr=RATES[0])[0]
     steps = restored_steps(head)
     assert all(0 < step < LONGER for step in steps)
     assert steps == sorted(steps)

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from orchestrator.jobs.model import JobOrder, JobState, Standing
-from tests.cluster.conftest import Head, Starter
-from tests.cluster.night import KEYS, RATES, UNDISTURBED, Night
-from tests.scene import ROOT, orchestrator, python
+from tests.cluster.conftest import Head, Starter, undisturbed
+from tests.cluster.night import KEYS, RATES, Night
+from tests.scene import ROOT, orchestrator
 
 pytestmark = pytest.mark.ray
 
@@ -68,7 +68,5 @@ def test_a_team_is_one_job(start: Starter, short_tmp: Path, split: str) -> None:
     assert code == 0, out + err
     assert (both(night).state, both(night).failures) == (JobState.DONE, 0)
     # To the bit as one process trains.
-    assert python("-c", UNDISTURBED, str(STEPS), str(RATES[0]), cwd=ROOT).stdout.split() == [
-        both(night).sha256
-    ]
+    assert both(night).sha256 == undisturbed(KEYS, steps=STEPS, lr=RATES[0])[0]
     assert (night.head.folder() / "jobs" / "files" / "both" / "checkpoint.pt").exists()

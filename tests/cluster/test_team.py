@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from tests.cluster.conftest import Head, Starter, at_unix_s, short_folder, starting
+from tests.cluster.conftest import undisturbed as trained_alone
 from tests.reaper import Reaper
-from tests.scene import python
 from workers.learned_limits import STATE_DIR_VARIABLE
 
 pytestmark = pytest.mark.ray
@@ -30,20 +30,6 @@ TEAM = (
     "--set=train.team=[pc1, pc2]",
     *(f"--set=train.{key}={json.dumps(value)}" for key, value in KEYS.items()),
 )
-
-#: Trains alone without the engine, and prints the last loss.
-ALONE = f"""
-import torch
-from workers.training.settings import TrainSettings
-from workers.training.tasks import find_task
-from workers.training.trainer import Trainer
-torch.set_num_threads(1)
-settings = TrainSettings(**{KEYS})
-trainer = Trainer(find_task(settings, 0), settings, torch.device("cpu"), 0)
-while not trainer.finished:
-    trainer.micro_batch(2)
-print(trainer.progress().loss)
-"""
 
 
 @dataclass
@@ -121,7 +107,7 @@ def test_a_team_trains_as_one_process_does(undisturbed: Trained) -> None:
     rows = undisturbed.rows
     assert {row["state"] for row in rows.values()} == {"DONE"}
     assert len({row["weights_sha256"] for row in rows.values()}) == 1
-    alone = float(python("-c", ALONE).stdout)
+    _, alone = trained_alone(KEYS)
     assert [row["loss"] for row in rows.values()] == pytest.approx([alone] * 2, abs=1e-6)
     assert sum(row["team_share_pct"] for row in rows.values()) == pytest.approx(100, abs=25)
     # A step that all make is one step.

@@ -292,7 +292,6 @@ class JobsRun(HeadScene):
             self.dispatcher.resumed(),
             interrupted=interrupted,
             dispatcher=self.dispatcher,
-            strict=True,
         )
         self.store.commit()
 

@@ -67,6 +67,8 @@ class HeadScene:
     """The files, the watcher and the supervisor of one head in a folder."""
 
     store_type: ClassVar[type[RunStore]] = RunStore
+    may_be_illegal = False
+    """Whether an event that the lifecycle does not allow may come."""
 
     def __init__(self, folder: Path, config: Config, clock: VirtualClock, past: Past) -> None:
         self.folder, self.config, self.clock, self.past = folder, config, clock, past
@@ -103,6 +105,7 @@ class HeadScene:
 
     def _on_event(self, entry: Mapping[str, Any]) -> None:
         """Be told of an event."""
+        assert self.may_be_illegal or entry["event"] != "illegal_event", entry
 
     def close(self, outcome: str = "interrupted", code: int = 130) -> None:
         """Close the files of a head that ends by itself."""
@@ -132,7 +135,6 @@ class Run(HeadScene):
         chaos_seed: int = 0,
         past: Past | None = None,
         interrupts: Interrupts | None = None,
-        strict: bool = True,
         **settings: object,
     ) -> None:
         """Prepare a run of two or three nodes; `settings` are keys of `run:`."""
@@ -156,7 +158,6 @@ class Run(HeadScene):
             plan_slots(config, Target(device="cpu")),
             chaos=chaos,
             interrupted=lambda: interrupts is not None and interrupts.asked,
-            strict=strict,
         )
 
     def _on_event(self, entry: Mapping[str, Any]) -> None:

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -19,7 +18,6 @@ from orchestrator.core.run_outcome import outcome_of
 from orchestrator.record.archive import read_answers, read_run
 from orchestrator.record.command_file import any_waits, put
 from orchestrator.run.resume import past_of
-from orchestrator.run.supervisor import answers_before
 from tests.run.conftest import RunMaker
 from tests.run.scene import Run, events_in
 from tests.scene import ROOT, python
@@ -100,8 +98,7 @@ def test_a_stored_hold_is_obeyed_by_the_next_head_once(
     folder.mkdir()
     done = python("-c", KILLED, str(folder), cwd=ROOT)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    past = replace(past_of(read_run(folder)), answers=answers_before(folder))
-    run = new_run(duration="40s", folder=folder, past=past)
+    run = new_run(duration="40s", folder=folder, past=past_of(read_run(folder)))
     again, resume = ask(run, 20, "drain", "pc1/0", id="once"), ask(run, 15, "unpause", "pc1/0")
     rows = run.finish()
     assert (again.answer()["ok"], resume.answer()["ok"]) == (True, True)

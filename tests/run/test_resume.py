@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
 from orchestrator.config.load import config_from_text, dump_config, load_config
+from orchestrator.config.schema import Config
+from orchestrator.core.fleet import NodeFact
+from orchestrator.core.placement import Target
 from orchestrator.core.slot import Phase
-from orchestrator.errors import ConfigError, UsageError
+from orchestrator.errors import ConfigError, PreflightError, UsageError
 from orchestrator.record.archive import StoredRun
 from orchestrator.record.store import RunFacts, SlotRecord
 from orchestrator.run.resume import Past, environment_of, past_of, rules_of
@@ -148,3 +152,39 @@ def test_a_resume_that_cannot_start_leaves_the_record_as_it_was(
         go_on(gone, OPTIONS)
     assert (folder / "summary.json").read_text() == "of the head before"
     assert not (folder / "run.sqlite").exists()
+
+
+class WithoutCards:
+    """A fleet of which no node has a card."""
+
+    def nodes(self) -> tuple[NodeFact, ...]:
+        return tuple(
+            NodeFact(name=it, node_id=it, address=it, cpus=64, gpus=1, shows_card=False)
+            for it in CONFIG.nodes
+        )
+
+    def count_cards(self, node: str) -> int:
+        del node
+        return 0
+
+
+@pytest.mark.parametrize(("elapsed_s", "device"), [(0.0, "cpu"), (100.0, None)])
+def test_a_head_killed_before_it_saw_the_cluster_leaves_that_to_the_next(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, elapsed_s: float, device: str | None
+) -> None:
+    """One that has begun to count stays where it was."""
+
+    def seen(_: Config, target: Target, **more: object) -> NoReturn:
+        raise PreflightError([f"on {target.device}"])
+
+    monkeypatch.setattr(
+        "orchestrator.run.environment.connected", lambda *_: nullcontext(WithoutCards())
+    )
+    monkeypatch.setattr("orchestrator.run.runner.divided_where_needed", seen)
+    left = stored(
+        folder=folder,
+        facts=facts(mode="cluster", device=None, one_machine=False),
+        elapsed_s=elapsed_s,
+    )
+    with pytest.raises(PreflightError, match=f"on {device}"):
+        go_on(left, OPTIONS)

@@ -158,7 +158,8 @@ def test_a_worker_that_hangs_at_the_end_is_lost_in_time(new_run: RunMaker) -> No
 
 
 def test_an_illegal_event_is_logged_and_ends_no_run(new_run: RunMaker) -> None:
-    run = new_run(strict=False)
+    run = new_run()
+    run.may_be_illegal = True
     run.supervisor._feed("pc1/0", NodeLeft())
     (told,) = run.events("illegal_event", slot="pc1/0")
     assert (told["phase"], told["refused"]) == ("absent", "NodeLeft")

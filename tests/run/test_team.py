@@ -103,7 +103,6 @@ class TeamRun(HeadScene):
             cast("Fleet", self.fleet),
             plan_slots(config, Target(device="cpu")),
             interrupted=lambda: False,
-            strict=True,
         )
 
     def finish(self) -> dict[str, Row]:
