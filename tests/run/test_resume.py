@@ -73,8 +73,9 @@ def test_slow_steps_are_known_from_what_is_compiled(given: list[str], slow_step_
     )
 
 
-def test_a_quarantined_slot_gets_another_chance() -> None:
-    past = past_of(stored(record(state="QUARANTINED", reason="5 deaths"), incomplete=True))
+def test_a_quarantined_slot_gets_another_chance(tmp_path: Path) -> None:
+    before = stored(record(state="QUARANTINED", reason="5 deaths"), incomplete=True)
+    past = past_of(replace(before, folder=tmp_path))
     assert past.slots["pc1/0"].phase is Phase.ABSENT
     assert past.slots["pc1/0"].deaths_at_s == ()
     assert past.incomplete
