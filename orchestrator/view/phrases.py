@@ -25,6 +25,7 @@ _UNITS: Final[Mapping[str, Callable[[float], str]]] = {
     "_mib": lambda size: f"{size:.5g} MiB",
     "_pct": lambda share: f"{share:.5g} %",
     "_mhz": lambda clock: f"{clock:.5g} MHz",
+    "_per_s": lambda rate: f"{rate:.5g} per s",
     "_s": lambda seconds: f"{seconds:.5g} s" if seconds < 60 else format_duration(seconds),
     "_c": lambda degrees: f"{degrees:.5g} °C",
     "_w": lambda power: f"{power:.5g} W",

@@ -22,6 +22,7 @@ def stored(name: str, **details: object) -> StoredEvent:
         ("grew", {"from_size": 512, "size": 640, "from_batch": 8, "batch": 8}, ("grew", "size 512 to 640, batch 8")),
         ("state", {"from_state": "RUNNING", "to_state": "LOST", "cause": "gone", "incarnation": 2},
          ("state", "RUNNING to LOST: gone")),
+        ("speed", {"steps_per_s": 10.418}, ("speed", "steps 10.418 per s")),
         ("leased", {"lease_bytes": 5}, ("leased", "lease 5 bytes")),
         ("run_ended", {"missed": ["one", "two"], "exit_code": 1}, ("run ended", "missed one; two, exit code 1")),
     ],
