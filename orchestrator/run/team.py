@@ -136,11 +136,14 @@ class Team:
         )
 
     def notices(self, slots: Mapping[str, Slot]) -> tuple[str, ...]:
-        """Return why no member leads although one could, and what a team does not gain."""
+        """Return why no member leads although one could, who is missing of those that divide a
+        model, and what a team does not gain.
+        """
         waits_for = self._election.waits_for
         no_leader = None if waits_for is None else f"the team has no leader: {waits_for}"
         rests = (slots[name].orders.why for name in self.members)
-        return tuple(dict.fromkeys(filter(None, [no_leader, self._advice, *rests])))
+        missing = () if self._leads is None else map(_missing, map(slots.__getitem__, self.members))
+        return tuple(dict.fromkeys(filter(None, [no_leader, self._advice, *missing, *rests])))
 
     def _member(self, slot: Slot, now_s: float) -> Member:
         is_up = slot.phase is Phase.WORKING and slot.ready
@@ -186,6 +189,21 @@ def _why_gone(slot: Slot) -> str:
     if slot.phase is Phase.HELD:
         return "it is held"
     return "its PC is lost" if slot.phase is Phase.ABSENT else "its process has ended"
+
+
+def _missing(slot: Slot) -> str | None:
+    """Say what brings a member back without which none can train; `None`: it is there, or comes by
+    itself.
+    """
+    if slot.phase is Phase.QUARANTINED:
+        how = f"it was given up: {slot.reason}; `reinstate {slot.slot}` starts it again"
+    elif slot.phase is Phase.ABSENT:
+        how = f"its PC is not there; start Ray on {slot.slot.rpartition('/')[0]} again"
+    elif slot.phase is Phase.HELD:
+        how = f"it is held; `unpause {slot.slot}` has it go on"
+    else:
+        return None
+    return f"no step is done without {slot.slot}, which has a part of the model: {how}"
 
 
 def _silent_s(slot: Slot, now_s: float) -> float:

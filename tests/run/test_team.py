@@ -285,3 +285,16 @@ def test_who_rests_does_so_under_the_next_head_until_a_person_lets_it_go_on(
     assert held[0].state is HeadState.HELD
     assert "`unpause` has it train all the same" in {row.reason.partition("; ")[2] for row in held}
     assert rows["pc2/0"].team_state is TeamState.TOGETHER
+
+
+def test_a_missing_half_of_a_model_is_named_with_what_to_type(new_team: Maker) -> None:
+    run = new_team(split="layers", duration="60s")
+    broken = {"error": "Traceback …", "reason": "no such column", "steps_error": 1}
+    run.fleet.at(5, lambda: run.fleet.says.update({"pc2/0": broken}))
+    rows = run.finish()
+    assert rows["pc2/0"].state is HeadState.QUARANTINED
+    (said,) = {text for each in run.recorder.shown for text in each.notices if "pc2/0" in text}
+    assert said.startswith("no step is done without pc2/0")
+    assert "no such column; `reinstate pc2/0`" in said
+    (shortfall, *_) = run.supervisor.shortfalls()
+    assert "pc2/0: ended in QUARANTINED" in shortfall

@@ -223,7 +223,7 @@ def strangers(number: int = 200) -> None:
             elif kind == 1:
                 old = wire.connect(address, SECRET)
                 old.tell(Kind.HELLO, 0, slot="pc1/0", generation=0, version=[0, 0], constant=0)
-                assert "generation 0" in old.said(old.head())["reason"]
+                assert "generation 0" in old.frame().said["reason"]
                 old.release()
             else:
                 with closing(socket.create_connection((host, int(port)))) as end, suppress(OSError):

@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,11 @@ import torch
 from tests.team import tasks
 from workers.engine.engine import Engine
 from workers.messages import Begin, Orders, TeamOrders, Verdict
+from workers.team import place, tensors
 from workers.team.desk import Desk
 from workers.team.following import Following
 from workers.team.leader import Leader
+from workers.team.wire import Connection
 from workers.training.checkpoints import weights_sha256
 from workers.training.trainer import MicroBatch, Trainer
 
@@ -79,6 +82,9 @@ def main(given: str) -> None:
     name = spec.slot.replace("/", "-")
     log = (folder / f"{name}.log").open("a", buffering=1)
     _observe(log, seed, folder / f"{name}.planted")
+    if tasks.PACE.away_s is not None:
+        vars(place)["AWAY_S"] = tasks.PACE.away_s
+    _slow_state()
     _die_inside(log, folder / f"{name}.dies")
     channel = Channel(folder, name)
     engine = Engine(spec, Begin(fresh=not incarnation), incarnation)
@@ -135,6 +141,17 @@ def _observe(log: Any, seed: int | None, planted: Path) -> None:
         return part(self, rng.randint(1, most_rows) if seed else most_rows, level)
 
     Trainer._finish, Desk.part = finished, drawn  # type: ignore[method-assign]
+
+
+def _slow_state() -> None:
+    """Have the state take as long on the wire as is set."""
+    send = tensors.send
+
+    def slow(connection: Connection, state: Mapping[str, Any]) -> None:
+        time.sleep(tasks.PACE.state_s)
+        send(connection, state)
+
+    vars(tensors)["send"] = slow
 
 
 def _die_inside(log: Any, planted: Path) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.optim import SGD
+from torch.optim import SGD, AdamW
 
 from tests.training.scene import GPT, task
 from workers.settings import FailureKind
@@ -26,6 +27,10 @@ class Pace:
     row_s: float = 0.0
     most_rows: int | None = None
     """More at once run out of memory."""
+    state_s: float = 0.0
+    """What its state takes on the wire beside the bytes."""
+    away_s: float | None = None
+    """After so long the others are taken for missing; `None`: as usual."""
 
 
 PACE = Pace()
@@ -87,6 +92,16 @@ class _Own(SGD):
 def with_own_optimizer(settings: TrainSettings) -> TrainTask:
     """Return one with an optimiser of its own."""
     return replace(deep(settings), optimizer=partial(_Own, lr=0.1))
+
+
+def _by_place(parameters: Iterable[nn.Parameter]) -> AdamW:
+    every = list(parameters)
+    return AdamW([{"params": every[::2], "lr": 1e-2}, {"params": every[1::2], "lr": 3e-2}])
+
+
+def grouped_by_place(settings: TrainSettings) -> TrainTask:
+    """Return one whose optimiser has every second parameter in another group."""
+    return replace(deep(settings), optimizer=_by_place)
 
 
 def called_twice(settings: TrainSettings) -> TrainTask:

@@ -21,7 +21,7 @@ from tests.team.conftest import Start
 from tests.training.scene import CPU
 from workers.messages import TeamOrders
 from workers.settings import FailureKind, TeamSpec
-from workers.team import layers, wire
+from workers.team import place, wire
 from workers.team.layers import Leader, Lender
 from workers.testing import injected_error
 from workers.training.cut import middle_of
@@ -172,6 +172,7 @@ def alone(settings: TrainSettings, most_rows: int = 2) -> Trainer:
         ("gpt2", {}, {}),
         ("llama", {"adapter": "lora", "weights": "nf4"}, {}),
         ("llama", {"precision": "bf16", "recompute": "all"}, {}),
+        ("llama", {"optimizer": "adamw-8bit"}, {}),
         ("qwen3", {"recompute": "all"}, MIXED),
         ("gemma", {"adapter": "dora"}, {}),
         ("mistral", {"weights": "as-stored"}, {"dtype": "bfloat16"}),
@@ -201,6 +202,22 @@ def test_an_encoder_with_masks_is_divided_as_well(tmp_path: Path) -> None:
         assert pair.train(lambda: 2).weights_sha256() == whole.weights_sha256()
 
 
+def test_a_folder_as_stored_takes_no_host_memory_before_it_is_cut(tmp_path: Path) -> None:
+    keys = folder_keys(tmp_path, "llama", dtype="bfloat16", intermediate_size=65536)
+    settings = settings_of(**keys, weights="as-stored")
+    task, before_bytes = find_task(settings, SEED), _private_bytes()
+    model = task.model()
+    whole_bytes = sum(each.nbytes for each in model.parameters())
+    assert whole_bytes > 2**25
+    assert _private_bytes() - before_bytes < whole_bytes / 3
+
+
+def _private_bytes() -> int:
+    """Return what memory of this process no file has."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("RssAnon:")[2].split()[0]) << 10
+
+
 def test_drawn_parts_and_recomputation_change_nothing_but_rounding() -> None:
     draw = random.Random(3)  # noqa: S311 - sizes of parts
     settings = settings_of(preset="gpt-nano", dropout=0.1, clip=1.0, steps=20)
@@ -216,8 +233,9 @@ def test_drawn_parts_and_recomputation_change_nothing_but_rounding() -> None:
         assert pair.lender.status().share_pct == 25
 
 
-def test_the_state_of_both_is_that_of_one_process() -> None:
-    settings = settings_of(preset="gpt-nano", steps=6)
+@pytest.mark.parametrize("preset", ["gpt-nano", "tests.team.tasks:grouped_by_place"])
+def test_the_state_of_both_is_that_of_one_process(preset: str) -> None:
+    settings = settings_of(preset=preset, steps=6, lr=None)
     whole = Trainer(find_task(settings, SEED), settings, CPU, SEED)
     with divided(settings) as pair:
         while pair.first.step < 3:
@@ -273,7 +291,7 @@ def test_a_member_without_the_state_of_the_step_sends_the_leader_back() -> None:
             pair.turn(2)
         assert pair.first.step == 5
         # A new process has no step.
-        pair.lender._training.void("the process is another one")
+        pair.lender.training.void("the process is another one")
         with pytest.raises(UpdateInterruptedError, match="pc2/0 has lost its blocks of step"):
             pair.train(lambda: 2)
         pair.first.load(saved)
@@ -285,7 +303,7 @@ def test_a_member_without_the_state_of_the_step_sends_the_leader_back() -> None:
 def test_a_member_that_rests_is_waited_for_and_one_that_is_held_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(layers, "AWAY_S", 1.0)
+    monkeypatch.setattr(place, "AWAY_S", 1.0)
     with divided(settings_of(preset="gpt-nano", steps=8)) as pair:
         while pair.first.step < 2:
             pair.turn(2)
@@ -354,6 +372,24 @@ def test_the_end_of_a_run_loses_no_step(start: Start, others_s: float) -> None:
     team.run()
     steps = [each["step"] for each in team.steps("pc0/0")]
     assert steps == list(range(1, 41))
+
+
+def test_a_leader_whose_lender_is_gone_for_good_says_so_and_comes_to_rest(start: Start) -> None:
+    """Neither does it wait for ever for a state that nobody has."""
+    keys = {"preset": "tests.team.tasks:deep", "steps": 10**6, "batch": 8, "micro": 2}
+    team = start(2, split="layers", paces={0: {"row_s": 0.005, "away_s": 1.0}}, **keys)
+    team.until(lambda: team.step() >= 5)
+    team.kill("pc1/0")
+    team.stopped.add("pc1/0")
+
+    def reason() -> str:
+        said = team.status("pc0/0")
+        return "" if said is None else str(said["reason"])
+
+    team.until(lambda: reason().startswith("no step is done without pc1/0, which computes blocks"))
+    assert "`reinstate pc1/0`" in reason()
+    team.rest("pc0/0")
+    team.until(lambda: team.rests("pc0/0"))
 
 
 def test_the_lender_alone_rests_and_comes_back(start: Start) -> None:

@@ -8,6 +8,7 @@ import signal
 import socket
 import time
 from contextlib import closing, suppress
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -217,11 +218,11 @@ def test_strangers_are_refused_while_the_training_goes_on(start: Start) -> None:
         wire.connect(address, b"another secret")
     old = wire.connect(address, SECRET)
     old.tell(Kind.HELLO, 0, slot="pc1/0", generation=0, identity="", version=[0, 0], constant=0)
-    assert "generation 0" in old.said(old.head())["reason"]
+    assert "generation 0" in old.frame().said["reason"]
     old.release()
     other = wire.connect(address, SECRET)
     other.tell(Kind.HELLO, 0, slot="pc1/0", generation=1, identity="", version=[0, 0], constant=0)
-    assert "settings, data or model" in other.said(other.head())["reason"]
+    assert "settings, data or model" in other.frame().said["reason"]
     other.release()
     before = team.step()
     team.until(lambda: team.step() > before + 20)
@@ -248,6 +249,31 @@ def test_a_newcomer_takes_all_of_the_state(start: Start, keys: dict[str, Any]) -
     assert [team.steps(slot)[-1]["step"] for slot in team.members] == [60, 60]
     assert len(last_weights(team)) == 1
     assert team.events("team_differs") == []
+
+
+def test_a_member_that_returns_is_given_the_state_beside_the_steps(start: Start) -> None:
+    """The state takes two seconds on the wire, and no update waits for it."""
+    keys = {"preset": "tests.team.tasks:wide", "steps": 10**6, "batch": 8}
+    team = start(2, paces={0: {"row_s": 0.005, "state_s": 2.0}, 1: {"row_s": 0.005}}, **keys)
+    team.until(lambda: team.leader == "pc0/0" and team.step() > 10)
+    team.kill("pc1/0")
+    team.until(lambda: team.step() > 20)
+    joined, at_s = len(team.events("team_joined")), time.time()
+    team.start("pc1/0")
+    team.until(lambda: len(team.events("team_joined")) > joined)
+    told = team.events("team_joined")[-1]
+    team.until(
+        lambda: min(team.steps(slot)[-1]["step"] for slot in team.members) > told["step"] + 5
+    )
+    assert told["state_sent"]
+    moments = [at_s, *(each["t"] for each in team.steps("pc0/0") if at_s < each["t"] < told["t"])]
+    assert moments[-1] - moments[0] > 2
+    assert max(after - before for before, after in pairwise(moments)) < 1.5
+    by_step = [{each["step"]: each["sha"] for each in team.steps(slot)} for slot in team.members]
+    both = by_step[0].keys() & by_step[1].keys()
+    missed = {step for step in both if 20 < step <= told["step"]}
+    assert len(missed) > 5, "they are done again from what was added up"
+    assert all(by_step[0][step] == by_step[1][step] for step in both)
 
 
 def test_what_cannot_be_shared_is_refused_in_words(start: Start) -> None:

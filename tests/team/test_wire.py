@@ -54,7 +54,7 @@ def in_thread(work: Callable[[], Any]) -> Callable[[], Any]:
 def ends(listener: socket.socket) -> Iterator[tuple[Connection, Connection]]:
     """Return the leader's end of a proven connection, and the other's."""
     theirs = in_thread(lambda: wire.connect(address_of(listener), SECRET))
-    ours = wire.accepted(listener.accept()[0], SECRET)
+    ours = wire.proven(listener.accept()[0], SECRET, leads=True)
     yield ours, theirs()
     ours.release()
     theirs().release()
@@ -66,23 +66,23 @@ def test_frames_arrive_as_they_were_sent(ends: tuple[Connection, Connection]) ->
     theirs.ping()
     theirs.tell(Kind.CLAIM, 3, most=7, loss=float("inf"))
     sent = in_thread(lambda: theirs.send(Kind.CHUNK, 4, data))
-    head = ours.head()
-    assert (head.kind, head.round) == (Kind.CLAIM, 3)
-    assert ours.said(head) == {"most": 7, "loss": float("inf")}
-    head, received = ours.head(), bytearray(len(data))
-    ours.into(memoryview(received), head)
+    frame = ours.frame()
+    assert (frame.kind, frame.round) == (Kind.CLAIM, 3)
+    assert frame.said == {"most": 7, "loss": float("inf")}
+    received = bytearray(len(data))
+    ours.into(memoryview(received), ours.frame())
     assert received == data
     sent()
     theirs.close()
     with pytest.raises(LostError, match="closed"):
-        ours.head()
+        ours.frame()
 
 
 @pytest.mark.parametrize("secret", [b"t" * 32, b""])
 def test_a_wrong_secret_is_refused_at_both_ends(listener: socket.socket, secret: bytes) -> None:
     theirs = in_thread(lambda: wire.connect(address_of(listener), secret))
     with pytest.raises(LostError, match="does not know the secret"):
-        wire.accepted(listener.accept()[0], SECRET)
+        wire.proven(listener.accept()[0], SECRET, leads=True)
     with pytest.raises(LostError):
         theirs()
 
@@ -104,7 +104,7 @@ def recorded(listener: socket.socket) -> bytes:
         theirs = in_thread(lambda: wire.connect(address_of(door), SECRET))
         end = door.accept()[0]
         with closing(end), closing(socket.create_connection(listener.getsockname())) as on:
-            ours = in_thread(lambda: wire.accepted(listener.accept()[0], SECRET))
+            ours = in_thread(lambda: wire.proven(listener.accept()[0], SECRET, leads=True))
             for length in (40, 32):
                 end.sendall(on.recv(length, socket.MSG_WAITALL))
                 said += (each := end.recv(length, socket.MSG_WAITALL))
@@ -128,7 +128,7 @@ def test_what_was_said_once_opens_nothing_and_cut_at_any_byte_neither(
             end.sendall(said[:length])
             end.shutdown(socket.SHUT_WR)
             with pytest.raises(LostError):
-                wire.accepted(listener.accept()[0], SECRET)
+                wire.proven(listener.accept()[0], SECRET, leads=True)
 
 
 @pytest.mark.parametrize(
@@ -149,4 +149,4 @@ def test_what_is_no_frame_ends_the_connection(
     theirs._end.sendall(sent)
     theirs.end_sending()
     with pytest.raises(LostError):
-        ours.head()
+        ours.frame()

@@ -206,6 +206,8 @@ class Engine:
         try:
             done = _checked(session.workload.run(parts.loop))
         except TurnOverError:
+            if waits_for := session.workload.waits_for:
+                account.settle(account.state, waits_for)
             return False
         except (IncompatibleError, ContextCorruptedError):
             raise  # no step will ever do better

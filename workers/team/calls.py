@@ -71,7 +71,7 @@ class Link:
         connection = self._connection
         try:
             while True:
-                said = connection.said(connection.head())
+                said = connection.frame().said
                 if (reason := said.get("reason")) is not None:
                     self.lost = f"the leader refuses: {reason}"
                     return

@@ -11,17 +11,15 @@ from typing import Any
 
 from workers.messages import TeamOrders
 from workers.team import tensors, wire
-from workers.team.desk import Change, Compute, Desk, LeftError, update_with
-from workers.team.leader import Stepped
+from workers.team.desk import Desk, LeftError, Stepped, Work
 from workers.team.shares import Rows
-from workers.team.wire import Head, Kind, LostError
-from workers.training.trainer import Trainer
+from workers.team.wire import Frame, Kind, LostError
 
 
 class Following:
     """One connection to a leader; one thread reads it and does what it asks for."""
 
-    def __init__(self, desk: Desk, slot: str, orders: TeamOrders, identity: str) -> None:
+    def __init__(self, desk: Desk, orders: TeamOrders) -> None:
         """Connect; `close` is to follow.
 
         Raises:
@@ -39,7 +37,7 @@ class Following:
         """Chunks of the total."""
         self._sender: threading.Thread | None = None
         self._hello = {
-            "slot": slot, "generation": orders.generation, "identity": identity,
+            "slot": desk.slot, "generation": orders.generation, "identity": desk.identity,
             "version": desk.version, "constant": desk.constant,
         }  # fmt: skip
         self._connection = wire.connect(orders.address, orders.secret)
@@ -51,43 +49,56 @@ class Following:
             LostError, LeftError: As above.
         """
         self._connection.tell(Kind.HELLO, 0, **self._hello)
-        head = self._connection.head()
-        said = self._connection.said(head)
-        if head.kind is not Kind.WELCOME:
+        frame = self._connection.frame()
+        said = frame.said
+        if frame.kind is not Kind.WELCOME:
             raise LostError(str(said.get("reason")))
         if said["step"] < least_step:
             raise LostError(f"it is at step {said['step']}, and was at {least_step}")
         if said["state"] is not None:
             state = tensors.receive(self._connection, said["state"])
-            self._desk.do(Change(partial(_load, state=state), updates=False))
-        self._begin(head.round)
+            self._desk.change(partial(tensors.load, state=state))
+        # What the others have added up since, until this member has missed nothing.
+        while not self._trainer.finished:
+            frame = self._connection.frame()
+            if frame.kind is Kind.VOID:
+                self._begin(frame.round)
+                return
+            self._obey(frame)
 
-    def follow(self, stepped: Callable[[Stepped], None]) -> None:
+    def train(self, stepped: Callable[[Stepped], None]) -> None:
         """Train to the end.
 
         Raises:
             LostError, LeftError: As above.
         """
-        connection = self._connection
         while not self._desk.check(self._orders)[0].finished:
-            head = connection.head()
-            if head.kind is Kind.CHUNK:
-                self._take_total(head)
-                continue
-            said = connection.said(head)
-            match head.kind:
-                case Kind.ROWS:
-                    self._compute(Rows(**said))
-                case Kind.SUMS:
-                    self._hand_over(head.round)
-                case Kind.VOID:
-                    self._round = head.round
-                    self._stop_sending()
-                    self._claim()
-                case Kind.COMMIT:
-                    stepped(self._update(head, said))
-                case _:
-                    raise LostError(f"it sent {head.kind.name}")
+            frame = self._connection.frame()
+            if (step := self._obey(frame)) is not None:
+                self._begin(frame.round)
+                stepped(step)
+
+    def _obey(self, frame: Frame) -> Stepped | None:
+        """Do what a frame says; return the step that it ends, if any."""
+        match frame.kind:
+            case Kind.CHUNK:
+                self._take_total(frame)
+            case Kind.COMMIT:
+                return self._update(frame.said)
+            case Kind.ROWS:
+                rows = Rows(**frame.said)
+                ask = partial(self._ask, self._round, {"done": True})
+                self._desk.give(Work(rows=rows, then=ask))
+                self._unit = rows.unit
+            case Kind.SUMS:
+                self._hand_over(frame.round)
+            case Kind.VOID:
+                self._round = frame.round
+                self._stop_sending()
+                self._claim()
+            case _:
+                raise LostError(f"it sent {frame.kind.name}")
+        return None
 
     def ping(self) -> None:
         """Tell the leader that this process lives, as long as it obeys and computes. Called every
@@ -113,19 +124,13 @@ class Following:
 
     def _claim(self, **said: object) -> None:
         """Claim rows once the computing thread is there."""
-        self._desk.give(Compute(rows=None, then=partial(self._ask, self._round, said)))
+        self._desk.give(Work(then=partial(self._ask, self._round, said)))
 
     def _ask(self, round_: int, said: Mapping[str, object], most_rows: int) -> None:
         try:
             self._connection.tell(Kind.CLAIM, round_, most=most_rows, **said)
         except LostError as error:
             self._connection.close(str(error))
-
-    def _compute(self, rows: Rows) -> None:
-        ask = partial(self._ask, self._round, {"done": True})
-        keep = self._sums if self._fixed else None
-        self._desk.give(Compute(rows=rows, then=ask, anew=self._unit is None, keep=keep))
-        self._unit = rows.unit
 
     def _hand_over(self, round_: int) -> None:
         """Send the own sums; those of all come meanwhile."""
@@ -153,27 +158,21 @@ class Following:
             self._sender.join()
             self._sender = None
 
-    def _take_total(self, head: Head) -> None:
+    def _take_total(self, frame: Frame) -> None:
         size = wire.CHUNK_BYTES // self._sums.total.element_size()
         piece = self._sums.total[size * self._received : size * (self._received + 1)]
-        self._connection.into(tensors.bytes_of(piece), head)
+        self._connection.into(tensors.bytes_of(piece), frame)
         self._received += 1
 
-    def _update(self, head: Head, said: Mapping[str, Any]) -> Stepped:
+    def _update(self, said: Mapping[str, Any]) -> Stepped:
         if self._sums.total.nbytes > self._received * wire.CHUNK_BYTES:
             raise LostError("a part of the sums is lacking")
         self._stop_sending()
         own_rows = sum(each.rows for each in self._sums.units.values())
         total, agreed = (said["loss"], said["used"]), (said["loss"], said["norm"])
-        self._desk.do(update_with(self._sums, total, lambda *_: agreed))
-        self._begin(head.round)
+        self._desk.update(total, lambda *_: agreed)
+        self._received = 0
         return Stepped(
             members=said["members"], wire_s=said["wire_s"],
             share=own_rows / self._trainer.settings.batch,
         )  # fmt: skip
-
-
-def _load(trainer: Trainer, state: Mapping[str, Any]) -> None:
-    """Go on from the state of the leader."""
-    weights = {**trainer.model.state_dict(), **state["weights"]}
-    trainer.load({**state, "weights": weights})

@@ -15,19 +15,16 @@ and overlaps nothing: one of both computes at a time.
 from __future__ import annotations
 
 import gc
-import hashlib
-import json
 import math
 import queue
 import secrets
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
-from functools import partial
-from typing import Any, Final
+from dataclasses import asdict
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,101 +32,64 @@ from torch import Tensor, nn
 from workers import oom
 from workers.messages import TeamOrders, TeamState, TeamStatus
 from workers.settings import TeamSpec
-from workers.team import tensors, wire
+from workers.team import place, tensors, wire
 from workers.team.calls import Call, Link
-from workers.team.desk import AWAY_S
-from workers.team.door import Admission, Door
+from workers.team.door import Door, Serve
+from workers.team.place import AGAIN_S, STEPS, Place
 from workers.team.wire import Connection, Kind, LostError
-from workers.training.batches import map_tensors, tensors_in
+from workers.training.batches import map_tensors, tensors_in, versions_of
 from workers.training.cut import Given, Pass, Portion, only_hidden
 from workers.training.errors import TaskError, UpdateInterruptedError
 from workers.training.parts import Snapshot, places_of
 from workers.training.trainer import MicroBatch, Trainer
 
-#: Between two attempts to reach the leader.
-_AGAIN_S: Final = 0.1
 
-#: Steps that figures are of.
-_STEPS: Final = 20
-
-#: Events that wait for the computing thread; older ones are forgotten.
-_MOST_EVENTS: Final = 100
-
-
-class Place(ABC):
-    """What both members have in common, as a training's slot sees it (see `Member`)."""
+class Half(Place):
+    """What both members have in common."""
 
     def __init__(self, spec: TeamSpec, slot: str, tell: Callable[..., None]) -> None:
-        self._spec, self._slot, self._tell = spec, slot, tell
+        super().__init__(spec, slot, tell)
         self._other = next(each for each in spec.members if each != slot)
-        self._orders: TeamOrders | None = None
-        self._trainer: Trainer | None = None
         self._link: Link | None = None
-        self._identity = ""
-        """Equal for members that can share a training."""
-        self._events: deque[tuple[str, dict[str, Any]]] = deque(maxlen=_MOST_EVENTS)
-        self._told, self._is_in = TeamState.REJOINING, False
-        self._left_s = -math.inf
-        """When the other member was lost."""
+        self._lost_s = 0.0
+        """Since when the other member is not there, while it is not."""
         self._told_reason = ""
-        self._wire_s = 0.0
-        self._wire_of_steps: deque[float] = deque(maxlen=_STEPS)
-        self._is_over = False
-        self._seen_s, self._is_busy = 0.0, False
-
-    #: Whether it computes for the other one, and has neither samples nor checkpoints.
-    lends = False
-
-    #: Both compute all rows of a step.
-    share = 1.0
-
-    #: A state between two steps is there at any time.
-    is_computing = False
-
-    #: Whether the other member is to rest, and waits until the leader has saved.
-    wants_save = False
-
-    #: Whether this member is asked for its state before it may rest.
-    save_due = False
+        self._wire_of_steps: deque[float] = deque(maxlen=STEPS)
 
     @property
-    def portion(self) -> Portion:
+    def is_needed(self) -> bool:  # type: ignore[override]
+        """Whether the training is not over where its last step is done."""
+        return not self._is_over
+
+    @property
+    def portion(self) -> Portion:  # type: ignore[override]
         """Which part of the model is here."""
-        leader_bytes, other_bytes = self._spec.budgets_bytes
+        leader_bytes, other_bytes = self.spec.budgets_bytes
         return Portion(leads=not self.lends, budgets_bytes=(leader_bytes, other_bytes))
+
+    @property
+    def waits_for(self) -> str:  # type: ignore[override]
+        """Without whom nothing is computed, and what to type; empty: all are there, or were."""
+        trainer, waited_s = self.trainer, time.monotonic() - self._lost_s
+        if trainer is None or trainer.cut is None or self._is_in or waited_s < place.AWAY_S:
+            return ""
+        first, end = trainer.cut.lent_range
+        has = "leads" if self.lends else f"computes blocks {first} to {end - 1}"
+        why = f" ({self._told_reason})" if self._told_reason else ""
+        return (
+            f"no step is done without {self._other}, which {has} and is missing{why}; if it is "
+            f"QUARANTINED, `reinstate {self._other}`"
+        )
 
     def open(self, trainer: Trainer) -> None:
         """Share this training from now on."""
-        plain = json.dumps([trainer.identity.plain(), self._spec.members], sort_keys=True)
-        self._identity = hashlib.sha256(plain.encode()).hexdigest()
-        self._trainer = trainer
+        super().open(trainer)
+        self._lost_s = time.monotonic()
 
     def leave(self) -> None:
         """Share none until `open`."""
         self._drop("the training is closed")
-        self._trainer = None
-
-    @abstractmethod
-    def close(self) -> None:
-        """Take note that all is done."""
-
-    def obey(self, orders: TeamOrders | None) -> None:
-        """Take orders; smaller generations change nothing."""
-        if orders and (self._orders is None or orders.generation > self._orders.generation):
-            self._orders = orders
-            self._drop("there are newer orders")
-
-    def wait(self, seconds: float) -> bool:
-        """Wait at most so long for something to compute; say whether there is something."""
-        while self._events:
-            name, figures = self._events.popleft()
-            self._tell(name, **figures)
-        self.attend()
-        try:
-            return self._is_ready(seconds)
-        except LostError as error:
-            self._drop(str(error))
-            return False
+        self.trainer = None
 
     def part(self, most_rows: int, level: int) -> MicroBatch | None:
         """Compute something; `None`: nothing is to do, or the other member is gone."""
@@ -141,49 +101,20 @@ class Place(ABC):
     @contextmanager
     def busy(self) -> Iterator[None]:
         """Return the region in which the other member is needed; it is left where that is gone."""
-        with self._at_work():
+        with self.at_work():
             try:
                 yield
             except LostError as error:
                 self._drop(str(error))
 
-    @contextmanager
-    def _at_work(self) -> Iterator[None]:
-        """Have the other member wait for this one, which does something that may take long."""
-        self._is_busy = True
-        try:
-            yield
-        finally:
-            self._is_busy = False
-            self.attend()
-
-    def attend(self) -> None:
-        """Take note that the slot is at work, also while it rests; the other member waits then."""
-        self._seen_s = time.monotonic()
-
-    def is_attended(self) -> bool:
-        """Say whether the computing thread is there."""
-        return self._is_busy or time.monotonic() - self._seen_s < AWAY_S
-
-    @property
-    def is_needed(self) -> bool:
-        """Whether the training is not over where its last step is done."""
-        return not self._is_over
-
-    @property
-    def has_news(self) -> bool:
-        """Whether the head should hear at once how this member stands."""
-        return self._told is not self._state
-
     def status(self) -> TeamStatus:
         """Say how this member stands."""
-        trainer, orders = self._trainer, self._orders
-        self._told = self._state
+        trainer, orders, steps = self.trainer, self.orders, self._wire_of_steps
+        self._told = self.stands
         lent_pct = None if trainer is None or trainer.cut is None else 100 * trainer.cut.lent_share
-        steps = self._wire_of_steps
         return TeamStatus(
-            state=self._state,
-            listens=self._listens,
+            state=self.stands,
+            listens=self.listens,
             generation=None if orders is None else orders.generation,
             step=None if trainer is None else trainer.step,
             members=1 + self._is_in,
@@ -191,57 +122,53 @@ class Place(ABC):
             wire_s=sum(steps) / len(steps) if steps else None,
         )
 
-    _listens = ""
+    @property
+    def _is_in(self) -> bool:
+        return self.stands is TeamState.TOGETHER
 
     @property
-    def _state(self) -> TeamState:
-        return TeamState.TOGETHER if self._is_in else TeamState.REJOINING
-
-    @property
-    def _training(self) -> Trainer:
-        assert self._trainer is not None  # noqa: S101 - nothing is asked for before it is open
-        return self._trainer
-
-    def can_save(self, saved_step: int | None) -> bool:
-        """Say whether a checkpoint may follow that of this step: it needs both members. One that is
-        gone is waited for where steps would be lost, for as long as one that rests.
-        """
-        if self._is_in:
-            return True
-        away_s = time.monotonic() - self._left_s
-        return away_s < AWAY_S and saved_step != self._training.step
-
-    def save_soon(self) -> None:  # noqa: B027 - one of both has nothing to do
-        """Take note that this member is to rest once there is a checkpoint."""
-
-    def saved(self) -> None:  # noqa: B027 - as above
-        """Take note that there is a checkpoint of this step."""
+    def training(self) -> Trainer:
+        """What is trained, once it is open."""
+        assert self.trainer is not None  # noqa: S101 - nothing is asked for before it is open
+        return self.trainer
 
     def _drop(self, why: str) -> None:
         """Take note that the other member is gone."""
         link, self._link = self._link, None
-        was_in, self._is_in = self._is_in, self._is_in and self._is_over
-        if was_in:
-            self._left_s = time.monotonic()
+        was_in = self._is_in
+        if was_in and not self._is_over:
+            self.stands, self._lost_s = TeamState.REJOINING, time.monotonic()
         if link is not None:
             link.close()
             if not self._is_over and (was_in or why != self._told_reason):
-                self._event("team_lost", member=self._other, reason=why)
+                self.event("team_lost", member=self._other, reason=why)
                 self._told_reason = why
 
-    def _event(self, name: str, **figures: Any) -> None:  # noqa: ANN401 - of an event
-        self._events.append((name, figures))
+    def _reordered(self) -> None:
+        self._drop("there are newer orders")
+
+    def _is_ready(self, seconds: float) -> bool:
+        self.attend()
+        try:
+            return self._awaits(seconds)
+        except LostError as error:
+            self._drop(str(error))
+            return False
 
     @abstractmethod
-    def _is_ready(self, seconds: float) -> bool:
-        """Wait at most so long; say whether there is something to compute."""
+    def _awaits(self, seconds: float) -> bool:
+        """Wait at most so long; say whether there is something to compute.
+
+        Raises:
+            LostError: The other member is gone.
+        """
 
     @abstractmethod
     def _part(self, most_rows: int, level: int, /) -> MicroBatch | None:
-        """Compute something."""
+        """Compute something; raises as above."""
 
 
-class Leader(Place):
+class Leader(Half):
     """The member with the samples and the loss. Methods are called by the computing thread."""
 
     def __init__(self, spec: TeamSpec, slot: str, tell: Callable[..., None]) -> None:
@@ -257,11 +184,13 @@ class Leader(Place):
         self._last_pass: int | None = None
         self._forward_of: Pass | None = None
         """The last pass that has a gradient."""
+        self._wire_s = 0.0
+        """Of this step."""
         self._rows_there = 0
         """Rows of this batch whose gradients the other member has."""
         self._constant: dict[str, Tensor] | None = None
         """The lent weights that are not trained; `None`: they were not asked for."""
-        self._listens = Door(spec.listen, self._admits, self._event).address
+        self.listens = Door(self, self._admits).address
 
     def open(self, trainer: Trainer) -> None:
         """Share this training from now on."""
@@ -285,25 +214,16 @@ class Leader(Place):
         if self._link is not None:
             self._link.call("saved")
 
-    def forward(self, hidden: Tensor, given: Given, *, wants_gradient: bool) -> Tensor:
-        """Return the hidden states after the lent blocks."""
-        return self._asked(
-            "forward",
-            now=asdict(self._training.now),
-            hidden=hidden.detach(),
-            kinds=given.kinds,
-            of_block=given.of_block,
-            wants_gradient=wants_gradient,
-        )
+    def can_save(self, saved_step: int | None) -> bool:
+        """Say whether a checkpoint may follow that of this step: it needs the state of both. A
+        member that is gone is waited for where steps would be lost, for as long as one that rests.
+        """
+        trainer = self.training
+        is_known = trainer.at_boundary and trainer.lent_state is not None
+        may_come = is_known or time.monotonic() - self._lost_s < place.AWAY_S
+        return self._is_in or (may_come and saved_step != trainer.step)
 
-    def backward(self, gradient: Tensor) -> Tensor:
-        """Return the gradient before the lent blocks from that after them."""
-        before = self._asked("backward", gradient=gradient)
-        if (now := self._forward_of) is not None:
-            self._rows_there = now.done + now.rows
-        return before
-
-    def _is_ready(self, seconds: float) -> bool:
+    def _awaits(self, seconds: float) -> bool:
         if self._link is not None:
             if self._link.lost is None:
                 return True
@@ -312,7 +232,7 @@ class Leader(Place):
             link, said = self._arrived.get(timeout=seconds)
         except queue.Empty:
             return False
-        trainer = self._training
+        trainer = self.training
         is_same = said.get("step") == trainer.step and said.get("line") == self._line
         if not is_same and trainer.lent_state is None and trainer.step:
             link.close()
@@ -322,11 +242,11 @@ class Leader(Place):
             )
             return True  # the next part says so, and the training goes back to its last checkpoint
         state = None if is_same else self._without_constant(trainer.lent_state)
-        with self._at_work():  # the state may take long on the wire
+        with self.at_work():  # the state may take long on the wire
             link.call("welcome", line=self._line, step=trainer.step, state=state)
         trainer.drop_sums()  # of which the other member may lack its own
-        self._link, self._is_in = link, True
-        self._event(
+        self._link, self.stands = link, TeamState.TOGETHER
+        self.event(
             "team_joined",
             member=self._other,
             step=trainer.step,
@@ -336,7 +256,7 @@ class Leader(Place):
         return True
 
     def _part(self, most_rows: int, level: int, /) -> MicroBatch | None:
-        return self._training.micro_batch(most_rows, level)
+        return self.training.micro_batch(most_rows, level)
 
     def _compute(self, hidden: Tensor, given: Given) -> Tensor:
         """Have the other member compute the lent blocks.
@@ -351,7 +271,7 @@ class Leader(Place):
                 "the blocks of this model share what is trained, such as a bias of positions, so "
                 "train.split: layers cannot divide it; train it with split: data"
             )
-        now, is_trained = self._training.now, torch.is_grad_enabled()
+        now, is_trained = self.training.now, torch.is_grad_enabled()
         if is_trained or (now.trains and not now.widened):  # no look at losses, and no validation
             what = None
             if now.number == self._last_pass:
@@ -365,15 +285,18 @@ class Leader(Place):
                     f"this training {what}, so split: layers cannot divide it; use split: data"
                 )
             self._last_pass = now.number
-        if not is_trained or not hidden.requires_grad:
-            return self.forward(hidden, given, wants_gradient=False)
-        self._forward_of = now
-        return _Elsewhere.apply(hidden, given, self)  # type: ignore[no-any-return, no-untyped-call]
+        wants_gradient = is_trained and hidden.requires_grad
+        if wants_gradient:
+            self._forward_of = now
+        return _Elsewhere.apply(hidden, given, self, wants_gradient)  # type: ignore[no-any-return, no-untyped-call]
 
-    def _asked(self, name: str, **content: Any) -> Tensor:  # noqa: ANN401 - as `Link.call`
+    def asked(self, name: str, **content: Any) -> Tensor:  # noqa: ANN401 - as `Link.call`
+        """Return the hidden states after the lent blocks, or the gradient before them."""
         out = self._ask(name, **content)["tensor"]
         assert isinstance(out, Tensor)  # noqa: S101 - that is what it is asked for
-        return out.to(self._training.device)
+        if name == "backward" and (now := self._forward_of) is not None:
+            self._rows_there = now.done + now.rows
+        return out.to(self.training.device)
 
     def _ask(self, name: str, **content: Any) -> Mapping[str, Any]:  # noqa: ANN401
         """Return the answer of the other member."""
@@ -392,7 +315,7 @@ class Leader(Place):
 
     def agree(self, loss: float, norm: float, /) -> tuple[float, float]:
         """Return loss and norm of both members, and have the other one update by them."""
-        trainer = self._training
+        trainer = self.training
         said = self._ask("norm")
         if said["rows"] != self._rows_there:
             raise TaskError(
@@ -418,25 +341,17 @@ class Leader(Place):
 
     def _without_constant(self, state: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
         """Return a state of the other member without the weights that it has of the folder."""
-        cut = self._training.cut
+        cut = self.training.cut
         if state is None or cut is None:
             return state
         weights = {name: each for name, each in state["weights"].items() if name in cut.trained}
         return {**state, "weights": weights}
 
-    def _admits(self) -> Admission | None:
+    def _admits(self) -> tuple[TeamOrders, Serve] | None:
         """Let the other member in while this one computes."""
-        orders = self._orders
-        if orders is None or not self.is_attended():
-            return None
-        return Admission(orders.secret, partial(self._serve, orders))
+        return (self.orders, self._serve) if self.orders and self.is_attended() else None
 
-    def _serve(self, orders: TeamOrders, connection: Connection) -> None:
-        try:
-            said = wire.greeting(connection, orders.generation, {self._other}, self._identity)
-        except (LostError, TypeError):
-            connection.release()
-            raise
+    def _serve(self, connection: Connection, said: Mapping[str, Any]) -> None:
         with suppress(queue.Empty):  # it has come again since
             self._arrived.get_nowait()[0].close()
         self._arrived.put((Link(connection, self.is_attended), said))
@@ -446,25 +361,23 @@ class _Elsewhere(torch.autograd.Function):
     """What the lent blocks compute, as autograd sees it."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, given: Given, leader: Leader) -> Tensor:  # noqa: ANN401 - torch's own
+    def forward(ctx: Any, hidden: Tensor, given: Given, leader: Leader, wants: bool) -> Tensor:  # noqa: ANN401 - torch's own
         ctx.leader = leader
-        return leader.forward(hidden, given, wants_gradient=True)
+        return leader.asked(
+            "forward",
+            now=asdict(leader.training.now),
+            hidden=hidden.detach(),
+            kinds=given.kinds,
+            of_block=given.of_block,
+            wants_gradient=wants,
+        )
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401
-        return ctx.leader.backward(gradient), None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401 - as above
+        return ctx.leader.asked("backward", gradient=gradient), None, None, None
 
 
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """A forward pass whose backward pass may come."""
-
-    now: Pass
-    hidden: Tensor
-    out: Tensor
-
-
-class Lender(Place):
+class Lender(Half):
     """The member that computes blocks for the leader."""
 
     lends = True
@@ -473,15 +386,13 @@ class Lender(Place):
         super().__init__(spec, slot, tell)
         self._next: Call | None = None
         self._line = ""
-        self._held: _Held | None = None
+        self._held: tuple[Pass, Tensor, Tensor] | None = None
+        """A forward pass whose backward pass may come, what went in and what came out."""
         self._again_s = 0.0
         self._has_looked = False
         """Whether a pass was looked at: what it does to the blocks beside its result."""
         self._wants_save = self._is_saved = False
         """Whether it is to rest, and whether the leader has saved what is here."""
-
-    def close(self) -> None:
-        """Do nothing: the leader has said that all is done."""
 
     def save_soon(self) -> None:
         """Compute until the leader has a checkpoint, which needs the state of this member."""
@@ -492,7 +403,7 @@ class Lender(Place):
         """Whether the leader, if it is there, has not saved since this member is to rest."""
         return self._wants_save and self._is_in
 
-    def _is_ready(self, seconds: float) -> bool:
+    def _awaits(self, seconds: float) -> bool:
         if self._link is None:
             self._join(seconds)
         elif self._next is None:
@@ -500,19 +411,19 @@ class Lender(Place):
         return self._next is not None
 
     def _join(self, seconds: float) -> None:
-        orders, now_s = self._orders, time.monotonic()
+        orders, now_s = self.orders, time.monotonic()
         self._next = self._held = None
-        if orders is None or self._trainer is None or now_s < self._again_s:
+        if orders is None or self.trainer is None or now_s < self._again_s:
             time.sleep(seconds)
             return
-        self._again_s = now_s + _AGAIN_S
+        self._again_s = now_s + AGAIN_S
         connection = wire.connect(orders.address, orders.secret)
         connection.tell(
             Kind.HELLO,
             generation=orders.generation,
-            slot=self._slot,
-            identity=self._identity,
-            step=self._training.step,
+            slot=self.slot,
+            identity=self.identity,
+            step=self.training.step,
             line=self._line,
         )
         self._link = Link(connection, self.is_attended)
@@ -556,17 +467,16 @@ class Lender(Place):
         Raises:
             UpdateInterruptedError: The leader begins anew, and so does this one.
         """
-        trainer = self._training
+        trainer = self.training
         trainer.drop_sums()
         if said["state"] is not None:
-            weights = {**trainer.model.state_dict(), **said["state"]["weights"]}
-            trainer.load({**said["state"], "weights": weights})
+            tensors.load(trainer, said["state"])
         elif said["step"] != trainer.step:
             raise UpdateInterruptedError("the leader begins at step 0")
-        self._line, self._is_in = said["line"], True
+        self._line, self.stands = said["line"], TeamState.TOGETHER
 
     def _answer(self, call: Call) -> dict[str, Any] | None:
-        said, trainer = call.content, self._training
+        said, trainer = call.content, self.training
         if call.name == "forward":
             return {"tensor": self._forward(Pass(**said["now"]), said)}
         if call.name == "backward":
@@ -579,17 +489,17 @@ class Lender(Place):
         raise LostError(f"it asks for {call.name!r}")
 
     def _state_for(self, said: Mapping[str, Any]) -> dict[str, Any]:
-        trainer = self._training
+        trainer = self.training
         trained, constant = tensors.split_weights(trainer)
-        state = {"state": {**trainer.state(), "weights": trained}}
-        return {**state, "constant": constant} if said["constant"] else state
+        state = {**trainer.state(), "weights": trained}
+        return {"state": state, **({"constant": constant} if said["constant"] else {})}
 
     def _drop(self, why: str) -> None:
         self._held, self._next, self._wants_save = None, None, False
         super()._drop(why)
 
     def _forward(self, now: Pass, said: Mapping[str, Any]) -> Tensor:
-        trainer, self._held, self._is_saved = self._training, None, False
+        trainer, self._held, self._is_saved = self.training, None, False
         if now.step != trainer.step:
             raise LostError(f"it computes step {now.step}, and this member has {trainer.step}")
         first: Tensor = said["hidden"].to(trainer.device)
@@ -597,10 +507,10 @@ class Lender(Place):
         first.requires_grad_(wants_gradient)
         kinds = map_tensors(lambda each: each.to(trainer.device), said["kinds"])
         assert trainer.cut is not None  # noqa: S101 - a lender has a part of a model
-        before = _versions(trainer.cut.blocks)
-        places = [] if self._has_looked else places_of(_modules_of(trainer.cut.blocks), small=True)
-        numbers = Snapshot(places)
-        many = len(list(tensors_in(kinds)))
+        modules = [each for block in trainer.cut.blocks for each in block.modules()]
+        buffers = [each for block in trainer.cut.blocks for each in block.buffers()]
+        before, many = versions_of(buffers), len(list(tensors_in(kinds)))
+        numbers = Snapshot([] if self._has_looked else places_of(modules, small=True))
         with (
             trainer.within(now),
             torch.set_grad_enabled(wants_gradient),
@@ -610,10 +520,9 @@ class Lender(Place):
                 given = kinds[place]
                 hidden = only_hidden(block(hidden, *given["args"], **given["kwargs"]))
         is_kept = not self._has_looked and (
-            any(map(_keeps_graph, _modules_of(trainer.cut.blocks)))
-            or many != len(list(tensors_in(kinds)))
+            any(map(_keeps_graph, modules)) or many != len(list(tensors_in(kinds)))
         )
-        if is_kept or before != _versions(trainer.cut.blocks) or numbers.changed():
+        if is_kept or before != versions_of(buffers) or numbers.changed():
             raise TaskError(
                 "each pass changes the blocks of this model, or keeps something of it there, such "
                 "as a buffer or a loss beside; so train.split: layers cannot divide it; do that "
@@ -621,19 +530,19 @@ class Lender(Place):
             )
         self._has_looked = self._has_looked or wants_gradient
         if wants_gradient:
-            self._held = _Held(now, first, hidden)
+            self._held = now, first, hidden
         return hidden.detach()
 
     def _backward(self, gradient: Tensor) -> Tensor:
         held, self._held = self._held, None
         if held is None:
             raise LostError("it asks for a gradient of nothing")
-        trainer = self._training
+        (now, hidden, out), trainer = held, self.training
         gradient = gradient.to(trainer.device)
-        with trainer.within(held.now) as sums:
+        with trainer.within(now) as sums:
             # The gradient of this sum at `out` is just what the leader has sent.
-            sums.add(held.now.rows, (held.out * gradient).sum(), inputs=[held.hidden])
-        before: Tensor | None = held.hidden.grad
+            sums.add(now.rows, (out * gradient).sum(), inputs=[hidden])
+        before: Tensor | None = hidden.grad
         assert before is not None  # noqa: S101 - it was asked for
         return before
 
@@ -645,20 +554,11 @@ class Lender(Place):
     def _agree(self, _: float, norm: float) -> tuple[float, float]:
         """Tell the norm of the own gradients; return what the leader says of all."""
         assert self._link is not None  # noqa: S101 - the call has come by it
-        self._done(norm=norm, rows=self._training.done_rows)
+        self._done(norm=norm, rows=self.training.done_rows)
         said = self._link.take()
         if said is None or said.name != "commit":
             raise LostError("the step was not committed")
         return said.content["loss"], said.content["norm"]
-
-
-def _versions(blocks: Sequence[nn.Module]) -> list[int]:
-    """Return how often each buffer was written to."""
-    return [buffer._version for block in blocks for buffer in block.buffers()]
-
-
-def _modules_of(blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    return [module for block in blocks for module in block.modules()]
 
 
 def _keeps_graph(module: nn.Module) -> bool:

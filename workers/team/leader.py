@@ -1,39 +1,39 @@
 """The member that leads: it gives out the rows of each step, adds the sums up in the order of the
 members, and alone decides that a step is done.
 
-A helper that is lost costs its rows, which others compute; who comes back has its state checked,
-and gets the leader's in full if it differs. Alone, it goes on alone.
+A helper that is lost costs its rows, which others compute. Who comes back has its state checked; if
+it differs it gets a copy of the leader's, and what was added up in the steps meanwhile, beside the
+steps. Alone, the leader goes on alone.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
 
 from workers.messages import TeamOrders
 from workers.team import tensors, wire
-from workers.team.desk import AWAY_S, LOOK_S, Compute, Desk, LeftError, update_with
+from workers.team.desk import LOOK_S, Desk, LeftError, Stepped, Work
+from workers.team.place import AWAY_S
 from workers.team.shares import Rows, Shares
 from workers.team.tensors import OwnSums, Sums
 from workers.team.wire import Connection, Kind, LostError
+from workers.training.batches import tensors_in
+from workers.training.checkpoints import HostCopy
+from workers.training.host_memory import like
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stepped:
-    """What a step was, for the table."""
-
-    members: int
-    share: float
-    """Of the rows, those that this member computed."""
-    wire_s: float
+#: Of host memory for the totals that a member misses while the state goes to it, at the least.
+_KEPT_BYTES: Final = 1 << 30
 
 
 @dataclass(eq=False)
@@ -47,91 +47,92 @@ class Helper:
     sums: list[Sums] | None = None
     """What it has to add in this round; the numbers come in chunks, which the leader's own thread
     reads until this is `None` again."""
+    missed: deque[tuple[Tensor, bytes]] = field(default_factory=deque)
+    """Of the steps since the state that it gets: the total, and what `COMMIT` says."""
+    most_missed: int = 0
+    """Where it has missed more steps, the next update waits for it."""
 
 
-class _Source(NamedTuple):
-    """Some rows that are added to the total."""
-
-    sums: Sums
-    helper: Helper | None
-    """`None`: they were computed here."""
+_Source: TypeAlias = tuple[Sums, Helper | None]
+"""Some rows that are added to the total; of no helper: they were computed here."""
 
 
 class Leader:
     """One generation of a team, at its leader."""
 
-    def __init__(
-        self,
-        desk: Desk,
-        slot: str,
-        members: Sequence[str],
-        orders: TeamOrders,
-        identity: str,
-        tell: Callable[..., None],
-    ) -> None:
-        self.orders = orders
-        self._desk, self._slot, self._members = desk, slot, list(members)
-        self._identity, self._tell = identity, tell
+    def __init__(self, desk: Desk, orders: TeamOrders) -> None:
+        """Lead as soon as `train` is called.
+
+        Raises:
+            LeftError: There are newer orders, or the computing thread is away.
+        """
+        self._desk, self.orders = desk, orders
+        self._slot, self._members, self._tell = desk.slot, desk.spec.members, desk.event
         settings = desk.check(orders)[0].settings
         self._batch, self._fixed = settings.batch, settings.exact
         self._helpers: dict[str, Helper] = {}
-        self._shares = Shares(settings.batch, members, fixed=settings.exact)
-        self._shares.join(slot)
+        self._behind: list[Helper] = []
+        """Those that get the state, and the steps since."""
+        self._shares = Shares(settings.batch, self._members, fixed=settings.exact)
+        self._shares.join(self._slot)
         self._claims: dict[str, int] = {}
         """The most rows that each member wants at once, of those that want some."""
-        self._is_anew = True
-        """Whether no row of this step was given out here."""
         self._gives = False
         """Whether rows of a step are given out; else sums are added up, and no member joins."""
-        self._joining = 0
-        """Those that receive the state: it must not change meanwhile."""
+        self._copying = 0
+        """How many read the state: it must not change meanwhile."""
         self._round = 0
         self._chunk = torch.empty(wire.CHUNK_BYTES, dtype=torch.uint8)
         self._is_over = False
 
-    def lead(self, stepped: Callable[[Stepped], None]) -> None:
+    def train(self, stepped: Callable[[Stepped], None]) -> None:
         """Train to the end.
 
         Raises:
             LeftError: Another one is to lead, or this one cannot.
         """
-        try:
-            while not self._desk.check(self.orders)[0].finished:
-                stepped(self._one_step())
-            self._is_over = True
-            for helper in self._present():
-                helper.connection.end_sending()
-            until_s = time.monotonic() + wire.SILENT_S
-            with self._desk.changed:  # until they have read that it is over
-                while self._helpers and time.monotonic() < until_s:
-                    self._desk.changed.wait(LOOK_S)
-        finally:
-            self._is_over = True
-            for helper in self._present():
-                self._drop(helper, "")
+        while not self._desk.check(self.orders)[0].finished:
+            stepped(self._one_step())
+        self._is_over = True
+        for helper in self._present():
+            helper.connection.end_sending()
+        until_s = time.monotonic() + wire.SILENT_S
+        with self._desk.changed:  # until they have read that it is over
+            while (self._helpers or self._behind) and time.monotonic() < until_s:
+                self._desk.changed.wait(LOOK_S)
+
+    def close(self) -> None:
+        """Have no helper, and nothing to compute."""
+        self._is_over = True
+        for helper in [*self._present(), *self._behind]:
+            self._drop(helper, "")
+        self._desk.clear()
 
     def ping(self) -> None:
         """Tell the helpers that this process lives. Called every half second or so."""
-        for helper in () if self._is_over else self._present():
+        for helper in () if self._is_over else [*self._present(), *self._behind]:
             try:
                 helper.connection.ping()
             except LostError as error:
                 self._drop(helper, str(error))
 
-    def serve(self, connection: Connection) -> None:
+    def serve(self, connection: Connection, said: Mapping[str, Any]) -> None:
         """Take in a member that has proved itself, and hear what it says until it is gone.
 
         Raises:
-            LostError: It is none.
+            LookupError, TypeError, ValueError: It does not say what it has.
         """
         try:
-            helper, constant = self._hello(connection)
+            step, checksum = said["version"]
+            helper, why = Helper(said["slot"], connection, (step, checksum)), "it is not heard"
             try:
-                self._admit(helper, constant)
+                self._admit(helper, said["constant"])
                 while True:
                     self._hear(helper)
             except (LostError, LeftError, LookupError, TypeError, ValueError) as error:
-                self._drop(helper, str(error))
+                why = str(error)
+            finally:
+                self._drop(helper, why)
         finally:
             connection.release()
 
@@ -139,74 +140,117 @@ class Leader:
         with self._desk.changed:
             return sorted(self._helpers.values(), key=lambda each: self._members.index(each.slot))
 
-    def _hello(self, connection: Connection) -> tuple[Helper, int]:
-        others = set(self._members) - {self._slot}
-        said = wire.greeting(connection, self.orders.generation, others, self._identity)
-        step, checksum = said["version"]
-        return Helper(said["slot"], connection, (step, checksum)), said["constant"]
-
     def _admit(self, helper: Helper, constant: int) -> None:
-        """Have a helper take part from now on, with the leader's state."""
-        desk = self._desk
-        with desk.changed:
-            # While this process validates, other weights may stand in the place of its own.
-            while not (self._gives and desk.is_here):
-                desk.changed.wait(LOOK_S)
-                helper.connection.ping()
-                if self._is_over:
-                    raise LostError("the team is over")
-            trainer, _ = desk.check(self.orders)
-            before, step = helper.version, desk.version[0]
-            is_same, helper.version = before == desk.version, None
-            self._joining += 1
-        try:
+        """Have a helper take part from now on, with the leader's state.
+
+        A copy of it is sent beside the steps, and then the totals of these. Where there is no memory
+        for the copy, the update of the step waits until the state is sent.
+        """
+        desk, connection, before = self._desk, helper.connection, helper.version
+        with ExitStack() as copying:
+            with desk.changed:
+                self._await_rows_of(helper)
+                trainer, sums = desk.check(self.orders)
+                is_same, step, helper.version = before == desk.version, desk.version[0], None
+                self._behind.append(helper)
+                copying.enter_context(self._unchanged())
             state = None if is_same else trainer.state()
-            if state is not None and constant == desk.constant:
-                state["weights"] = tensors.split_weights(trainer)[0]
-            forms = None if state is None else tensors.described(state)
-            helper.connection.tell(Kind.WELCOME, self._round, step=step, state=forms)
             if state is not None:
-                tensors.send(helper.connection, state)
+                if constant == desk.constant:
+                    state["weights"] = tensors.split_weights(trainer)[0]
+                kept_bytes = max(_KEPT_BYTES, sum(each.nbytes for each in tensors_in(state)))
+                helper.most_missed = kept_bytes // max(1, sums.total.nbytes)
+                copy = HostCopy()
+                with suppress(RuntimeError, OSError, OverflowError):
+                    copy.take(state)
+                    state = copy.state
+                    copying.close()
+            forms = None if state is None else tensors.described(state)
+            connection.tell(Kind.WELCOME, step=step, state=forms)
+            if state is not None:
+                tensors.send(connection, state)
+        # For two steps that are sent it may miss another one: so it comes to the last one.
+        allowed = len(helper.missed) + 0.5
+        while not self._has_joined(helper):
+            helper.most_missed = max(0, math.floor(allowed))
+            total, said = helper.missed[0]
+            for piece in tensors.pieces(total):
+                connection.send(Kind.CHUNK, 0, tensors.bytes_of(piece))
+            connection.send(Kind.COMMIT, 0, said)
+            allowed -= 0.5
             with desk.changed:
-                if helper.slot in self._helpers:
-                    self._drop(self._helpers[helper.slot], "it came again")
-                self._helpers[helper.slot] = helper
-                self._shares.join(helper.slot)
-        finally:
-            with desk.changed:
-                self._joining -= 1
+                helper.missed.popleft()
                 desk.changed.notify_all()
         from_step = before[0] if before else None
         self._tell(
             "team_joined",
             member=helper.slot,
-            step=step,
+            step=desk.version[0],
             from_step=from_step,
             state_sent=not is_same,
         )
 
+    def _has_joined(self, helper: Helper) -> bool:
+        """Have a helper that has missed no step take part in this one; `False`: it has missed some.
+
+        Raises:
+            LostError, LeftError: It cannot join any more.
+        """
+        with self._desk.changed:
+            while not helper.missed and not self._gives:
+                self._await_rows_of(helper)
+            if helper.missed:
+                return False
+            if helper.slot in self._helpers:
+                self._drop(self._helpers[helper.slot], "it came again")
+            self._behind.remove(helper)
+            self._helpers[helper.slot] = helper
+            self._shares.join(helper.slot)
+            helper.connection.tell(Kind.VOID, self._round)
+            return True
+
+    def _await_rows_of(self, helper: Helper) -> None:
+        """Wait until rows of a step are given out, and the state is that before it. With the lock;
+        while this process validates, other weights may stand in the place of its own.
+        """
+        while not (self._gives and self._desk.is_here):
+            self._desk.changed.wait(LOOK_S)
+            helper.connection.ping()
+            if self._is_over:
+                raise LostError("the team is over")
+
+    @contextmanager
+    def _unchanged(self) -> Iterator[None]:
+        """Have the state stay as it is."""
+        self._copying += 1
+        try:
+            yield
+        finally:
+            with self._desk.changed:
+                self._copying -= 1
+                self._desk.changed.notify_all()
+
     def _hear(self, helper: Helper) -> None:
         """Take in one frame of a helper."""
-        connection = helper.connection
-        head = connection.head()
-        if head.kind is Kind.CHUNK:  # of a round that was called off
-            connection.skip(head)
+        frame = helper.connection.frame()
+        said = frame.said
+        if frame.kind is Kind.CHUNK:  # of a round that was called off
+            helper.connection.into(memoryview(bytearray(frame.length)), frame)
             return
-        said = connection.said(head)
         with self._desk.changed:
-            if head.round != self._round or self._helpers.get(helper.slot) is not helper:
+            if frame.round != self._round or self._helpers.get(helper.slot) is not helper:
                 return  # it was under way when the round began
-            if head.kind is Kind.CLAIM:
+            if frame.kind is Kind.CLAIM:
                 if said.get("version"):
                     helper.version = (said["version"][0], said["version"][1])
                 self._claimed(helper.slot, bool(said.get("done")), max(1, said["most"]))
-            elif head.kind is Kind.SUMS:
+            elif frame.kind is Kind.SUMS:
                 helper.sums = [
                     Sums(unit, torch.empty(0), rows, loss, used)
                     for unit, rows, loss, used in said["units"]
                 ]
                 self._desk.changed.notify_all()
-                while helper.sums is not None and not connection.is_closed:
+                while helper.sums is not None and not helper.connection.is_closed:
                     self._desk.changed.wait()
 
     def _claimed(self, slot: str, is_done: bool, most_rows: int) -> None:
@@ -240,13 +284,13 @@ class Leader:
     def _compute(self, rows: Rows | None) -> None:
         """Have rows computed here, or claim some once the computing thread is there."""
         then = partial(self._claimed, self._slot, rows is not None)
-        keep = self._desk.sums if self._fixed else None
-        self._desk.give(Compute(rows=rows, then=then, anew=self._is_anew, keep=keep))
-        self._is_anew = self._is_anew and rows is None
+        self._desk.give(Work(rows=rows, then=then))
 
     def _drop(self, helper: Helper, why: str) -> None:
         """Go on without a helper; its rows are computed by others."""
         with self._desk.changed:
+            if helper in self._behind:
+                self._behind.remove(helper)
             if self._helpers.get(helper.slot) is helper:
                 del self._helpers[helper.slot]
                 self._claims.pop(helper.slot, None)
@@ -271,7 +315,6 @@ class Leader:
         with desk.changed:
             shares.begin(desk.version[0], time.monotonic())
             self._claims.pop(self._slot, None)
-            self._is_anew = True
             self._compute(None)
         while True:
             self._await_rows()
@@ -287,24 +330,44 @@ class Leader:
                 self._compute(None)
         wire_s = time.monotonic() - began_s if helpers else 0.0
         told = {"used": total[1] if total else [], "members": 1 + len(helpers), "wire_s": wire_s}
+        behind, missed = self._missed_by(sums)
 
         def commit(loss: float, norm: float) -> tuple[float, float]:
             """Tell all that the step is done, and by how much; from here on it is."""
+            said = json.dumps({"loss": loss, "norm": norm, **told}).encode()
             for helper in helpers:
                 with suppress(LostError):
-                    said = json.dumps({"loss": loss, "norm": norm, **told})
-                    self._send(helper, Kind.COMMIT, said.encode())
+                    self._send(helper, Kind.COMMIT, said)
+            for helper in behind:
+                helper.missed.append((missed, said))
             return loss, norm
 
         share = shares.rows_of(self._slot) / self._batch
-        desk.do(update_with(sums, total, commit))
+        desk.update(total, commit)
         return Stepped(members=1 + len(helpers), share=share, wire_s=wire_s)
 
+    def _missed_by(self, sums: OwnSums) -> tuple[list[Helper], Tensor]:
+        """Return who gets the total of this step later, and a copy of it."""
+        with self._desk.changed:
+            behind = list(self._behind)
+        if not behind:
+            return behind, sums.total
+        try:
+            return behind, like(sums.total).copy_(sums.total)
+        except (RuntimeError, OSError, OverflowError) as error:
+            for helper in behind:
+                self._drop(helper, f"no host memory to keep what it misses: {error}")
+        return [], sums.total
+
     def _await_rows(self) -> None:
-        """Give out rows until all are computed."""
+        """Give out rows until all are computed, and the state may change."""
         with self._desk.changed:
             self._gives = True
-            while self._joining or not self._shares.is_complete:
+            while (
+                self._copying
+                or not self._shares.is_complete
+                or any(len(each.missed) > each.most_missed for each in self._behind)
+            ):
                 for slot in self._shares.late(wire.SILENT_S, time.monotonic()):
                     if slot in self._helpers:
                         self._drop(self._helpers[slot], "its rows take far longer than before")
@@ -319,7 +382,7 @@ class Leader:
         Raises:
             LostError: A helper was lost, and dropped; the total means nothing.
         """
-        if not helpers and not self._fixed:
+        if not helpers and not self._fixed and not self._behind:
             self._refuse_rows(self._desk.check(self.orders)[0].done_rows)
             return None
         self._new_round()
@@ -328,7 +391,7 @@ class Leader:
         if not self._fixed and self._shares.rows_of(self._slot):
             sums.take(self._members.index(self._slot), in_total=True)
         sources = self._sources(helpers, sums)
-        self._refuse_rows(sum(each.sums.rows for each in sources))
+        self._refuse_rows(sum(each.rows for each, _ in sources))
         for piece in self._added(sources, sums.total):
             for helper in helpers:
                 self._send(helper, Kind.CHUNK, tensors.bytes_of(piece))
@@ -336,8 +399,8 @@ class Leader:
             for helper in helpers:
                 helper.sums = None
             self._desk.changed.notify_all()
-        used = [any(each) for each in zip(*(each.sums.used for each in sources), strict=True)]
-        return sum(each.sums.loss for each in sources), used
+        used = [any(each) for each in zip(*(each.used for each, _ in sources), strict=True)]
+        return sum(each.loss for each, _ in sources), used
 
     def _new_round(self) -> None:
         """Forget what helpers have said of sums, and want."""
@@ -350,7 +413,7 @@ class Leader:
 
     def _sources(self, helpers: Sequence[Helper], sums: OwnSums) -> list[_Source]:
         """Return all that is to be added, in its order: the own ones first, unless it is fixed."""
-        sources = [_Source(each, None) for each in sums.units.values()]
+        sources: list[_Source] = [(each, None) for each in sums.units.values()]
         until_s = time.monotonic() + AWAY_S
         with self._desk.changed:
             for helper in helpers:
@@ -359,12 +422,12 @@ class Leader:
                         self._drop(helper, "it hands over no sums")
                         raise LostError(helper.slot)
                     self._desk.wait_for_news(self.orders)
-                sources += [_Source(each, helper) for each in helper.sums]
-        return sorted(sources, key=lambda each: each.sums.unit if self._fixed else 0)
+                sources += [(each, helper) for each in helper.sums]
+        return sorted(sources, key=lambda each: each[0].unit if self._fixed else 0)
 
     def _added(self, sources: Sequence[_Source], total: Tensor) -> Iterator[Tensor]:
         """Add sums up in their order, and yield each chunk of the total."""
-        own = {each.sums.unit: tensors.pieces(each.sums.flat) for each in sources}
+        own = {each.unit: tensors.pieces(each.flat) for each, _ in sources}
         for piece in tensors.pieces(total):
             place = piece  # the first of them is not copied
             for sums, helper in sources:
@@ -379,7 +442,7 @@ class Leader:
     def _received(self, helper: Helper, place: Tensor) -> Tensor:
         """Receive a helper's next chunk."""
         try:
-            helper.connection.into(tensors.bytes_of(place), helper.connection.head())
+            helper.connection.into(tensors.bytes_of(place), helper.connection.frame())
         except LostError as error:
             self._drop(helper, str(error))
             raise

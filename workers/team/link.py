@@ -32,7 +32,7 @@ def listened(address: str, secret: bytes, patience_s: float) -> None:
             listener.settimeout(max(0.001, until_s - time.monotonic()))
             end, _ = listener.accept()
             with suppress(LostError):  # a stranger
-                connection = wire.accepted(end, secret)
+                connection = wire.proven(end, secret, leads=True)
                 break
     with suppress(LostError):
         _exchanged(connection, math.inf)
@@ -67,7 +67,7 @@ def _exchanged(connection: Connection, spans: float) -> float:
     from_s = time.monotonic()
     try:
         while len(rates) < spans:
-            connection.into(chunk, connection.head())
+            connection.into(chunk, connection.frame())
             count += 1
             took_s = time.monotonic() - from_s
             if took_s >= _SPAN_S:

@@ -54,6 +54,12 @@ def split_weights(trainer: Trainer) -> tuple[dict[str, Tensor], dict[str, Tensor
     )
 
 
+def load(trainer: Trainer, state: Mapping[str, Any]) -> None:
+    """Go on from the state of another member, which may lack the weights that are not trained."""
+    weights = {**trainer.model.state_dict(), **state["weights"]}
+    trainer.load({**state, "weights": weights})
+
+
 @dataclass(frozen=True, slots=True)
 class Sums:
     """The sums of some rows, and what belongs to them."""
@@ -76,24 +82,20 @@ class OwnSums:
         self._trainer, self._on_card = trainer, trainer.device.type == "cuda"
         self.total = self._new()
         """Of all members."""
-        self._free: list[Tensor] = []
+        self._buffers: dict[int, Tensor] = {}
         self.units: dict[int, Sums] = {}
 
     def clear(self) -> None:
         """Forget them: another step begins."""
-        self._free += [each.flat for each in self.units.values() if each.flat is not self.total]
         self.units = {}
 
     def take(self, unit: int, *, in_total: bool = False) -> None:
         """Copy the present sums of the training; `in_total`: to where the total will be, whose
         chunks come after the own ones were sent.
         """
-        if in_total:
-            flat = self.total
-        elif unit in self.units:
-            flat = self.units[unit].flat
-        else:
-            flat = self._free.pop() if self._free else self._new()
+        if not in_total and unit not in self._buffers:
+            self._buffers[unit] = self._new()
+        flat = self.total if in_total else self._buffers[unit]
         loss, used = self._trainer.read_sums(flat)
         self.units[unit] = Sums(unit, flat, self._trainer.done_rows, loss, used)
 
@@ -164,7 +166,7 @@ def receive(connection: Connection, said: Mapping[str, Any]) -> Any:  # noqa: AN
     for tensor in tensors:
         data = bytes_of(tensor)
         for at in range(0, len(data), CHUNK_BYTES):
-            connection.into(data[at : at + CHUNK_BYTES], connection.head())
+            connection.into(data[at : at + CHUNK_BYTES], connection.frame())
     return state
 
 

@@ -19,7 +19,7 @@ import secrets
 import socket
 import struct
 import threading
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from enum import IntEnum
 from typing import Any, Final, NamedTuple
 
@@ -65,14 +65,16 @@ class LostError(Exception):
     """The other end is gone, silent, or speaks something else; the text says which."""
 
 
-class Head(NamedTuple):
-    """The header of a frame."""
+class Frame(NamedTuple):
+    """What came at once; of a chunk what announces it: `into` takes the bytes."""
 
     kind: Kind
     round: int
     """Of sums, so that what belongs to one that was called off is passed over."""
+    said: Mapping[str, Any]
+    """The JSON; of a chunk nothing."""
     length: int
-    """Bytes that follow."""
+    """Bytes of a chunk that are still to be read."""
 
 
 class Connection:
@@ -113,47 +115,39 @@ class Connection:
             finally:
                 self._sending.release()
 
-    def head(self) -> Head:
+    def frame(self) -> Frame:
         """Wait for the next frame that is no ping.
 
         Raises:
-            LostError: Nothing comes, or something else.
+            LostError: Nothing comes, it is cut off, or it is something else.
         """
         while True:
-            mark, kind, round_, length = _HEAD.unpack(self._exactly(_HEAD.size))
-            most_bytes = CHUNK_BYTES if kind == Kind.CHUNK else _MOST_JSON_BYTES
-            if mark != _MARK or kind > Kind.CALL or length > most_bytes:
+            mark, number, round_, length = _HEAD.unpack(self._exactly(_HEAD.size))
+            most_bytes = CHUNK_BYTES if number == Kind.CHUNK else _MOST_JSON_BYTES
+            if mark != _MARK or number > Kind.CALL or length > most_bytes:
                 raise LostError("it speaks another protocol")
-            if kind != Kind.PING:
-                return Head(Kind(kind), round_, length)
+            if number == Kind.CHUNK:
+                return Frame(Kind.CHUNK, round_, {}, length)
+            data = self._exactly(length)
+            if number == Kind.PING:
+                continue
+            try:
+                said = json.loads(data or b"{}")
+            except ValueError as error:
+                raise LostError(f"it sent no JSON: {error}") from error
+            if not isinstance(said, dict):
+                raise LostError("it sent no JSON object")
+            return Frame(Kind(number), round_, said, 0)
 
-    def said(self, head: Head) -> Mapping[str, Any]:
-        """Return the JSON that follows a header, if any does.
-
-        Raises:
-            LostError: It is none, or is cut off.
-        """
-        try:
-            said = json.loads(self._exactly(head.length) or b"{}")
-        except ValueError as error:
-            raise LostError(f"it sent no JSON: {error}") from error
-        if not isinstance(said, dict):
-            raise LostError("it sent no JSON object")
-        return said
-
-    def into(self, view: memoryview, head: Head) -> None:
-        """Receive the chunk that follows a header into memory of just that size.
+    def into(self, view: memoryview, frame: Frame) -> None:
+        """Receive the chunk that a frame announces into memory of just that size.
 
         Raises:
             LostError: It has another size, or is cut off.
         """
-        if head.kind is not Kind.CHUNK or head.length != len(view):
-            raise LostError(f"{len(view)} bytes were expected, and {head.length} are announced")
+        if frame.kind is not Kind.CHUNK or frame.length != len(view):
+            raise LostError(f"{len(view)} bytes were expected, and {frame.length} are announced")
         self._fill(view)
-
-    def skip(self, head: Head) -> None:
-        """Receive what follows a header, and forget it."""
-        self._exactly(head.length)
 
     def end_sending(self) -> None:
         """Let the other end read what was sent, and then its end."""
@@ -208,30 +202,6 @@ class Connection:
             raise LostError(self._why or f"nothing comes: {error}") from error
 
 
-def greeting(
-    connection: Connection, generation: int, others: Container[str], identity: str
-) -> Mapping[str, Any]:
-    """Return what a member says that has proved itself: it obeys this generation, is one of these
-    slots, and trains the same.
-
-    Raises:
-        LostError: It does not; it was told why.
-    """
-    head = connection.head()
-    said = connection.said(head) if head.kind is Kind.HELLO else {}
-    reason = None
-    if said.get("generation") != generation:
-        reason = f"it obeys generation {said.get('generation')}, and this is another"
-    elif said.get("slot") not in others:
-        reason = f"{said.get('slot')} is no other member of this team"
-    elif said.get("identity") != identity:
-        reason = "it trains something else: its settings, data or model differ from the leader's"
-    if reason is not None:
-        connection.tell(Kind.REFUSED, reason=reason)
-        raise LostError(reason)
-    return said
-
-
 def listen(address: str) -> socket.socket:
     """Listen at `host:port`, on this address alone; port 0 takes any free one.
 
@@ -254,25 +224,19 @@ def connect(address: str, secret: bytes) -> Connection:
         end = socket.create_connection((host.strip("[]"), int(port)), timeout=SILENT_S)
     except OSError as error:
         raise LostError(f"{address} cannot be reached: {error}") from error
-    # A leader that waits for another member reads nothing meanwhile.
-    return _proven(end, secret, b"member", b"leader", 3 * SILENT_S)
+    return proven(end, secret, leads=False)
 
 
-def accepted(end: socket.socket, secret: bytes) -> Connection:
-    """Have who has connected prove the secret, and prove it in return; closes what cannot.
-
-    Raises:
-        LostError: The other end does not know it. Nothing else was read from it.
-    """
-    return _proven(end, secret, b"leader", b"member", SILENT_S)
-
-
-def _proven(
-    end: socket.socket, secret: bytes, role: bytes, other: bytes, send_patience_s: float
-) -> Connection:
+def proven(end: socket.socket, secret: bytes, *, leads: bool) -> Connection:
     """Have both ends prove that they know the secret: of what both have drawn each tells what only
     who knows it can say. The role keeps one end from repeating what the other has said.
+
+    Raises:
+        LostError: The other end does not know it; it is closed. Nothing else was read from it.
     """
+    role, other = (b"leader", b"member") if leads else (b"member", b"leader")
+    # A leader that waits for another member reads nothing meanwhile.
+    send_patience_s = SILENT_S if leads else 3 * SILENT_S
     connection, why = Connection(end, send_patience_s), "it does not know the secret of the team"
     own = _MARK + secrets.token_bytes(_DRAWN_BYTES)
     try:

@@ -15,9 +15,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from typing import Any, Final, Protocol, TypeAlias
 
+import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
@@ -191,10 +191,9 @@ class Cut:
         self.trained = {name for name, each in model.named_parameters() if each.requires_grad}
         """Names of the weights that are trained, of both parts."""
         names = {each: name for name, each in model.named_parameters()}
-        optimizer = task.new_optimizer(model, settings)
-        _refuse_optimizer(task, optimizer)
-        self._groups = _groups_of(optimizer, names)
-        """Names of the parameters in each group of the optimiser of the whole."""
+        self.optimizer = task.new_optimizer(model, settings)
+        """That of the whole. A parameter that is elsewhere is an empty one in it."""
+        _refuse_optimizer(task, self.optimizer)
         costs = [_cost_bytes(block.parameters()) for block in blocks]
         rest_bytes = _cost_bytes(model.parameters()) - sum(costs)
         first, end = middle_of(costs, rest_bytes, portion.budgets_bytes)
@@ -216,6 +215,15 @@ class Cut:
                 f"the model of {task.name} has nothing to train in the blocks that are lent, or in "
                 "the last one; leave out train.split: layers"
             )
+        self._numbers: dict[str, int] = {}
+        """Of the trained weights, as the optimiser counts them."""
+        for group in self.optimizer.param_groups:
+            for place, parameter in enumerate(group["params"]):
+                name = names[parameter]
+                self._numbers[name] = len(self._numbers)
+                if (name in self._of_middle) is self.leads:
+                    empty = nn.Parameter(torch.empty(0), requires_grad=False)
+                    group["params"][place] = empty
         for module in model.modules():
             if (module in inside) is portion.leads:
                 module._parameters.clear()
@@ -223,48 +231,15 @@ class Cut:
                 # A layer of 4 bits would look for its weight.
                 setattr(module, "_save_to_state_dict", _save_nothing)  # noqa: B010 - a method
 
-    def check(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Refuse an optimiser of the own part that is another one than that of the whole.
-
-        Raises:
-            TaskError: It groups parameters by more than each of them.
-        """
-        own = _groups_of(optimizer, {each: name for name, each in model.named_parameters()})
-        whole = [
-            ([name for name in names if (name in self._of_middle) is not self.leads], options)
-            for names, options in self._groups
-        ]
-        if any(not names for names, _ in self._groups) or own != [
-            each for each in whole if each[0]
-        ]:
-            raise TaskError(
-                f"the optimiser groups parameters by more than their own form ({len(own)} groups "
-                f"of a part, {len(self._groups)} of the whole), so split: layers cannot divide it; "
-                "group them by name or shape, without empty groups, or use split: data"
-            )
-
     def merged(self, own: State, other: State) -> dict[str, Any]:
         """Return the state of the whole from that of the leader and that of the other process."""
-        weights = {**own["weights"], **other["weights"]}
-        numbers = {name: number for number, name in enumerate(self._all_names)}
-        sides = ((own, self._names(of_middle=False)), (other, self._names(of_middle=True)))
-        states: dict[int, Any] = {}
-        groups: dict[int, Any] = {}
-        for side, names in sides:
-            for place, state in side["optimizer"]["state"].items():
-                states[numbers[names[int(place)]]] = state
-            given = iter(side["optimizer"]["param_groups"])
-            for number, (group, _) in enumerate(self._groups):
-                if set(group) & set(names):
-                    params = [numbers[name] for name in group]
-                    groups[number] = {**next(given), "params": params}
+        first, second = self._part(own, of_middle=False), self._part(other, of_middle=True)
+        weights = {**first["weights"], **second["weights"]}
+        states = {**first["optimizer"]["state"], **second["optimizer"]["state"]}
         return {
             **own,
             "weights": {name: weights[name] for name in self.forms},
-            "optimizer": {
-                "state": dict(sorted(states.items())),
-                "param_groups": [groups[number] for number in sorted(groups)],
-            },
+            "optimizer": {**own["optimizer"], "state": dict(sorted(states.items()))},
         }
 
     def parts(self, whole: State) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -272,40 +247,14 @@ class Cut:
         return self._part(whole, of_middle=False), self._part(whole, of_middle=True)
 
     def _part(self, whole: State, *, of_middle: bool) -> dict[str, Any]:
-        names = self._names(of_middle=of_middle)
-        numbers = {name: number for number, name in enumerate(self._all_names)}
-        own = {name: place for place, name in enumerate(names)}
+        def is_there(name: str) -> bool:
+            return (name in self._of_middle) is of_middle
+
+        weights = {name: each for name, each in whole["weights"].items() if is_there(name)}
+        there = {number for name, number in self._numbers.items() if is_there(name)}
         states = {int(number): state for number, state in whole["optimizer"]["state"].items()}
-        groups = zip(self._groups, whole["optimizer"]["param_groups"], strict=True)
-        return {
-            **whole,
-            "weights": {
-                name: weight
-                for name, weight in whole["weights"].items()
-                if (name in self._of_middle) is of_middle
-            },
-            "optimizer": {
-                "state": {
-                    place: states[numbers[name]]
-                    for name, place in own.items()
-                    if numbers[name] in states
-                },
-                "param_groups": [
-                    {**group, "params": [own[name] for name in of_group if name in own]}
-                    for (of_group, _), group in groups
-                    if set(of_group) & set(names)
-                ],
-            },
-        }
-
-    def _names(self, *, of_middle: bool) -> list[str]:
-        """Return the names of what one process trains, as its optimiser numbers them."""
-        return [name for name in self._all_names if (name in self._of_middle) is of_middle]
-
-    @property
-    def _all_names(self) -> list[str]:
-        """Names of what is trained, as the optimiser of the whole numbers them."""
-        return list(chain.from_iterable(names for names, _ in self._groups))
+        own = {number: state for number, state in states.items() if number in there}
+        return {**whole, "weights": weights, "optimizer": {**whole["optimizer"], "state": own}}
 
 
 def _save_nothing(*_: object, **__: object) -> None:
@@ -349,19 +298,6 @@ def _refuse_optimizer(task: TrainTask, optimizer: Optimizer) -> None:
             "together, and train.split: layers divides them; take one of torch.optim that updates "
             "each by itself, or split: data"
         )
-
-
-def _groups_of(
-    optimizer: Optimizer, names: Mapping[nn.Parameter, str]
-) -> list[tuple[list[str], dict[str, Any]]]:
-    """Return the names and the options of each group."""
-    return [
-        (
-            [names[each] for each in group["params"]],
-            {key: value for key, value in group.items() if key not in {"params", "param_names"}},
-        )
-        for group in optimizer.param_groups
-    ]
 
 
 def _refuse_shared(

@@ -530,9 +530,9 @@ class Trainer:
             return make(self.task, self.settings)
 
     def _new_optimizer(self, blocks: Sequence[nn.Module]) -> Optimizer:
-        optimizer = self.task.new_optimizer(self.model, self.settings)
         if self.cut is not None:
-            self.cut.check(self.model, optimizer)
+            return self.cut.optimizer
+        optimizer = self.task.new_optimizer(self.model, self.settings)
         if self.settings.layer_decay < 1:
             decay_rates(optimizer, self.model, blocks, self.settings.layer_decay)
         return optimizer

@@ -121,6 +121,9 @@ class Workload(ABC):
     #: nothing.
     notice: str = ""
 
+    #: What it says instead while it waits for another process; empty: it does not, or not for long.
+    waits_for: str = ""
+
     #: How it stands in its team; `None`: it has none. A class may make it a property.
     team: TeamStatus | None = None
 

@@ -57,8 +57,7 @@ from workers.training.trainer import Trainer
 from workers.workloads.base import StepResult, Workload, WorkloadContext
 
 if TYPE_CHECKING:
-    from workers.team.layers import Place
-    from workers.team.member import Member
+    from workers.team.place import Place
 
 #: How long a member of a team waits for something to compute before it looks at its orders.
 _LOOK_S: Final = 0.02
@@ -84,7 +83,7 @@ class Train(Workload):
             refuse_without_data(self._task)
         except (ValidationError, TrainingError) as error:
             raise self._incompatible(error) from error
-        self._team: Member | Place | None = None
+        self._team: Place | None = None
         if context.team is not None:
             self._team = self._member(context.team)
         self._trainer: Trainer | None = None
@@ -145,6 +144,11 @@ class Train(Workload):
     def team(self) -> TeamStatus | None:  # type: ignore[override]
         """How this member stands in its team; `None`: it trains by itself."""
         return None if self._team is None else self._team.status()
+
+    @property
+    def waits_for(self) -> str:  # type: ignore[override]
+        """For which member of its team it has waited for long, and computes nothing."""
+        return "" if self._team is None else self._team.waits_for
 
     @property
     def notice(self) -> str:  # type: ignore[override]
@@ -381,7 +385,7 @@ class Train(Workload):
             weights_sha256=self._sha256,
         )
 
-    def _member(self, team: TeamSpec) -> Member | Place:
+    def _member(self, team: TeamSpec) -> Place:
         """Take a place in the team.
 
         Raises:
