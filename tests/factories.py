@@ -240,6 +240,14 @@ def make_snapshot(*rows: Row, **changed: object) -> Snapshot:
     return Snapshot(**given)
 
 
+def begun_run(folder: Path, facts: RunFacts = FACTS) -> RunStore:
+    """Make the folder of a run, and begin its store."""
+    folder.mkdir(parents=True, exist_ok=True)
+    store = RunStore(folder / STORE_NAME)
+    store.begin(facts)
+    return store
+
+
 def facts_of(config: Config, **changes: object) -> RunFacts:
     """Return what the store knows of a run before its first step."""
     usual: dict[str, Any] = {

@@ -26,12 +26,9 @@ def export(
     """Write what a slot of a run has trained into a new folder; yield what is to be told.
 
     `form`: `adapter`, or `None`: merged where there are adapters. `best`: what had the lowest
-    validation loss, and not the last checkpoint.
-
-    Raises:
-        UsageError: There is nothing to write, or no place for it.
-        NoClusterError: The checkpoints are on another PC, which does not answer.
-        OrchestratorError: The process that writes has ended early.
+    validation loss, and not the last checkpoint. `UsageError`: there is nothing to write, or no
+    place for it; `NoClusterError`: the checkpoints are on another PC, which does not answer;
+    `OrchestratorError`: the process that writes has ended early.
     """
     to = to.expanduser().absolute()
     if to.exists() and not (to.is_dir() and not any(to.iterdir())):

@@ -30,8 +30,7 @@ def write_config(output: str, *, force: bool) -> Iterator[str]:
     """Write a configuration to the file `output`, which `force` replaces, and yield what to tell
     the user.
 
-    Raises:
-        UsageError: It is there, or cannot be written; or no node of the cluster can be used.
+    `UsageError`: it is there, or cannot be written; or no node of the cluster can be used.
     """
     path = Path(output)
     try:

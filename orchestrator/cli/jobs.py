@@ -23,10 +23,10 @@ from typer import Argument
 
 from orchestrator.cli.loading import AS_JSON, NewRun, OfQueue, flag, shared, value
 from orchestrator.cli.printing import print_json, tell
+from orchestrator.config.load import read_text
 from orchestrator.config.schema import Config, WorkersConfig
 from orchestrator.config.team import without_team
-from orchestrator.config.yaml_source import read_text
-from orchestrator.control.queue import Message, put, say, waiting
+from orchestrator.control.queue import put, say, waiting
 from orchestrator.core.placement import Target
 from orchestrator.errors import ArchiveError, UsageError
 from orchestrator.jobs.lifecycle import EVENTS
@@ -161,7 +161,7 @@ def submit(
     if wait and (json_output or len(file.jobs) != 1):
         raise UsageError("--wait is for one job, and excludes --json")
     if added:
-        _put(folder, submitted(added, base, target))
+        put(folder / QUEUE_NAME, submitted(added, base, target))
     ahead = sum(standing.state not in ENDED for standing in snapshot.standings)
     names = [job.name for job in added]
     if json_output:
@@ -279,7 +279,8 @@ def _say(folder: Path, order: JobOrder, names: Sequence[str]) -> None:
         say(folder / QUEUE_NAME, order, named, by=by)
     else:
         reason = f"{by} holds it" if order is JobOrder.HOLD else None
-        _put(folder, [QueueHeld(at_s=time.time(), reason=reason, id=secrets.token_hex(8))])
+        held = QueueHeld(at_s=time.time(), reason=reason, id=secrets.token_hex(8))
+        put(folder / QUEUE_NAME, [held])
     tell(f"{order}: {', '.join(named) or 'the whole queue'}, in the queue of run {folder.name}")
     _tell_if_dead(folder)
 
@@ -329,15 +330,6 @@ def standing_of(snapshot: QueueSnapshot, name: str) -> Standing:
     raise UsageError(f"there is no job {name[:80]!r} in this queue; {hint}")
 
 
-def _put(folder: Path, message: Message) -> None:
-    try:
-        put(folder / QUEUE_NAME, message)
-    except OSError as failure:
-        raise UsageError(
-            f"the commands of run {folder.name} cannot be written: {failure.strerror or failure}"
-        ) from failure
-
-
 def _is_alive(folder: Path) -> bool:
     return head_of(folder) is not None
 
@@ -351,8 +343,7 @@ def _queue_before(runs_dir: Path, waits_in: str = "") -> StoredRun | None:
     """Return the newest run with a queue that has something left to do; one of the mode `waits_in`
     also where it has nothing left.
 
-    Raises:
-        UsageError: Its head is at work.
+    `UsageError`: its head is at work.
     """
     for listed in list_runs(runs_dir):
         folder = listed.folder / QUEUE_NAME
@@ -373,7 +364,7 @@ def _never_began(stored: StoredRun, queue: Queue, jobs: Sequence[Job]) -> bool:
     """Return whether a queue was refused before it began, as without a cluster, and has none but
     `jobs`: they begin anew, where and how the user says now.
     """
-    is_covered = {job.id for job in jobs}.issuperset(job.id for job in queue.jobs)
+    is_covered = {job.id for job in queue.jobs} <= {job.id for job in jobs}
     was_refused = stored.outcome == "failed" and stored.elapsed_s == 0
     return was_refused and is_covered and not any_waits(stored.folder / QUEUE_NAME)
 
@@ -400,18 +391,15 @@ def _say_that_it_goes_on(stored: StoredRun, queue: Queue, added: int, *, stays: 
 
 def not_known(jobs: Iterable[Job], known: Iterable[Job]) -> list[Job]:
     """Return the jobs that the queue does not have yet; `UsageError` for a name that is taken."""
-    there = {job.name: job for job in known}
-    added = []
-    for job in jobs:
-        other = there.get(job.name)
-        if other is None:
-            added.append(job)
-        elif other.id != job.id:
+    there, asked = {job.name: job for job in known}, [*jobs]
+    for job in asked:
+        other = there.get(job.name, job)
+        if other.id != job.id:
             raise UsageError(
                 f"{job.origin}: the queue has another job {job.name}, from {other.origin}; give "
                 "this one another name, or begin another queue: jobs run --new"
             )
-    return added
+    return [job for job in asked if job.name not in there]
 
 
 def check_sampling(jobs: Iterable[Job]) -> None:
@@ -453,8 +441,7 @@ def output_of(runs_dir: Path, run_id: str, name: str, *, follow: bool) -> Iterat
     """Yield text: the last lines of a slot (`pc1/3`) or a job; with `follow` all that is kept, and
     what it prints until it has ended.
 
-    Raises:
-        UsageError: There is no such run, slot or job.
+    `UsageError`: there is no such run, slot or job.
     """
     folder = _folder(runs_dir, run_id, name)
     state, is_over = _state(folder, name)

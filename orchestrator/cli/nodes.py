@@ -66,6 +66,8 @@ def command_for(config: Config, node: str, head_address: str | None) -> NodeComm
     """
     address = head_address or (config.cluster.address if config.cluster.address != "auto" else None)
     address = address or config.nodes[config.head_node].host or _own_address()
+    if address.count(":") > 1 and not address.startswith("["):  # of IPv6, and so without a port
+        address = f"[{address}]"
     has_port = ":" in address and address.rpartition(":")[2].isdigit()
     return node_command(config, node, address if has_port else f"{address}:{config.cluster.port}")
 
@@ -73,8 +75,7 @@ def command_for(config: Config, node: str, head_address: str | None) -> NodeComm
 def execute(command: NodeCommand) -> int:
     """Run the token steps and `ray start`; return its exit status.
 
-    Raises:
-        UsageError: Ray is not installed, or there is no token.
+    `UsageError`: Ray is not installed, or there is no token.
     """
     argv, environment = ray_start(command)
     get_token(command)
@@ -110,12 +111,10 @@ def keep(command: NodeCommand) -> int:
     """Start `ray start --block` again whenever the node has ended, until Ctrl-C, SIGTERM or
     `stop --node`; then end the node, and return the exit code.
 
-    A raylet of Ray 2.60 goes on without an end when its head has ended and begun a new cluster
-    (ray issue 64349). So the node is started again when its head was away. This process has the
-    mark of the node, too: `stop --node` ends both.
-
-    Raises:
-        UsageError: The node runs already, there is no token, or Ray is not installed.
+    A raylet of Ray 2.60 goes on without an end when its head has ended and begun a new cluster (ray
+    issue 64349). So the node is started again when its head was away. This process has the mark of
+    the node, too: `stop --node` ends both. `UsageError`: the node runs already, there is no token,
+    or Ray is not installed.
     """
     node = command.environment[NODE_MARK]
     if os.environ.get(NODE_MARK) != node:  # the kernel must show the mark
@@ -161,7 +160,7 @@ def _run_once(command: NodeCommand, interrupts: Interrupts) -> str:
     while not interrupts.asked:
         time.sleep(_LOOK_EVERY_S)
         # Ray takes a raylet that was asked to end for a good end, and blocks on.
-        has_raylet = _has_raylet(started)
+        has_raylet = "raylet" in map(processes.name_of, processes.below(started.pid))
         if started.poll() is not None or (had_raylet and not has_raylet):
             return "Ray has ended on this PC"
         had_raylet = has_raylet
@@ -172,10 +171,6 @@ def _run_once(command: NodeCommand, interrupts: Interrupts) -> str:
         else:
             answered_s = time.monotonic()
     return "asked to end"
-
-
-def _has_raylet(started: subprocess.Popen[bytes]) -> bool:
-    return any(processes.name_of(pid) == "raylet" for pid in processes.below(started.pid))
 
 
 def _away(command: NodeCommand) -> NoClusterError | None:
@@ -198,8 +193,7 @@ def stop(where: Where, node: str | None) -> Iterator[str]:
     """Put back what killed runs have set on cards, and end the runs under way, then the Ray node
     `node` where one is named; yield a line for each thing done.
 
-    Raises:
-        UsageError: Nothing of this is there.
+    `UsageError`: nothing of this is there.
     """
     put_back = put_back_left()
     yield from put_back
@@ -225,8 +219,7 @@ def stop_runs(run_dir: str, *, wait_s: float = 0.0) -> Iterator[str]:
     """Ask every run under way in `run_dir` to end, as Ctrl-C would, and wait for it; yield a line
     for each.
 
-    Raises:
-        UsageError: None is under way there; or the folder cannot be read.
+    `UsageError`: none is under way there; or the folder cannot be read.
     """
     try:
         folders = sorted(note.parent for note in Path(run_dir).glob(f"*/{NOTE_NAME}"))

@@ -63,8 +63,7 @@ _COLUMNS: Final = (
 def refuse_folder(config: Config) -> None:
     """Refuse a `train.model` that lies on this machine and cannot be used.
 
-    Raises:
-        UsageError: The message names the file and says what to do.
+    `UsageError`: the message names the file and says what to do.
     """
     name = config.train.model
     if config.workload.name == "train" and name and Path(name).expanduser().exists():
@@ -77,8 +76,7 @@ def refuse_folder(config: Config) -> None:
 def plan_object(config: Config) -> dict[str, Any]:
     """Return the plan for JSON, with the key `training` where something is trained.
 
-    Raises:
-        UsageError: The section `train:` names what cannot be trained.
+    `UsageError`: the section `train:` names what cannot be trained.
     """
     config = divided_where_needed(with_team_alone(config), Target())
     budgets = [node_budget(name, node, config) for name, node in config.nodes.items()]
@@ -118,11 +116,10 @@ def _team(config: Config, training: _Told | None) -> dict[str, Any] | None:
         return None
     plans = plan_slots(config, Target())
     hosts = {name: node.host for name, node in config.nodes.items() if node.host is not None}
-    firewall = list(firewall_lines(plans, hosts))
     sums_bytes = None if training is None else training["sums_bytes"]
     return {
         "sentence": idle_line(config, plans),
-        "firewall": firewall,
+        "firewall": list(firewall_lines(plans, hosts)),
         # Members that divide a model gain memory, and no time.
         "forecast": None if config.train.split == "layers" else forecast(config, sums_bytes),
     }
@@ -162,8 +159,7 @@ def _gib(size_bytes: int | None) -> str | None:
 def _training(config: Config, budgets: Sequence[NodeBudget]) -> dict[str, Any] | None:
     """Return the key `training` of `plan --json`; `None` where nothing is trained.
 
-    Raises:
-        UsageError: The section `train:` names what cannot be trained.
+    `UsageError`: the section `train:` names what cannot be trained.
     """
     if config.workload.name != "train":
         return None
@@ -223,17 +219,14 @@ def _steps_table(steps: Sequence[_Told], blocks: int) -> Table:
     rows["fits"] = ["yes" if step["fits"] else "no" for step in steps]
     titles = [f"{step['micro_batch']} x {step['accumulation']}" for step in steps]
     columns = [
-        Column(key=f"step {number}", title=title, numeric=True, priority=number)
-        for number, title in enumerate(titles, start=1)
+        Column("part", "micro x accumulation"),
+        *(Column(f"{at}", title, numeric=True, priority=at) for at, title in enumerate(titles, 1)),
     ]
-    return Table(
-        name="training",
-        columns=(Column("part", "micro x accumulation"), *columns),
-        rows=tuple(
-            TableRow(key=part, cells=tuple(Cell(text=text) for text in (part, *texts)))
-            for part, texts in rows.items()
-        ),
+    told = (
+        TableRow(key=part, cells=tuple(Cell(text=text) for text in (part, *texts)))
+        for part, texts in rows.items()
     )
+    return Table(name="training", columns=tuple(columns), rows=tuple(told))
 
 
 def _judged(cap: _Told, config: Config) -> dict[str, str]:
@@ -251,11 +244,9 @@ def _judged(cap: _Told, config: Config) -> dict[str, str]:
         how = f"with recomputation of all {blocks} blocks, with {_split(fullest)} of {cap_text}"
         if fixed is None:
             return {"verdict": "fits_recomputed", "sentence": f"fits only {how}"}
-        advice = (
-            f"does not fit with train.recompute: {train.recompute}; it fits {how}: set "
-            "train.recompute: auto"
-        )
-        return {"verdict": "does_not_fit", "sentence": advice}
+        now = f"does not fit with train.recompute: {train.recompute}"
+        said = f"{now}; it fits {how}: set train.recompute: auto"
+        return {"verdict": "does_not_fit", "sentence": said}
     needs_bytes, has_card = smallest["total_bytes"], cap["device"] == "cuda"
     gib = math.ceil(100 * (needs_bytes + ASSUMED_CONTEXT_BYTES * has_card) / GIB) / 100
     node, *others = [name.partition("/")[0] for name in cap["nodes"]]
@@ -276,8 +267,5 @@ def _judged(cap: _Told, config: Config) -> dict[str, str]:
 
 
 def _split(step: _Told) -> str:
-    micro, accumulation = step["micro_batch"], step["accumulation"]
-    return (
-        f"micro-batch {micro} x accumulation {accumulation}, which takes "
-        f"{step['total_bytes'] / MIB:.0f}"
-    )
+    micro, takes_mib = step["micro_batch"], step["total_bytes"] / MIB
+    return f"micro-batch {micro} x accumulation {step['accumulation']}, which takes {takes_mib:.0f}"

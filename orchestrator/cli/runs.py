@@ -101,11 +101,22 @@ def report_text(folder: Path, width: int) -> str:
     if queue is not None:
         lines += ["", "jobs", plain_text(table_lines(jobs_table(queue, current(queue)), width))]
     lines += section("what fell short", missed)
-    lines += section("what happened", map(_event_line, filter(_is_told, events)))
+    told = [
+        one
+        for one in events
+        if one.event in {"node_left", "node_joined"}
+        or (one.event == "state" and one.details.get("to_state") in _FALLEN)
+    ]
+    lines += section("what happened", map(_event_line, told))
     lines += section("why the cards were not busy", _advice(run))
     errors = (one for one in events if one.event == "workload_error")
     lines += section("errors of the workload", map(_event_line, errors))
-    lines += section("printed last; more: `logs SLOT`", _printed(run.folder))
+    printed = (
+        f"{slot}  {line}"
+        for slot in slots_with_output(folder)
+        for line in last_lines(folder, slot, 1)
+    )
+    lines += section("printed last; more: `logs SLOT`", printed)
     lines += section("injected faults", fault_lines(run.faults))
     return "\n".join(line.rstrip() for line in lines)
 
@@ -159,11 +170,6 @@ def _outcome_words(run: StoredRun) -> str:
     return f"{said} ({run.error})" if run.error else said
 
 
-def _is_told(event: StoredEvent) -> bool:
-    has_fallen = event.details.get("to_state") in _FALLEN
-    return event.event in {"node_left", "node_joined"} or (event.event == "state" and has_fallen)
-
-
 def _event_line(event: StoredEvent) -> str:
     """Return one event as `top` and the page show it."""
     told = event_line(event)
@@ -179,8 +185,3 @@ def _advice(run: StoredRun) -> Iterator[str]:
     courses_of = courses(run.folder, SAMPLED, between[0], between[1] + 0.001, _PARTS)
     spans, ends_unix_s = state_spans(run.folder), run.updated_at_unix_s or between[1]
     yield from advice_lines(run.snapshot().rows, courses_of, spans, ends_unix_s)
-
-
-def _printed(folder: Path) -> Iterator[str]:
-    for slot in slots_with_output(folder):
-        yield from (f"{slot}  {line}" for line in last_lines(folder, slot, 1))

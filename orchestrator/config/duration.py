@@ -23,7 +23,6 @@ _NUMBER = r"\d{1,12}(?:\.\d{1,9})?"
 _WITH_UNITS = r"\s*".join(rf"(?:({_NUMBER}){unit})?" for unit in _UNITS_S)
 #: Its groups are minutes without a unit, then the count of each unit.
 _TYPED = re.compile(rf"({_NUMBER})|{_WITH_UNITS}", re.ASCII)
-_GROUPS_S = (60.0, *_UNITS_S.values())
 
 
 def parse_duration(typed: object) -> float:
@@ -35,7 +34,7 @@ def parse_duration(typed: object) -> float:
     if isinstance(typed, str):
         # No duration needs 60 characters; the bound keeps hostile text away from the pattern.
         found = _TYPED.fullmatch(typed.strip().lower()) if len(typed) <= 60 else None
-        counts = zip(found.groups("0") if found else (), _GROUPS_S, strict=False)
+        counts = zip(found.groups("0") if found else (), (60, *_UNITS_S.values()), strict=False)
         seconds = sum(float(count) * unit_s for count, unit_s in counts)
     elif isinstance(typed, (int, float)) and not isinstance(typed, bool):
         seconds = typed * 60
@@ -45,11 +44,9 @@ def parse_duration(typed: object) -> float:
 
 
 def format_duration(seconds: float) -> str:
-    """Return `seconds` for people: `45s`, `5m`, `1h 30m`; below a minute with tenths where there
-    are any.
+    """Return `seconds` for people: `0.5s`, `45s`, `5m`, `1h 30m`; from a minute on without parts.
 
-    Parts of a second are dropped from a minute on. Infinite, negative and NaN are shown as `–`,
-    like any value that is not known.
+    Infinite, negative and NaN are shown as `–`, like any value that is not known.
     """
     if not math.isfinite(seconds) or seconds < 0:
         return "–"  # noqa: RUF001  # the sign the tables use for an unknown value

@@ -1,8 +1,7 @@
 """What is known of a card before its node has been seen: one table; of other cards, a formula.
 
-Covers names, memory, rated speed of dense products, and how many workers suit a card. Does not
-cover how the memory is divided (`core.placement`) nor what a live node reports: a profile is used
-only until the node reports its real values. Pure.
+Names, memory, rated speed of dense products, and how many workers suit a card, until the node
+reports its real values. Does not cover how the memory is divided (`core.placement`). Pure.
 """
 
 from __future__ import annotations
@@ -10,8 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Literal, TypeAlias, get_args
+from typing import Final, Literal, TypeAlias, get_args
 
 from workers.units import GIB
 
@@ -22,16 +20,11 @@ Dtype: TypeAlias = Literal["fp32", "tf32", "fp16", "bf16"]
 #: there is an RTX 3060 with 8 GB and two thirds of the bandwidth.
 _SAME_MEMORY = 0.10
 
-#: For cards without advice: as many workers as the guides put on their largest card, of their size;
-#: nine tenths of the card, or with a desktop on it the three quarters of the 3070 guide.
-_MOST_WORKERS = 7
-_WORKER_GIB = 3.0
-_FRACTION_ALONE, _FRACTION_DESKTOP = 0.90, 0.75
+#: For cards without advice: as many workers as the guides put on their largest card, of their size.
+_MOST_WORKERS, _WORKER_GIB = 7, 3.0
 #: NVML and CUDA do not always agree to the last MiB on what a card has.
 _UNSURE_SHARE = 0.01
 _LARGE_CARD_GIB = 16.0
-#: Before this compute capability FP16 is slower than FP32 (a GTX 1080 does 1/64 of it).
-_FIRST_TENSOR_UNITS = (7, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +47,8 @@ class GpuProfile:
     product: str
     """As NVML reports it."""
     shown_gib: float
-    """What CUDA reports as total memory, always less than the vendor's nominal value (firmware,
-    ECC, display). 7.67 for the RTX 3070 is from its guide; the others are typical readings.
+    """What CUDA reports as total memory, always less than the nominal value (firmware, ECC,
+    display): for the RTX 3070 as in its guide, for the others typical readings.
     """
     boost_mhz: int
     """As rated for tensor types; while a card is cool it runs above it."""
@@ -80,40 +73,21 @@ class GpuProfile:
 #: divides what memory_fraction leaves (0.90 alone, three quarters with a desktop as on the 3070,
 #: 0.85 where that is still over 3 GiB, 0.95 on cards for servers) among as many workers as on the
 #: guides' card of that kind.
-_TABLE = (
-    GpuProfile(
-        "rtx-3060", "NVIDIA GeForce RTX 3060", 11.63, 1777, (12.74, 12.74, 25.48, 25.48),
-        Advice(2, 5.20, 0.90, 4096),
-        Advice(2, 4.35, 0.75, 4096),
-    ),
-    GpuProfile(
-        "rtx-3070", "NVIDIA GeForce RTX 3070", 7.67, 1725, (20.31, 20.31, 40.63, 40.63),
-        Advice(3, 2.28, 0.90, 4096, gpu_share=0.7),
-        Advice(3, 1.50, 0.75, 4096, gpu_share=0.7),
-    ),
-    GpuProfile(
-        "rtx-3090", "NVIDIA GeForce RTX 3090", 23.56, 1695, (35.58, 35.58, 71.16, 71.16),
-        Advice(7, 3.30, 0.99, 8192, gpu_share=0.6),
-        Advice(6, 3.30, 0.85, 8192, gpu_share=0.6),
-    ),
-    GpuProfile(
-        "rtx-4090", "NVIDIA GeForce RTX 4090", 23.52, 2520, (82.58, 82.58, 165.15, 165.15),
-        Advice(7, 3.30, 0.99, 8192, "bf16"),
-        Advice(6, 3.30, 0.85, 8192, "bf16"),
-    ),
+PROFILES: Final[Mapping[str, GpuProfile]] = {profile.key: profile for profile in (
+    GpuProfile("rtx-3060", "NVIDIA GeForce RTX 3060", 11.63, 1777, (12.74, 12.74, 25.48, 25.48),
+        Advice(2, 5.20, 0.90, 4096), Advice(2, 4.35, 0.75, 4096)),
+    GpuProfile("rtx-3070", "NVIDIA GeForce RTX 3070", 7.67, 1725, (20.31, 20.31, 40.63, 40.63),
+        Advice(3, 2.28, 0.90, 4096, gpu_share=0.7), Advice(3, 1.50, 0.75, 4096, gpu_share=0.7)),
+    GpuProfile("rtx-3090", "NVIDIA GeForce RTX 3090", 23.56, 1695, (35.58, 35.58, 71.16, 71.16),
+        Advice(7, 3.30, 0.99, 8192, gpu_share=0.6), Advice(6, 3.30, 0.85, 8192, gpu_share=0.6)),
+    GpuProfile("rtx-4090", "NVIDIA GeForce RTX 4090", 23.52, 2520, (82.58, 82.58, 165.15, 165.15),
+        Advice(7, 3.30, 0.99, 8192, "bf16"), Advice(6, 3.30, 0.85, 8192, "bf16")),
     # FP32 of these two is rated 67 at 1980 MHz.
-    GpuProfile(
-        "h100", "NVIDIA H100 80GB HBM3", 79.2, 1830, (61.84, 494.7, 989.4, 989.4),
-        Advice(7, 10.70, 0.95, 8192, "bf16"),
-    ),
-    GpuProfile(
-        "h200", "NVIDIA H200", 139.8, 1830, (61.84, 494.7, 989.4, 989.4),
-        Advice(7, 18.90, 0.95, 8192, "bf16"),
-    ),
-)  # fmt: skip
-
-#: By the key in cluster.yaml.
-PROFILES: Mapping[str, GpuProfile] = MappingProxyType({profile.key: profile for profile in _TABLE})
+    GpuProfile("h100", "NVIDIA H100 80GB HBM3", 79.2, 1830, (61.84, 494.7, 989.4, 989.4),
+        Advice(7, 10.70, 0.95, 8192, "bf16")),
+    GpuProfile("h200", "NVIDIA H200", 139.8, 1830, (61.84, 494.7, 989.4, 989.4),
+        Advice(7, 18.90, 0.95, 8192, "bf16")),
+)}  # fmt: skip
 
 
 def match_profile(name: str, total_bytes: int | None = None) -> GpuProfile | None:
@@ -123,31 +97,34 @@ def match_profile(name: str, total_bytes: int | None = None) -> GpuProfile | Non
     card. Older drivers leave "NVIDIA" out. A name may stand for two products, which differ in
     `total_bytes`.
     """
-    for profile in _TABLE:
-        if _bare(profile.product) == _bare(name):
-            shown_bytes = profile.shown_gib * GIB
-            off_bytes = 0 if total_bytes is None else abs(total_bytes - shown_bytes)
-            return profile if off_bytes <= _SAME_MEMORY * shown_bytes else None
+    for profile in PROFILES.values():
+        shown_bytes = profile.shown_gib * GIB
+        off_bytes = 0 if total_bytes is None else abs(total_bytes - shown_bytes)
+        if _bare(profile.product) == _bare(name) and off_bytes <= _SAME_MEMORY * shown_bytes:
+            return profile
     return None
 
 
-def by_formula(
-    total_gib: float, *, is_desktop: bool = False, capability: tuple[int, int] | None = None
-) -> Advice:
+def by_formula(total_gib: float, *, is_desktop: bool = False, is_old: bool = False) -> Advice:
     """Return how to divide a card of which nothing more is known.
 
-    Without a `capability` it counts as a recent one.
+    `is_old`: without tensor units FP16 is slower than FP32 (a GTX 1080 does 1/64 of it).
     """
-    fraction = _FRACTION_DESKTOP if is_desktop else _FRACTION_ALONE
+    fraction = 0.75 if is_desktop else 0.90  # as in the guide of the 3070
     workers = max(1, min(_MOST_WORKERS, int(total_gib * fraction / _WORKER_GIB)))
-    each_gib = int(total_gib * 100) / 100 * (fraction - _UNSURE_SHARE) / workers
+    each_gib = rounded_down(total_gib) * (fraction - _UNSURE_SHARE) / workers
     return Advice(
         workers=workers,
-        vram_per_worker_gib=int(each_gib * 100) / 100,
+        vram_per_worker_gib=rounded_down(each_gib),
         memory_fraction=fraction,
         size=8192 if total_gib >= _LARGE_CARD_GIB else 4096,
-        dtype="fp32" if capability is not None and capability < _FIRST_TENSOR_UNITS else None,
+        dtype="fp32" if is_old else None,
     )
+
+
+def rounded_down(gib: float) -> float:
+    """Return GiB with two digits after the point, never more than there is."""
+    return int(gib * 100) / 100
 
 
 def key_of(name: str, total_bytes: int | None = None) -> str:

@@ -2,42 +2,53 @@
 where: the file, its line and the key, and writes a `Config` as text again.
 
 What is wrong with plain data is said by pydantic, except where its words name no key or no form
-that may be typed. `checked` serves every other file that is read into a model. Does not cover the
-models (`schema`) nor the lines of YAML (`yaml_source`). Every function that reads raises
+that may be typed. Binary, huge and deeply nested input, aliases and custom tags are refused in
+bounded time and memory, with the line. `read_yaml_text` and `checked` serve every other file that
+is read into a model. Does not cover the models (`schema`). Every function that reads raises
 `ConfigError`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import reduce
-from typing import TypeVar, get_args
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
+from yaml.reader import ReaderError
 
 from orchestrator.config import team
 from orchestrator.config.gpu_specs import PROFILES
 from orchestrator.config.schema import MAX_WORKERS_PER_CARD, VALID_NODE_NAME, Config, NodeConfig
-from orchestrator.config.yaml_source import (
-    KeyPath,
-    YamlSource,
-    listed,
-    read_text,
-    read_yaml_text,
-    refusal,
-)
 from orchestrator.errors import ConfigError, Problem, in_words
 from workers.training.settings import GoneKeyError
 
-#: The deepest key has four parts, one of which may be a node name of up to 32 words with dots
-#: between.
-_MAX_WORDS = 64
+#: Keys from the root down to a value; list items by their number.
+KeyPath: TypeAlias = tuple[str, ...]
+#: The file and its line, counted from 1; or the override as typed, `--set a.b=c`, and no line.
+Place: TypeAlias = tuple[str, int | None]
+
+#: A hand-written configuration has a few KiB; more is the wrong file.
+MAX_FILE_BYTES = 1024 * 1024
+#: The configuration has four levels; this bounds recursion far below Python's own limit.
+MAX_DEPTH = 32
+#: Keys and values.
+MAX_VALUES = 50_000
+
+#: Names of nodes in one sentence.
+_MOST_LISTED = 12
+_START = "start from the cluster.yaml that comes with the program"
+
+_TAG = "tag:yaml.org,2002:"
+_PLAIN_TAGS = frozenset(_TAG + kind for kind in ("null", "bool", "int", "float", "str"))
 
 #: What pydantic found whose own words do not help who types a file, by its name for it.
 _WORDS = {
@@ -50,6 +61,155 @@ _WORDS = {
 MAX_PROBLEMS = 100
 
 Model = TypeVar("Model", bound=BaseModel)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class YamlSource:
+    """Plain data with the origin of each part of it."""
+
+    name: str
+    data: Any
+    places: Mapping[KeyPath, Place] = field(default_factory=dict)
+    """Where each value was written; none of data that came from no text."""
+
+    def problem(
+        self, path: KeyPath, text: str, valid: str | None = None, parts: Collection[KeyPath] = ()
+    ) -> Problem:
+        """Return a problem at `path`, placed at the nearest key above it that was written.
+
+        `parts` are the values that a sum was made of: the last override among them is named.
+        """
+        above = (path[:length] for length in range(len(path), -1, -1))
+        place = next((self.places[key] for key in above if key in self.places), (self.name, None))
+        typed = [place for key, place in self.places.items() if key in parts and not place[1]]
+        source, line = typed[-1] if typed else place
+        return Problem(source, line, ".".join(path) or None, text, valid)
+
+
+def read_text(path: str, valid: str, if_missing: str = "") -> str:
+    """Return the text of a file that should hold YAML.
+
+    `valid` is what may be typed to name another file, `if_missing` what else if there is none.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            raw = file.read(MAX_FILE_BYTES + 1)
+    except FileNotFoundError:
+        raise refusal(path, "no such file", valid + if_missing) from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise refusal(path, f"cannot be read: {reason}", valid) from None
+    if len(raw) > MAX_FILE_BYTES:
+        raise refusal(path, "is larger than 1 MiB", valid)
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        what = "the file saved again with the encoding UTF-8"
+        raise refusal(path, "is not UTF-8 text", what, line) from None
+
+
+def read_yaml_text(text: str, name: str, empty: str = _START) -> YamlSource:
+    """Return the data of YAML `text`; `name` is what its problems are called after, `empty` what
+    may be typed if there is nothing in it.
+    """
+    try:
+        reader = _Reader(text, name)
+        root = reader.get_single_node()
+    except ReaderError as error:  # a control character
+        line = text.count("\n", 0, error.position) + 1
+        raise refusal(name, f"is not YAML: {error.reason}", None, line) from None
+    except yaml.MarkedYAMLError as error:
+        said = ", ".join(filter(None, (error.context, error.problem)))
+        line = reader.line if error.problem_mark is None else error.problem_mark.line
+        raise refusal(name, f"is not YAML: {said}", None, line + 1) from None
+    except (ValueError, OverflowError):
+        # PyYAML hands an escape such as "\UFFFFFFFF" and the digits of %YAML to Python as they are.
+        reason = "is not YAML: an escape or a version number in it is too large"
+        raise refusal(name, reason, "characters up to \\U0010FFFF", reader.line + 1) from None
+    if root is None:
+        raise refusal(name, "is empty", empty)
+    return YamlSource(name=name, data=reader.plain(root), places=reader.places)
+
+
+class _Reader(yaml.SafeLoader):
+    """Composes nodes within `MAX_DEPTH` and `MAX_VALUES`, and makes plain data of them.
+
+    Dates, `=` and `<<` are text, and so is every key. This is the pure-Python loader: its recursion
+    is ours to bound.
+    """
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML's own attribute
+        first: [(tag, form) for tag, form in resolvers if tag in _PLAIN_TAGS]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def __init__(self, text: str, name: str) -> None:
+        super().__init__(text)
+        self.places: dict[KeyPath, Place] = {}
+        self._source = name
+        self._depth = self._nodes = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        self._depth += 1
+        self._nodes += 1
+        event = self.peek_event()  # type: ignore[no-untyped-call]  # types-PyYAML leaves it bare
+        faults = {
+            f"is nested deeper than {MAX_DEPTH} levels": self._depth > MAX_DEPTH,
+            f"has more than {MAX_VALUES} keys and values": self._nodes > MAX_VALUES,
+            "has an alias (*name)": isinstance(event, yaml.AliasEvent),
+        }
+        for text in (text for text, is_so in faults.items() if is_so):
+            raise refusal(self._source, text, "what it stands for", event.start_mark.line + 1)
+        node: yaml.Node | None = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+    def plain(self, node: yaml.Node, path: KeyPath = (), line: int | None = None) -> object:
+        """Return the plain value of `node`, and note its line or that of its key."""
+        line = node.start_mark.line + 1 if line is None else line
+        self.places[path] = (self._source, line)
+        if isinstance(node, yaml.SequenceNode) and node.tag == _TAG + "seq":
+            return [self.plain(item, (*path, str(n))) for n, item in enumerate(node.value)]
+        if not isinstance(node, yaml.MappingNode) or node.tag != _TAG + "map":
+            return self._scalar(node, path, line)
+        found: dict[str, object] = {}
+        for key, value in node.value:
+            line = key.start_mark.line + 1
+            self._scalar(key, path, line)
+            at = (*path, str(key.value))
+            if at in self.places:
+                text = f"is given twice, on line {self.places[at][1]} and on line {line}"
+                raise refusal(self._source, text, "one of the two", line, at)
+            found[at[-1]] = self.plain(value, at, line)
+        return found
+
+    def _scalar(self, node: yaml.Node, path: KeyPath, line: int) -> object:
+        if not isinstance(node, yaml.ScalarNode) or node.tag not in _PLAIN_TAGS:
+            text = f"has the tag {str(node.tag).replace(_TAG, '!!')}, or a list or mapping as a key"
+            raise refusal(self._source, text, "plain words and values", line, path)
+        try:
+            node.value.encode("utf-8")
+            # YAML 1.1 would read 1:30 as 90.
+            is_text = node.tag == _TAG + "str" or ":" in node.value
+            return node.value if is_text else self.construct_object(node)
+        except (ValueError, KeyError, IndexError, OverflowError, yaml.YAMLError):
+            text = f"{node.value[:60]!r} cannot be read as {node.tag.removeprefix(_TAG)}"
+            valid = "the value in quotes if it is text"
+            raise refusal(self._source, text, valid, line, path) from None
+
+
+def listed(names: Collection[str]) -> str:
+    """Return the first names of the file, joined by commas, and how many more there are."""
+    first, more = [*names][:_MOST_LISTED], len(names) - _MOST_LISTED
+    return ", ".join(first) + (f" and {more} more" if more > 0 else "")
+
+
+def refusal(
+    source: str, text: str, valid: str | None, line: int | None = None, path: KeyPath = ()
+) -> ConfigError:
+    """Return the error for one problem of a whole source, of a line of it, or of a key."""
+    return ConfigError([Problem(source, line, ".".join(path) or None, text, valid)])
 
 
 def load_config(path: str, overrides: Sequence[str] = ()) -> Config:
@@ -65,10 +225,7 @@ def config_from_data(data: Mapping[str, object], name: str = "config") -> Config
 
 
 def config_from_text(text: str, name: str) -> Config:
-    """Return the configuration in YAML `text`, as `dump_config` writes it.
-
-    Problems are named after `name`.
-    """
+    """Return the configuration in YAML `text`; problems are named after `name`."""
     return validated(read_yaml_text(text, name))
 
 
@@ -85,53 +242,41 @@ def _with_override(source: YamlSource, typed: str) -> YamlSource:
     name = f"--set {typed}"
     dotted, equals, text = typed.partition("=")
     words = [word.strip() for word in dotted.split(".")]
-    if not equals or not all(words) or len(words) > _MAX_WORDS:
+    # One of the words may be a node's name, which holds up to 32 of them (`pc1.lan`).
+    if not equals or not all(words) or len(words) > 2 * MAX_DEPTH:
         valid = "--set workload.size=4096, with the keys joined by dots"
         raise refusal(name, "is not KEY=VALUE", valid)
-    path = _typed_path(words, source.data)
+    nodes = source.data.get("nodes") if isinstance(source.data, dict) else None
+    for end in range(len(words), 2, -1):
+        node = ".".join(words[1:end])
+        if words[0] == "nodes" and isinstance(nodes, dict) and node in nodes:
+            words[1:end] = [node]
+    path = tuple(words)
     try:
         value = read_yaml_text(text, name).data if text.strip() else None
     except ConfigError as error:
         # Lines and keys were counted inside the override, so they mean nothing to the user.
-        raise ConfigError(
-            replace(problem, line=None, key=".".join(path)) for problem in error.problems
-        ) from None
-    data = _put(source.data, path, value, name)
+        raise refusal(name, error.problems[0].text, error.problems[0].valid, None, path) from None
     places = {key: old for key, old in source.places.items() if key[: len(path)] != path}
-    for length in range(1, len(path)):
-        places.setdefault(path[:length], (name, None))
-    return replace(source, data=data, places={**places, path: (name, None)})
-
-
-def _typed_path(words: Sequence[str], data: object) -> KeyPath:
-    """Return the key path of dotted `words`; a node's name may hold dots itself (`pc1.lan`)."""
-    nodes = data.get("nodes") if isinstance(data, dict) and words[0] == "nodes" else None
-    if isinstance(nodes, dict):
-        for end in range(len(words), 2, -1):
-            if (name := ".".join(words[1:end])) in nodes:
-                return ("nodes", name, *words[end:])
-    return tuple(words)
-
-
-def _put(data: object, path: KeyPath, value: object, name: str, done: KeyPath = ()) -> object:
-    """Return `data` with `value` at `path`; what lies beside the path is shared, not copied."""
-    if not path:
-        return value
-    if data is not None and not isinstance(data, dict):
-        here = ".".join(done) or "the file"
-        raise refusal(name, f"{here} holds a single value or a list, no keys", None)
-    branch: dict[str, object] = data or {}
-    if done == ("nodes",) and path[0] not in branch:
-        valid = listed(branch) or "no node is configured"
-        raise refusal(name, f"there is no node {path[0]}", valid)
-    return {**branch, path[0]: _put(branch.get(path[0]), path[1:], value, name, (*done, path[0]))}
+    data = here = deepcopy(source.data)
+    for at, word in enumerate(path):
+        if not isinstance(here, dict):
+            branch = ".".join(path[:at]) or "the file"
+            raise refusal(name, f"{branch} holds a single value or a list, no keys", None)
+        if path[:at] == ("nodes",) and word not in here:
+            valid = listed(here) or "no node is configured"
+            raise refusal(name, f"there is no node {word}", valid)
+        if at + 1 == len(path):
+            here[word] = value
+        elif here.get(word) is None:
+            here[word] = {}
+        here = here[word]
+        places.setdefault(path[: at + 1], (name, None))
+    return replace(source, data=data, places=places)
 
 
 def validated(source: YamlSource) -> Config:
-    """Return the data of `source` as a configuration.
-
-    `ConfigError` with every problem of single keys, or else with those between keys.
-    """
+    """Return the data of `source` as a configuration; problems of single keys are told first."""
     config = checked(source, Config)
     if problems := list(_between_keys(source, config)):
         raise refusals(source, problems)
@@ -203,9 +348,7 @@ def _problem(
 
 
 def _fields(model: type[BaseModel], path: KeyPath) -> dict[str, FieldInfo]:
-    """Return what may stand in the section at `path`, by key; names of nodes and numbers of entries
-    in the path are passed over.
-    """
+    """Return what may stand in the section at `path`, by key; names and numbers are passed over."""
     for key in path:
         field = model.model_fields.get(key)
         model = (field and _model_in(field.annotation)) or model
@@ -237,26 +380,26 @@ def _team_problems(source: YamlSource, config: Config) -> Iterator[Problem]:
         yield source.problem(path, text, valid, [path, ("workload", "name")])
         return
     seen: dict[str, str] = {}
-    problems: list[Problem] = []
+    every, is_right = list(team.slots(config)), True
     for number, name in enumerate(team.named(config)):
-        at, every = (*path, str(number)), list(team.slots(config))
-        slots = team.slots_of(name, config)
+        slots, at = team.slots_of(name, config), (*path, str(number))
+        twice = [slot for slot in slots if slot in seen]
+        is_right &= bool(slots) and not twice
         if not slots:
             what, known = ("slot", every) if "/" in name else ("PC", list(config.nodes))
             text = f"there is no {what} {in_words(name)}{nearest(name, known)}"
             valid = f"{listed(config.nodes)}, a slot such as {every[-1]}, or all"
-            problems.append(source.problem(at, text, valid))
-        elif twice := [slot for slot in slots if slot in seen]:
+            yield source.problem(at, text, valid)
+        elif twice:
             text = f"{name} has {twice[0]}, which {seen[twice[0]]} has named already"
-            problems.append(source.problem(at, text, "each member once"))
+            yield source.problem(at, text, "each member once")
         seen |= dict.fromkeys(slots, name)
-    if config.train.split == "layers" and not problems and len(seen) > 2:
+    if config.train.split == "layers" and is_right and len(seen) > 2:
         text = f"split: layers divides a model over two members, and this team has {len(seen)}"
-        problems.append(source.problem(path, text, "two PCs or slots, or split: data"))
-    if config.train.team is not None and not problems and len(seen) < 2:
+        yield source.problem(path, text, "two PCs or slots, or split: data")
+    elif config.train.team is not None and is_right and len(seen) < 2:
         text = f"a team needs two members or more, and this one has {', '.join(seen) or 'none'}"
-        problems.append(source.problem(path, text, "two PCs or slots, or null"))
-    yield from problems
+        yield source.problem(path, text, "two PCs or slots, or null")
 
 
 def _node_problems(source: YamlSource, path: KeyPath, node: NodeConfig) -> Iterator[Problem]:
@@ -278,7 +421,7 @@ def _node_problems(source: YamlSource, path: KeyPath, node: NodeConfig) -> Itera
         yield source.problem(workers, text, f"at most {most * node.gpus}", [workers, gpus])
     if (excess := node.overbooked) is not None:
         keys = ("gpu", "gpus", "workers", "vram_per_worker_gib", "memory_fraction", "vram_gib")
-        yield source.problem(path, excess.text, excess.valid, [(*path, key) for key in keys])
+        yield source.problem(path, *excess, [(*path, key) for key in keys])
 
 
 def nearest(typed: object, known: Sequence[str]) -> str:

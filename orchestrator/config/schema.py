@@ -1,14 +1,14 @@
 """cluster.yaml as frozen models, and the checks between keys that one field alone cannot make.
 
-Does not cover reading and writing the text (`load`), wording the refusals (`validation`) nor the
-sums (`core.placement`). The reason for each number is in the commented cluster.yaml at the root.
+Does not cover reading the text and wording the refusals (`load`) nor the sums (`core.placement`).
+The reason for each number is in the commented cluster.yaml at the root.
 """
 
 from __future__ import annotations
 
 import math
 from ipaddress import ip_address
-from typing import Annotated, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -18,15 +18,10 @@ from workers.settings import ThermalSettings
 from workers.training.settings import TrainSettings
 from workers.units import GIB
 
-#: A year of seconds would be a typing error for any pause or timeout; a day is the longest that
-#: helps.
+#: The longest pause or timeout that helps; more would be a typing error.
 _DAY_S = 86_400
-_MINUTE_S = 60.0
 
 MAX_NODES = 100
-
-#: Each further member on a PC has the port after it.
-_LAST_TEAM_PORT = 65_000
 
 #: Up to here a card holds exactly as many workers as planned. Beyond, Ray's steps are too coarse:
 #: of 150 planned workers each gets 66 steps, and 151 of those fit.
@@ -64,15 +59,15 @@ def _duration(value: object) -> object:
 def _own_address(text: str) -> str:
     """Refuse where no member of a team may listen: on every network of its PC, or at no address."""
     host, _, port = text.rpartition(":")
-    valid = "an address of this PC and a port up to 65000, such as 192.168.1.10:6390"
     try:
         address = ip_address(host.removeprefix("[").removesuffix("]"))
     except ValueError:
-        raise ValueError(f"{text!r} is not ADDRESS:PORT; valid: {valid}") from None
+        raise ValueError(f"{text!r} is not ADDRESS:PORT") from None
     if address.is_unspecified:
-        raise ValueError(f"{host} would listen on every network of this PC; valid: {valid}")
-    if not (port.isascii() and port.isdigit() and 0 < int(port) <= _LAST_TEAM_PORT):
-        raise ValueError(f"{text!r} has no port from 1 to {_LAST_TEAM_PORT}; valid: {valid}")
+        raise ValueError(f"{host} would listen on every network of this PC")
+    # Each further member on a PC has the port after it.
+    if not (port.isascii() and port.isdigit() and 0 < int(port) <= 65_000):
+        raise ValueError(f"{text!r} has no port from 1 to 65000")
     return text
 
 
@@ -82,20 +77,15 @@ def _or_off(value: object) -> object:
 
 
 def _interval(value: float | str | None) -> float | str | None:
-    if value is not None and parse_duration(value) < _MINUTE_S:
-        raise ValueError(
-            f"this is shorter than a minute; valid: {VALID_DURATION}, at least a minute, or off"
-        )
+    if value is not None and parse_duration(value) < 60:
+        raise ValueError("this is shorter than a minute")
     return value
 
 
 def _no_address(text: str) -> str:
     """Refuse an address, which is a secret: a run copies its configuration into its records."""
     if "://" in text:
-        raise ValueError(
-            "this is an address, not a file; valid: a file (chmod 600) with an address a line, or "
-            "null"
-        )
+        raise ValueError("this is an address, not a file")
     return text
 
 
@@ -112,9 +102,7 @@ Celsius: TypeAlias = Annotated[
 
 
 class Section(BaseModel):
-    """Base of all sections: values are not converted, unknown keys are refused, and models are
-    frozen.
-    """
+    """Base of all sections: frozen, with no key that is unknown and no value that is converted."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -133,13 +121,6 @@ class ClusterConfig(Section):
     """The node that runs the Ray head; `None` means the first of `nodes`."""
     port: Annotated[int, Field(ge=1, le=65_535)] = 6379
     auth: Literal["token", "none"] = "token"
-
-
-class Overbooked(NamedTuple):
-    """Workers of one card ask for more than it may give: the sum, and what would fit."""
-
-    text: str
-    valid: str
 
 
 class NodeConfig(Section):
@@ -167,11 +148,11 @@ class NodeConfig(Section):
     """How other PCs reach this one; `None` leaves the choice to Ray."""
     team_listen: Annotated[
         Annotated[str, Field(max_length=64), AfterValidator(_own_address)] | None,
-        Field(description="an address of this PC and a port, such as 192.168.1.10:6390"),
+        Field(
+            description="an address of this PC and a port up to 65000, such as 192.168.1.10:6390"
+        ),
     ] = None
-    """Where its member of a team (`train.team`) listens; `None`: at the address by which it has
-    joined the cluster, port 6390.
-    """
+    """Where its member of `train.team` listens; `None`: where it joined the cluster, port 6390."""
     power_limit_w: Annotated[float, Field(gt=0, le=10_000)] | None = None
     """Set by `run --apply-power-limit` only; `None` keeps the card's own."""
     memory_offset_mhz: Annotated[int, Field(ge=-10_000, le=10_000)] | None = None
@@ -190,10 +171,8 @@ class NodeConfig(Section):
     @property
     def card_total_gib(self) -> float | None:
         """What one card of the node shows, or `None` where nothing says so."""
-        if self.vram_gib is not None:
-            return self.vram_gib
-        profile = PROFILES.get(self.gpu) if self.gpus else None
-        return None if profile is None else profile.shown_gib
+        is_known = self.vram_gib is None and self.gpus and self.gpu in PROFILES
+        return PROFILES[self.gpu].shown_gib if is_known else self.vram_gib
 
     @property
     def card_allowed_bytes(self) -> int | None:
@@ -202,8 +181,10 @@ class NodeConfig(Section):
         return None if total_gib is None else round(self.memory_fraction * total_gib * GIB)
 
     @property
-    def overbooked(self) -> Overbooked | None:
-        """The sum that does not fit on a card, or `None` when all fits or nothing is known."""
+    def overbooked(self) -> tuple[str, str] | None:
+        """The sum of the workers of one card that it may not give, and what would fit; `None` when
+        all fits or nothing is known.
+        """
         shared_by, each_bytes = self.workers_per_card, self.budget_bytes
         allowed_bytes = self.card_allowed_bytes
         if allowed_bytes is None or shared_by * each_bytes <= allowed_bytes:
@@ -217,7 +198,7 @@ class NodeConfig(Section):
             f"{self.card_total_gib:.10g} GiB of {where} is {allowed_bytes / GIB:.10g} GiB"
         )
         if allowed_bytes < shared_by:
-            return Overbooked(text, "a larger memory_fraction")
+            return text, "a larger memory_fraction"
         share_gib = allowed_bytes / shared_by / GIB
         # Rounded down to two digits after the point, or three in all.
         step_gib = 10.0 ** min(-2, math.floor(math.log10(share_gib)) - 2)
@@ -226,16 +207,14 @@ class NodeConfig(Section):
         fitting = allowed_bytes // each_bytes * (self.gpus or 1)
         if fitting >= max(1, self.gpus):
             valid = f"at most {fitting} worker{'s' if fitting > 1 else ''}, or {valid}"
-        return Overbooked(text, valid)
+        return text, valid
 
 
 class WorkersConfig(Section):
     """How worker processes share a card."""
 
     mps: bool = False
-    """As clients of the MPS daemon that the user runs on each PC: `gpu_share` is then one of the
-    processors, in place of time.
-    """
+    """As clients of each PC's MPS daemon: `gpu_share` is then one of processors, not of time."""
 
 
 class WorkloadConfig(Section):
@@ -257,10 +236,7 @@ class WorkloadConfig(Section):
 
 
 class MemoryConfig(Section):
-    """Progressive allocation, and how workers back off when memory runs out.
-
-    Defaults are the guides'.
-    """
+    """Progressive allocation, and how workers back off; defaults are the guides'."""
 
     policy: Literal["adaptive", "classic"] = "adaptive"
     failures_per_minute: Annotated[int, Field(ge=1, le=1_000)] = 6
@@ -334,20 +310,17 @@ class RunConfig(Section):
 
 
 class NotifyConfig(Section):
-    """What `run` and `notify` tell by mail or chat.
-
-    Addresses are secrets and stand in a file of their own.
-    """
+    """What `run` and `notify` tell by mail or chat; addresses are secrets, in another file."""
 
     urls_file: Annotated[
         Annotated[PathText, AfterValidator(_no_address)] | None,
-        Field(description="a file with an address a line, which only you can read"),
+        Field(description="a file (chmod 600) with an address a line, or null"),
     ] = None
     every: Annotated[
         Duration | None,
         BeforeValidator(_or_off),
         AfterValidator(_interval),
-        Field(description=f"{VALID_DURATION}, or off"),
+        Field(description=f"{VALID_DURATION}, at least a minute, or off"),
     ] = "10m"
     """`None` sends no statuses."""
     severity: Severity = "warning"

@@ -8,11 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from orchestrator.config.schema import Config, NodeConfig
+from orchestrator.config.schema import Config
 from workers.units import GIB
-
-#: `cpus_per_worker` goes no further.
-_MOST_CPUS = 1024
 
 
 def named(config: Config) -> tuple[str, ...]:
@@ -42,9 +39,7 @@ def members(config: Config) -> tuple[str, ...]:
 
 
 def without_team(config: Config) -> Config:
-    """Return the configuration without its team and what that divides, as jobs and `tune` have
-    it.
-    """
+    """Return the configuration as jobs and `tune` have it: no team, and nothing that it divides."""
     train = config.train.model_copy(update={"team": None, "split": "data"})
     return config.model_copy(update={"train": train})
 
@@ -59,24 +54,18 @@ def with_team_alone(config: Config) -> Config:
     if not (names := named(config)):
         return config
     team = members(config)
-    of_team = {slot.partition("/")[0] for slot in team} | {config.head_node}
-    nodes = {
-        name: _whole(node) if name in names else node
-        for name, node in config.nodes.items()
-        if name in of_team
-    }
+    kept = {slot.partition("/")[0] for slot in team} | {config.head_node}
+    nodes = {name: node for name, node in config.nodes.items() if name in kept}
+    for name in nodes.keys() & set(names):
+        node, cards = nodes[name], max(1, nodes[name].gpus)
+        each = node.workers_per_card
+        nodes[name] = node.model_copy(
+            update={
+                "workers": cards,
+                "cpus_per_worker": node.cpus_per_worker * node.workers // cards,
+                "gpu_share": min(1.0, each * node.gpu_share),
+                "vram_per_worker_gib": each * node.budget_bytes / GIB,
+            }
+        )
     train = config.train.model_copy(update={"team": list(team)})
     return config.model_copy(update={"nodes": nodes, "train": train})
-
-
-def _whole(node: NodeConfig) -> NodeConfig:
-    """Return a node with one worker on each card, which has what all of that card's had."""
-    cards, each = max(1, node.gpus), node.workers_per_card
-    return node.model_copy(
-        update={
-            "workers": cards,
-            "cpus_per_worker": min(_MOST_CPUS, node.cpus_per_worker * node.workers // cards),
-            "gpu_share": min(1.0, each * node.gpu_share),
-            "vram_per_worker_gib": each * node.budget_bytes / GIB,
-        }
-    )

@@ -13,14 +13,11 @@ from textwrap import indent
 
 import yaml
 
-from orchestrator.config.gpu_specs import Advice, by_formula, key_of, match_profile
+from orchestrator.config.gpu_specs import Advice, by_formula, key_of, match_profile, rounded_down
 from orchestrator.config.schema import NodeConfig
 from orchestrator.errors import one_line
 from workers.host.facts import CardFacts, MachineFacts
 from workers.units import GIB
-
-#: A smaller card cannot hold a CUDA context and a matrix.
-_LEAST_CARD_BYTES = GIB
 
 #: The nodes of a cluster.yaml: all up to the next line that is not indented.
 _NODES = re.compile(r"(?m)^nodes:.*\n(?:(?: .*)?\n)*")
@@ -30,9 +27,7 @@ _RAM_SHARE = 0.5
 _MOST_CPU_WORKER_GIB, _LEAST_CPU_WORKER_GIB = 1.0, 0.25
 
 #: Programs that show that the card serves a desktop.
-_DESKTOPS = frozenset(
-    {"xorg", "xwayland", "gnome-shell", "kwin_wayland", "kwin_x11", "plasmashell", "sway"}
-)
+_DESKTOPS = {"xorg", "xwayland", "gnome-shell", "kwin_wayland", "kwin_x11", "plasmashell", "sway"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +44,8 @@ def choose(facts: MachineFacts, host: str | None = None) -> NodeChoice:
 
     `host` is how other PCs reach it.
     """
-    cards = [card for card in facts.visible_cards if card.total_bytes >= _LEAST_CARD_BYTES]
+    # A smaller card cannot hold a CUDA context and a matrix.
+    cards = [card for card in facts.visible_cards if card.total_bytes >= GIB]
     return _with_cards(facts, cards, host) if cards else _without_card(facts, host)
 
 
@@ -77,15 +73,14 @@ def _with_cards(facts: MachineFacts, cards: Sequence[CardFacts], host: str | Non
     known, desktop = match_profile(largest.name, largest.total_bytes), _desktop(facts, alike)
     advice = None if known is None else (known.desktop if desktop else None) or known.alone
     if advice is None or not _fits(total_gib, advice):
-        advice = by_formula(
-            total_gib, is_desktop=desktop is not None, capability=card.compute_capability
-        )
+        is_old = card.compute_capability is not None and card.compute_capability < (7, 0)
+        advice = by_formula(total_gib, is_desktop=desktop is not None, is_old=is_old)
     workers = advice.workers * len(alike)
     config = NodeConfig(
         gpu=key_of(card.name, card.total_bytes),
         gpus=len(alike),
-        cpus_per_worker=_cpus_per_worker(facts, workers),
-        vram_gib=None if known and _fits(known.shown_gib, advice) else _floor(total_gib),
+        cpus_per_worker=max(1, facts.cores_logical // workers),
+        vram_gib=None if known and _fits(known.shown_gib, advice) else rounded_down(total_gib),
         host=host,
         **{**asdict(advice), "workers": workers},
     )
@@ -114,16 +109,15 @@ def _desktop(facts: MachineFacts, cards: Sequence[CardFacts]) -> str | None:
 
 
 def _without_card(facts: MachineFacts, host: str | None) -> NodeChoice:
-    free_gib = facts.ram_available_bytes / GIB
+    all_gib = _RAM_SHARE * facts.ram_available_bytes / GIB
     cores = facts.cores_physical or facts.cores_logical
-    most = int(_RAM_SHARE * free_gib / _LEAST_CPU_WORKER_GIB)
-    workers = max(1, min(cores, most))
-    each_gib = max(0.01, min(_MOST_CPU_WORKER_GIB, _floor(_RAM_SHARE * free_gib / workers)))
+    workers = max(1, min(cores, int(all_gib / _LEAST_CPU_WORKER_GIB)))
+    each_gib = max(0.01, min(_MOST_CPU_WORKER_GIB, rounded_down(all_gib / workers)))
     config = NodeConfig(
         gpu="cpu",
         gpus=0,
         workers=workers,
-        cpus_per_worker=_cpus_per_worker(facts, workers),
+        cpus_per_worker=max(1, facts.cores_logical // workers),
         vram_per_worker_gib=each_gib,
         size=2048,
         host=host,
@@ -135,12 +129,3 @@ def _each(node: NodeConfig) -> str:
     """Return how many workers a card has, and of which size."""
     count = node.workers // max(1, node.gpus)
     return f"{count} worker{'s' * (count > 1)} x {node.vram_per_worker_gib:.2f} GiB"
-
-
-def _cpus_per_worker(facts: MachineFacts, workers: int) -> int:
-    return max(1, facts.cores_logical // workers)
-
-
-def _floor(gib: float) -> float:
-    """Return GiB with two digits, never more than there is."""
-    return int(gib * 100) / 100

@@ -33,13 +33,16 @@ class NoMessageError(ValueError):
 def put(folder: Path, message: Message) -> None:
     """Leave a message for the queue of a folder, durably.
 
-    Raises:
-        OSError: Nothing can be written there.
-        CommandFileError: The same, or others could have written there.
+    `ArchiveError` where nothing can be written, or others could have written.
     """
     values = _MESSAGE.dump_python(tuple(message), mode="json", exclude_defaults=True)
     # In ASCII: a name of a file that is no UTF-8 comes back, which pydantic's own JSON refuses.
-    command_file.put(folder, json.dumps(values).encode("ascii"), identity=secrets.token_hex(8))
+    content = json.dumps(values).encode("ascii")
+    try:
+        command_file.put(folder, content, identity=secrets.token_hex(8))
+    except OSError as failure:
+        why = f"the commands of run {folder.parent.name} cannot be written: {failure.strerror}"
+        raise ArchiveError(why) from failure
 
 
 def say(
@@ -48,20 +51,16 @@ def say(
     """Leave an order about jobs for the queue of a folder.
 
     `by` is who says it. Of words with the same `identity` the first is obeyed alone; by default
-    each has its own.
-
-    Raises:
-        ArchiveError: The order cannot be left there, or others could have written there.
+    each has its own. `ArchiveError` as of `put`.
     """
     now_s, identity = time.time(), identity or secrets.token_hex(8)
-    said = [
-        UserOrder(at_s=now_s, id=f"{identity}-{name}", order=order, job=name, by=by)
-        for name in names
-    ]
-    try:
-        put(folder, said)
-    except OSError as failure:
-        raise ArchiveError(f"the queue cannot be told: {failure.strerror}") from failure
+    put(
+        folder,
+        [
+            UserOrder(at_s=now_s, id=f"{identity}-{name}", order=order, job=name, by=by)
+            for name in names
+        ],
+    )
 
 
 def waiting(folder: Path) -> list[Message]:

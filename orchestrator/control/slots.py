@@ -132,19 +132,13 @@ def events_of(
     """Return what happens to which slot; `nodes` are those that are there now, `is_ending` says so
     of the run. Of jobs that are `queued` the queue alone says when they work.
 
-    Raises:
-        CommandRefusedError: One of the slots cannot be treated so; then nothing happens to any.
+    `CommandRefusedError`: one of the slots cannot be treated so; then nothing happens to any.
     """
     if is_ending:
         raise CommandRefusedError("the run is ending: nothing can be changed any more")
-    unknown = [name for name in command.slots if name not in slots]
-    if unknown:
-        raise CommandRefusedError(
-            one_line(
-                f"this run has no slot {unknown[0][:80]!r}; `python -m orchestrator top --once` "
-                "lists its slots"
-            )
-        )
+    if unknown := [name for name in command.slots if name not in slots]:
+        lists = "`python -m orchestrator top --once` lists its slots"
+        raise CommandRefusedError(one_line(f"this run has no slot {unknown[0][:80]!r}; {lists}"))
     for name in command.slots:
         if name in queued:
             raise CommandRefusedError(
@@ -185,18 +179,13 @@ def _why_not(command: Command, slot: Slot, plan: SlotPlan) -> str:
     if command.do is Do.CAP:
         return _why_no_cap(command.amount_bytes or 0, plan)
     if (command.do is Do.REINSTATE) != (slot.phase is Phase.QUARANTINED):
+        if slot.phase is Phase.QUARANTINED:
+            return f"is QUARANTINED: `reinstate {name}` starts it again"
         what_then = f"`unpause {name}` sends it work" if is_held else "it needs no reinstating"
-        is_given_up = f"is QUARANTINED: `reinstate {name}` starts it again"
-        return (
-            is_given_up
-            if slot.phase is Phase.QUARANTINED
-            else f"is {slot.state}, not QUARANTINED: {what_then}"
-        )
+        return f"is {slot.state}, not QUARANTINED: {what_then}"
     if command.do is Do.UNPAUSE and not is_held:
         return f"is {slot.state}, and not held: it gets work as it is"
-    if command.do is Do.SAVE and plan.spec.command is not None:
-        return f"runs a program that saves when it ends: `drain {name}` has it do that"
-    return _why_no_save(slot) if command.do is Do.SAVE else ""
+    return _why_no_save(slot, plan) if command.do is Do.SAVE else ""
 
 
 def _why_no_cap(amount_bytes: int, plan: SlotPlan) -> str:
@@ -209,7 +198,9 @@ def _why_no_cap(amount_bytes: int, plan: SlotPlan) -> str:
     return ""
 
 
-def _why_no_save(slot: Slot) -> str:
+def _why_no_save(slot: Slot, plan: SlotPlan) -> str:
+    if plan.spec.command is not None:
+        return f"runs a program that saves when it ends: `drain {slot.slot}` has it do that"
     if slot.orders.hold is not None:
         return f"is held and does no work that it could save: `unpause {slot.slot}` first"
     if slot.phase is not Phase.WORKING or isinstance(slot.state, HeadState):

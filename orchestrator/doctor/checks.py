@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, TypeVar
 
-from orchestrator.config.gpu_specs import key_of
+from orchestrator.config.gpu_specs import key_of, rounded_down
 from orchestrator.config.schema import Config, NodeConfig
 from orchestrator.core.fleet import Link, NodeAnswer
 from orchestrator.core.node_commands import node_command
@@ -114,7 +114,11 @@ def _card(machine: Machine) -> Iterator[Finding]:
 def _vram(machine: Machine) -> Iterator[Finding]:
     """Yield what other programs hold of each card."""
     for card in machine.facts.visible_cards:
-        others = [holder for holder in card.holders if not _is_ours(holder.name or "")]
+        others = [
+            holder
+            for holder in card.holders
+            if holder.name != ENGINE_NAME and not (holder.name or "").startswith("ray::")
+        ]
         room = f"{card.free_bytes / GIB:.2f} GiB free of {card.total_bytes / GIB:.2f}"
         found = f"card #{card.index}: {room}"
         is_used = (card.used_bytes or 0) > _MUCH_USED * card.total_bytes
@@ -128,10 +132,6 @@ def _vram(machine: Machine) -> Iterator[Finding]:
             )
         else:
             yield ok(found)
-
-
-def _is_ours(process: str) -> bool:
-    return process == ENGINE_NAME or process.startswith("ray::")
 
 
 def _persistence(machine: Machine) -> Iterator[Finding]:
@@ -242,12 +242,12 @@ def _plan(machine: Machine) -> Iterator[Finding]:
         least_bytes = min(card.total_bytes for card in cards[: plan.gpus])
         excess = plan.model_copy(update={"vram_gib": least_bytes / GIB}).overbooked
         if excess is not None:
-            hint = f"in cluster.yaml: {excess.valid}"
-            yield fail(f"{node}: {excess.text}", hint=hint, fix=_NEW_FILE)
+            text, valid = excess
+            yield fail(f"{node}: {text}", hint=f"in cluster.yaml: {valid}", fix=_NEW_FILE)
         else:
             yield ok(f"{node}: {workers} on {plan.gpus} x {plan.gpu}, which it has")
     elif wanted_bytes > ram_bytes:
-        most_gib = int(ram_bytes / plan.workers / GIB * 100) / 100
+        most_gib = rounded_down(ram_bytes / plan.workers / GIB)
         yield fail(
             f"{node}: {workers} on the processor = {wanted_bytes / GIB:.2f} GiB, and "
             f"{ram_bytes / GIB:.2f} GiB of memory are free",

@@ -41,16 +41,9 @@ def diagnose(
 ) -> Diagnosis:
     """Look at every node of the running cluster, or at this machine.
 
-    What is wrong with the configuration is a finding.
-
-    Args:
-        config_path: The file, as the user has named it.
-        overrides: Of its keys, as `--set` takes them.
-        node: What the user says this machine is.
-        quiet: Do not say on a terminal that it takes some seconds.
-
-    Raises:
-        UsageError: cluster.yaml has no such node.
+    What is wrong with the configuration is a finding. `node` is what the user says this machine is;
+    without `quiet` a terminal is told that it takes some seconds. `UsageError`: cluster.yaml has no
+    such node.
     """
     with own_screen(None) as screen:  # Ray prints as it likes
         if sys.stdin.isatty() and screen.err.isatty() and not quiet:
@@ -74,13 +67,11 @@ def diagnose(
         return diagnosis
     # Commands that read the configuration are to read the one that was read here.
     options = f"--config {shlex.quote(config_path)}"
-    findings = [
-        replace(one, fix=f"{one.fix} {options}")
-        if (one.fix or "").startswith(_READ_CONFIG)
-        else one
-        for one in diagnosis.findings
-    ]
-    return replace(diagnosis, findings=tuple(findings), options=options)
+    told = tuple(
+        replace(it, fix=f"{it.fix} {options}") if (it.fix or "").startswith(_READ_CONFIG) else it
+        for it in diagnosis.findings
+    )
+    return replace(diagnosis, findings=told, options=options)
 
 
 def _configuration(path: str, overrides: Sequence[str]) -> tuple[Config | None, list[Finding]]:
@@ -94,26 +85,21 @@ def _configuration(path: str, overrides: Sequence[str]) -> tuple[Config | None, 
     except ConfigError as error:
         quoted = shlex.quote(path)
         new = None if is_there else f"python -m orchestrator init --output {quoted}"
-        return None, [
-            fail(
-                str(problem),
-                check="config",
-                fix=f"${{EDITOR:-nano}} +{problem.line} {quoted}"
-                if problem.source == path and problem.line is not None
-                else new,
-            )
-            for problem in error.problems
-        ]
+        found = []
+        for it in error.problems:
+            edit = f"${{EDITOR:-nano}} +{it.line} {quoted}"
+            is_placed = it.source == path and it.line is not None
+            found.append(fail(str(it), check="config", fix=edit if is_placed else new))
+        return None, found
     workers = sum(planned.workers for planned in config.nodes.values())
-    found = f"{counted(len(config.nodes), 'node')}, {counted(workers, 'worker')}"
-    return config, [ok(found, check="config")]
+    there = f"{counted(len(config.nodes), 'node')}, {counted(workers, 'worker')}"
+    return config, [ok(there, check="config")]
 
 
 def _of_cluster(config: Config | None, address: str, findings: Sequence[Finding]) -> Diagnosis:
     """Look at every node.
 
-    Raises:
-        NoClusterError: It cannot be asked.
+    `NoClusterError`: it cannot be asked.
     """
     if config is None:
         raise NoClusterError(f"one was started at {address}, and there is no configuration")

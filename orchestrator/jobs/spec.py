@@ -12,9 +12,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from orchestrator.config.load import MAX_PROBLEMS, checked, nearest, refusals, validated
+from orchestrator.config.load import (
+    MAX_PROBLEMS,
+    KeyPath,
+    YamlSource,
+    checked,
+    listed,
+    nearest,
+    read_yaml_text,
+    refusals,
+    validated,
+)
 from orchestrator.config.schema import Config
-from orchestrator.config.yaml_source import KeyPath, YamlSource, listed, read_yaml_text
 from orchestrator.errors import ConfigError, Problem, in_words
 from orchestrator.jobs.entries import MAX_JOBS, VALID_NAME, Document, Entry, Shared, form_of
 from orchestrator.jobs.model import Job

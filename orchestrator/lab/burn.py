@@ -245,8 +245,7 @@ def burn(
 ) -> dict[str, Any]:
     """Run the phases and return the result; `say` is told of each run and each worker.
 
-    Raises:
-        OrchestratorError: A run could not be run; those before it were told.
+    `OrchestratorError`: a run could not be run; those before it were told.
     """
     rows: list[dict[str, Any]] = []
     is_whole = True

@@ -61,34 +61,27 @@ class ChaosPlan:
 def parse_chaos(text: str) -> ChaosPlan:
     """Return the plan in a text such as `oom:rate=0.05;kill:every=20s;node:pc2@30s`.
 
-    Raises:
-        UsageError: It cannot be read; the error names the part, and what may be typed.
+    `UsageError`: it cannot be read; the error names the part, and what may be typed.
     """
-    plan = ChaosPlan()
+    plan, wrong = ChaosPlan(), text
     for piece in filter(None, ("".join(part.split()) for part in text.split(";"))):
         found = _FORM.fullmatch(piece)
-        if found is None:
-            raise _refusal(piece)
-        if found["rate"]:
-            plan = replace(plan, oom_rate=float(found["rate"]))
-        elif found["every"]:
-            plan = replace(plan, kill_every_s=_time(piece, found["every"]))
-        else:
-            plan = replace(plan, nodes={**plan.nodes, found["node"]: _time(piece, found["at"])})
+        try:
+            if found is None:
+                raise ValueError  # noqa: TRY301 - as for a length of time that is none
+            if found["rate"]:
+                plan = replace(plan, oom_rate=float(found["rate"]))
+            elif found["every"]:
+                plan = replace(plan, kill_every_s=parse_duration(found["every"]))
+            else:
+                at_s = parse_duration(found["at"])
+                plan = replace(plan, nodes={**plan.nodes, found["node"]: at_s})
+        except ValueError:
+            plan, wrong = ChaosPlan(), piece
+            break
     if plan == ChaosPlan() or plan.oom_rate > 1 or plan.kill_every_s < 1:
-        raise _refusal(text)
+        raise UsageError(one_line(f"--chaos {wrong[:100]}: no such fault; valid: {_VALID}"))
     return plan
-
-
-def _time(piece: str, text: str) -> float:
-    try:
-        return parse_duration(text)
-    except ValueError as error:
-        raise _refusal(piece) from error
-
-
-def _refusal(piece: str) -> UsageError:
-    return UsageError(one_line(f"--chaos {piece[:100]}: no such fault; valid: {_VALID}"))
 
 
 @dataclass(slots=True, kw_only=True)

@@ -136,10 +136,8 @@ class Trial:
     def judge(self, lost: str | None, *, in_fp32: bool) -> None:
         """Set the figures of its speed, the verdict, and the reason.
 
-        Args:
-            lost: Why its process, or the baseline's, could not go on.
-            in_fp32: Whether the baseline computes in fp32. With another number type, also sums in
-                another order differ by as much as number types do.
+        `lost` is why its process, or the baseline's, could not go on. Where the baseline computes
+        not `in_fp32`, also sums in another order differ by as much as number types do.
         """
         self._set_speed()
         most_gap = EXACT_GAP if self.parity_class is ParityClass.EXACT and in_fp32 else NUMERIC_GAP
@@ -283,8 +281,7 @@ def for_rehearsal(trials: Sequence[Trial]) -> list[Trial]:
 def named(trials: Sequence[Trial], names: Sequence[str]) -> list[Trial]:
     """Return the trials that are named, by key or by `key=value`; all if none is named.
 
-    Raises:
-        UsageError: A name fits no lever.
+    `UsageError`: a name fits no lever.
     """
     valid = {name for each in trials for name in (each.lever, each.name)}
     if unknown := [name for name in names if name not in valid]:

@@ -75,8 +75,7 @@ class _Arm:
     def turn(self) -> Turn:
         """Have all of its processes work together; speeds and memory are added.
 
-        Raises:
-            ArmError: One cannot, or has ended.
+        `ArmError`: one cannot, or has ended.
         """
         turns: list[Turn] = []
         for connection, _ in self._members:
@@ -95,11 +94,8 @@ class _Arm:
             if isinstance(answer, Refused):
                 raise ArmError(answer.reason)
             turns.append(answer)
-        speed, peak_bytes = (
-            sum(each.speed for each in turns),
-            sum(each.peak_bytes for each in turns),
-        )
-        return replace(turns[0], speed=speed, peak_bytes=peak_bytes)
+        speed = sum(each.speed for each in turns)
+        return replace(turns[0], speed=speed, peak_bytes=sum(each.peak_bytes for each in turns))
 
     def close(self) -> None:
         """Close the connections, which ends the processes once their turn is over, or kill them."""
@@ -126,15 +122,9 @@ class Tuning:
     ) -> None:
         """Take what a command line asks for, and make the folder. Nothing is measured yet.
 
-        Args:
-            config: The user's, with overrides.
-            rehearse: Whether it has the memory of a rehearsal's worker, and few levers.
-            budget_s: How long it may take; `None`: as long as is usual.
-            names: Of levers; without any, all.
-            workload: `train` or `matmul`.
-
-        Raises:
-            UsageError: There is no lever of a name, or this machine leaves a worker no memory.
+        A rehearsal has the memory of a rehearsal's worker, and few levers. Without a `budget_s` it
+        takes as long as is usual; without `names`, it measures all levers. `UsageError`: there is
+        no lever of a name, or this machine leaves a worker no memory.
         """
         if workload not in {"train", "matmul"}:
             raise UsageError(f"--workload {workload} has no levers; valid: train, matmul")
@@ -175,9 +165,7 @@ class Tuning:
         """Measure, write the files, and return whether all of it was measured.
 
         Ctrl-C ends the measuring; what is known until then is the result. `say` is told each row.
-
-        Raises:
-            UsageError: The user's own settings cannot be measured here.
+        `UsageError`: the user's own settings cannot be measured here.
         """
         possible = [each for each in self.trials if each.verdict is not LeverVerdict.UNAVAILABLE]
         is_whole = False
@@ -298,14 +286,10 @@ def names_in(text: str) -> list[str]:
 
 def _figures(trial: Trial) -> str:
     """Return what was measured of a lever, and the reason of its verdict if that has one."""
-    words = [trial.reason]
-    if trial.speed_low is not None:
-        speed = (
-            f"{trial.speed_ratio:.3f} x the speed ({trial.speed_low:.3f} to {trial.speed_high:.3f})"
-        )
-        delta_bytes = trial.peak_bytes - trial.baseline_peak_bytes
-        words = [
-            f"{speed}, peak {trial.peak_bytes / MIB:.1f} MiB ({delta_bytes / MIB:+.1f})",
-            *words,
-        ]
-    return "; ".join(filter(None, words))
+    if trial.speed_low is None:
+        return trial.reason
+    between = f"({trial.speed_low:.3f} to {trial.speed_high:.3f})"
+    delta_mib = (trial.peak_bytes - trial.baseline_peak_bytes) / MIB
+    peak = f"peak {trial.peak_bytes / MIB:.1f} MiB ({delta_mib:+.1f})"
+    speed = f"{trial.speed_ratio:.3f} x the speed {between}, {peak}"
+    return "; ".join(filter(None, (speed, trial.reason)))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -35,6 +34,7 @@ from orchestrator.record.store import (
     reading,
 )
 from workers.files import read_small
+from workers.host.machine import free_bytes
 from workers.host.processes import is_alive
 from workers.messages import WorkerState
 
@@ -121,9 +121,7 @@ class StoredRun(RunStatus):
 def read_run(folder: Path) -> StoredRun:
     """Return the run in a run folder, as it is now.
 
-    Raises:
-        NothingStoredError: Nothing is stored in it yet.
-        ArchiveError: The store cannot be read.
+    `NothingStoredError`: nothing is stored in it yet; `ArchiveError`: the store cannot be read.
     """
     with reading(folder) as store:
         told = dict(store.execute("SELECT key, value FROM run").fetchall())
@@ -134,7 +132,10 @@ def read_run(folder: Path) -> StoredRun:
         status = from_json(RunStatus, told.get("status", "{}"))
         known = {name: getattr(status, name) for name in RunStatus.__slots__}
         known["elapsed_s"] = max(facts.elapsed_s, status.elapsed_s)
-        known["outcome"] = status.outcome or ("running" if _is_running(facts) else "interrupted")
+        # A process id means nothing on another machine.
+        is_here = facts.host == socket.gethostname()
+        runs = is_here and is_alive(facts.head_pid, facts.head_started)
+        known["outcome"] = status.outcome or ("running" if runs else "interrupted")
         records = tuple(from_json(SlotRecord, text) for (text,) in slots)
         return StoredRun(folder=folder, facts=facts, slots=records, **known)
 
@@ -171,12 +172,6 @@ def head_of(folder: Path) -> psutil.Process | None:
         return None
     is_head &= began is None or is_alive(pid, began)
     return process if is_head and not (folder / "summary.json").exists() else None
-
-
-def _is_running(facts: RunFacts) -> bool:
-    # A process id means nothing on another machine.
-    is_here = facts.host == socket.gethostname()
-    return is_here and is_alive(facts.head_pid, facts.head_started)
 
 
 class Freshness(StrEnum):
@@ -226,9 +221,8 @@ class Follower:
     def look(self) -> Frame:
         """Return the run as it is now; one that has ended is not read again.
 
-        Raises:
-            NothingStoredError: The head has not stored anything yet.
-            ArchiveError: The folder or its store cannot be read.
+        `NothingStoredError`: the head has not stored anything yet; `ArchiveError`: the folder or
+        its store cannot be read.
         """
         before, now_s = self._frame, self._monotonic_s()
         if before is not None and before.freshness is Freshness.ENDED:
@@ -243,6 +237,7 @@ class Follower:
             self._changed_at_s = now_s
         late_s = max(0.0, now_s - self._changed_at_s)
         freshness, snapshot = _freshness(run, late_s, is_here=is_here), run.snapshot()
+        is_alive, now_unix_s = freshness in {Freshness.LIVE, Freshness.LATE}, self._unix_s()
         self._frame = Frame(
             run=run,
             snapshot=snapshot,
@@ -250,13 +245,8 @@ class Follower:
             freshness=freshness,
             late_s=late_s,
             missed=missed_of(events) or (() if before is None else before.missed),
-            queue=queue_snapshot(
-                self._folder,
-                snapshot.rows,
-                self._unix_s(),
-                is_alive=freshness in {Freshness.LIVE, Freshness.LATE},
-            ),
-            disk_free_bytes=_disk_free_bytes(self._folder),
+            queue=queue_snapshot(self._folder, snapshot.rows, now_unix_s, is_alive=is_alive),
+            disk_free_bytes=free_bytes(str(self._folder)),
         )
         return self._frame
 
@@ -267,13 +257,6 @@ def _freshness(run: StoredRun, late_s: float, *, is_here: bool) -> Freshness:
     if run.was_killed if is_here else late_s > _GONE_AFTER_S:
         return Freshness.HEAD_GONE
     return Freshness.LATE if late_s > LATE_AFTER_S else Freshness.LIVE
-
-
-def _disk_free_bytes(folder: Path) -> int | None:
-    try:
-        return shutil.disk_usage(folder).free
-    except OSError:
-        return None
 
 
 def missed_of(events: Iterable[StoredEvent]) -> tuple[str, ...]:

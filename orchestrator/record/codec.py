@@ -33,8 +33,7 @@ def as_json(value: object) -> str:
 def from_json(kind: type[_Value], text: str) -> _Value:
     """Return a dataclass that `as_json` has written.
 
-    Raises:
-        ValueError: It is none of this kind.
+    `ValueError`: it is none of this kind.
     """
     adapter: TypeAdapter[_Value] = _adapter(cast("Any", kind))
     return adapter.validate_python(json.loads(text))

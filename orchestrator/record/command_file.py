@@ -57,9 +57,7 @@ class Row:
 def put(folder: Path, content: bytes, *, identity: str, until_unix_s: float | None = None) -> None:
     """Leave a command for the head of a folder, durably.
 
-    Raises:
-        OSError: Nothing can be written there.
-        CommandFileError: Others could have written there.
+    `OSError`: nothing can be written there; `CommandFileError`: others could have written there.
     """
     _check(folder, 0o022)
     place = folder / COMMANDS_NAME
@@ -76,8 +74,7 @@ def put(folder: Path, content: bytes, *, identity: str, until_unix_s: float | No
 def waiting(folder: Path) -> list[Row]:
     """Return what waits in a folder, for one that only looks.
 
-    Raises:
-        CommandFileError: It cannot be read, or is not to be trusted.
+    `CommandFileError`: it cannot be read, or is not to be trusted.
     """
     incoming = Incoming(folder)
     rows = incoming.rows()

@@ -121,7 +121,14 @@ def find_run(runs_dir: Path, run_id: str) -> Path:
     names = _run_ids(runs_dir)
     runs = (_listed(runs_dir / name) for name in names)
     if run_id == LATEST:
-        first = next((run.run_id for run in runs if not _was_refused(run)), None)
+        # Before a refused run had a worker, as without a cluster, there is nothing to look at.
+        worked = (
+            it.run_id
+            for it in runs
+            if it.outcome != "failed"
+            or (it.run is not None and (it.run.slots or not it.run.was_refused))
+        )
+        first = next(worked, None)
         matching = names[:1] if first is None else [first]
     elif run_id == RUNNING:
         going = (run.run_id for run in runs if run.outcome == RUNNING)
@@ -189,13 +196,4 @@ def _listed(folder: Path) -> Listed:
         return Listed(folder=folder, outcome=UNREADABLE, error=str(failure))
     return Listed(
         folder=folder, outcome=run.outcome, exit_code=run.exit_code, run=run, error=run.error
-    )
-
-
-def _was_refused(one: Listed) -> bool:
-    """Say whether a run failed before it had a worker, as without a cluster: there is nothing to
-    look at.
-    """
-    return one.outcome == "failed" and (
-        one.run is None or (one.run.was_refused and not one.run.slots)
     )

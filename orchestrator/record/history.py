@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -22,9 +22,7 @@ _LATEST_UNIX_S: Final = 253_402_300_799.0
 """The end of the year 9999: no calendar goes further."""
 
 _OF_EACH: Final = "samples WHERE at_unix_s >= :first AND at_unix_s < :last"
-_OF_ONE: Final = f"{_OF_EACH} AND slot = :slot"
-_SUMS: Final = "SELECT '' AS slot, at_unix_s{sums} FROM"
-_OF_ALL: Final = f"({_SUMS} {_OF_EACH} GROUP BY at_unix_s)"
+_OF_ALL: Final = f"(SELECT '' AS slot, at_unix_s{{sums}} FROM {_OF_EACH} GROUP BY at_unix_s)"  # noqa: S608 - ours
 _BUCKETS: Final = """SELECT slot, min(:count - 1, CAST((at_unix_s - :first) / :width AS INTEGER))
     AS part{figures} FROM {samples} GROUP BY slot, part"""
 
@@ -70,11 +68,10 @@ def courses(
     """Return sampled numbers between two moments, without the last one, in `count` parts (at most
     `BUCKETS_MOST`), by slot and key: of every slot that was sampled then, or of one.
 
-    Raises:
-        ValueError: A key is not sampled, or is no number; the times or the count make no sense.
-        ArchiveError: The store cannot be read.
+    `ValueError`: a key is not sampled, or is no number; the times or the count make no sense;
+    `ArchiveError`: the store cannot be read.
     """
-    samples = _OF_EACH if slot is None else _OF_ONE
+    samples = _OF_EACH if slot is None else f"{_OF_EACH} AND slot = :slot"
     return _read(folder, samples, keys, (from_unix_s, to_unix_s), count, slot)
 
 
@@ -98,25 +95,20 @@ def sampled_between(folder: Path) -> tuple[float, float] | None:
     return None if first is None else (float(first), float(last))
 
 
-def state_spans(folder: Path) -> dict[str, tuple[Span, ...]]:
+def state_spans(folder: Path) -> dict[str, list[Span]]:
     """Return the states of each slot one after the other, from its first change on, by slot.
 
     Of very many changes, the last ones.
     """
-    changes: dict[str, list[tuple[float, str, str]]] = {}
+    spans: dict[str, list[Span]] = {}
     for event in read_events(folder, ("state",), limit=_CHANGES_MOST):
         if event.slot is not None and (at_unix_s := event.at_unix_s) is not None:
             to, cause = (str(event.details.get(key, "")) for key in ("to_state", "cause"))
-            changes.setdefault(event.slot, []).append((at_unix_s, to, cause))
-    return {
-        name: tuple(
-            Span(state=state, from_unix_s=at_unix_s, to_unix_s=to_unix_s, cause=cause)
-            for (at_unix_s, state, cause), to_unix_s in zip(
-                known, [*(at for at, _, _ in known[1:]), None], strict=True
-            )
-        )
-        for name, known in changes.items()
-    }
+            known = spans.setdefault(event.slot, [])
+            if known:
+                known[-1] = replace(known[-1], to_unix_s=at_unix_s)
+            known.append(Span(state=to, from_unix_s=at_unix_s, to_unix_s=None, cause=cause))
+    return spans
 
 
 def _read(

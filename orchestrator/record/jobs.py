@@ -51,8 +51,7 @@ class QueueSnapshot:
 def queue_of(folder: Path) -> Queue:
     """Return the queue of a run folder as it is stored; where nothing is, an empty one.
 
-    Raises:
-        ArchiveError: It cannot be read, or is of another version.
+    `ArchiveError`: it cannot be read, or is of another version.
     """
     queue, _ = _stored(folder)
     return queue
@@ -64,18 +63,23 @@ def queue_snapshot(
     """Return the queue of a run folder as it is now; `None` where the run has none.
 
     `is_alive`: its head is at work. Without it no job is, and what it expected is void.
-
-    Raises:
-        ArchiveError: It cannot be read, or is of another version.
+    `ArchiveError`: it cannot be read, or is of another version.
     """
     if not (folder / QUEUE_NAME).is_dir():
         return None
     queue, outlook = _stored(folder)
+    standings = []
+    for each in queue.standings.values():
+        if is_alive and each.state in IN_LINE and each.job.name in outlook:
+            reason, start_s = outlook[each.job.name]
+            standings.append(replace(each, reason=reason, expected_start_s=start_s))
+        elif not is_alive and each.state in ON_CARD:
+            why = "its head is not running"
+            standings.append(replace(each, state=JobState.PARKED, reason=why))
+        else:
+            standings.append(each)
     return QueueSnapshot(
-        standings=tuple(
-            _expected(each, outlook) if is_alive else _without_head(each)
-            for each in queue.standings.values()
-        ),
+        standings=tuple(standings),
         held=queue.facts.held,
         now_s=now_s,
         rows={row.slot: row for row in rows},
@@ -95,16 +99,3 @@ def _stored(folder: Path) -> tuple[Queue, Mapping[str, Any]]:
             return queue, json.loads(told.get("outlook", "{}"))
     except NothingStoredError:  # a head is about to begin it
         return Queue(), {}
-
-
-def _expected(standing: Standing, outlook: Mapping[str, Any]) -> Standing:
-    if standing.state not in IN_LINE or standing.job.name not in outlook:
-        return standing
-    reason, start_s = outlook[standing.job.name]
-    return replace(standing, reason=reason, expected_start_s=start_s)
-
-
-def _without_head(standing: Standing) -> Standing:
-    if standing.state not in ON_CARD:
-        return standing
-    return replace(standing, state=JobState.PARKED, reason="its head is not running")

@@ -13,6 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
+from functools import partial
 from typing import Any, Final, Literal, TypeAlias
 
 from orchestrator.core.slot import HeadState, SlotState
@@ -94,19 +95,22 @@ class Field:
         return finite(value) if isinstance(value, float) else value
 
 
+#: A key of a card; and one of which only the last value is stored.
+_card, _kept = partial(Field, of="card"), partial(Field, sampled=False)
+
 #: In the order of summary.json.
 _DECLARED = (
-    Field("slot", sampled=False),
-    Field("node", sampled=False),
-    Field("gpu_name", of="card", sampled=False),
-    Field("gpu_uuid", of="card", sampled=False),
-    Field("device", sampled=False),
+    _kept("slot"),
+    _kept("node"),
+    _card("gpu_name", sampled=False),
+    _card("gpu_uuid", sampled=False),
+    _kept("device"),
     Field("state"),
-    Field("reason", sampled=False),
-    Field("policy", sampled=False),
+    _kept("reason"),
+    _kept("policy"),
     Field("size", "", "size", "Size of the last step."),
     Field("batch", "", "batch", "Batch of the last step."),
-    Field("dtype", sampled=False),
+    _kept("dtype"),
     Field("tflops"),
     Field("baseline_pct", "%", "baseline_ratio", "Throughput, of the card's best."),
     Field("peak_pct", "%", "peak_ratio", "Throughput, of the rating at its clock."),
@@ -114,55 +118,46 @@ _DECLARED = (
     Field("reserved_bytes", "bytes", "reserved_bytes", "Held by the allocator."),
     Field("claim_bytes", "bytes", "claim_bytes", "Obtained by progressive allocation."),
     Field("cap_bytes", "bytes", "cap_bytes", "Most that tensors may hold."),
-    Field("budget_bytes", "bytes", "budget_bytes", "Most that the process holds.", sampled=False),
-    Field("device_used_bytes", "bytes", "memory_used_bytes", "Used by all programs.", of="card"),
-    Field(
-        *("device_total_bytes", "bytes", "memory_total_bytes", "Memory of the card."),
-        of="card",
-        sampled=False,
+    _kept("budget_bytes", "bytes", "budget_bytes", "Most that the process holds."),
+    _card("device_used_bytes", "bytes", "memory_used_bytes", "Used by all programs."),
+    _card(
+        "device_total_bytes", "bytes", "memory_total_bytes", "Memory of the card.", sampled=False
     ),
     Field("steps_ok"),
     Field("steps_oom"),
     Field("steps_oom_probe"),
     Field("steps_error"),
     Field("parts_further"),
-    Field("success_rate", "ratio", sampled=False),
+    _kept("success_rate", "ratio"),
     Field("oom_count", "", "ooms", "Out-of-memory errors.", counter=True),
-    Field("alloc_retries", sampled=False),
+    _kept("alloc_retries"),
     Field("emergency_count", "", "emergencies", "Emergency products.", counter=True),
     Field("restarts", "", "restarts", "Processes that were replaced.", counter=True),
     Field("duty_requested", "ratio", "duty_requested_ratio", "Share of time that it may use."),
     Field("duty_measured", "ratio"),
-    Field("temperature_c", "C", "temperature_celsius", "Temperature of the die.", of="card"),
-    Field("temperature_of", of="card", sampled=False),
-    Field("margin_c", "C", "temperature_margin_celsius", "Degrees below the limit.", of="card"),
-    Field(
-        "memory_temperature_c",
-        "C",
-        "memory_temperature_celsius",
-        "Temperature of the memory.",
-        of="card",
-    ),
-    Field("power_w", "W", "power_watts", "Power drawn.", of="card"),
-    Field("power_limit_w", "W", "power_limit_watts", "Power limit.", of="card"),
-    Field("sm_clock_mhz", "MHz", "sm_clock_hertz", "Clock of multiprocessors.", of="card"),
-    Field(
+    _card("temperature_c", "C", "temperature_celsius", "Temperature of the die."),
+    _card("temperature_of", sampled=False),
+    _card("margin_c", "C", "temperature_margin_celsius", "Degrees below the limit."),
+    _card("memory_temperature_c", "C", "memory_temperature_celsius", "Temperature of the memory."),
+    _card("power_w", "W", "power_watts", "Power drawn."),
+    _card("power_limit_w", "W", "power_limit_watts", "Power limit."),
+    _card("sm_clock_mhz", "MHz", "sm_clock_hertz", "Clock of multiprocessors."),
+    _card(
         "utilisation_pct",
         "%",
         "utilisation_ratio",
         "Share of time in which a kernel of any program ran.",
-        of="card",
     ),
-    Field("fan_pct", "%", "fan_ratio", "Speed of the fan.", of="card"),
-    Field("throttle_pct", "%", "slowed_ratio", "Share of a minute that it was slowed.", of="card"),
+    _card("fan_pct", "%", "fan_ratio", "Speed of the fan."),
+    _card("throttle_pct", "%", "slowed_ratio", "Share of a minute that it was slowed."),
     Field("verify_checks", "", "checks", "Results checked.", counter=True),
     Field("verify_errors", "", "wrong_results", "Results found wrong.", counter=True),
-    Field("heartbeat_age_s", "s", sampled=False),
+    _kept("heartbeat_age_s", "s"),
     Field("train_step", "", "train_step", "Optimiser steps done."),
-    Field("train_steps", "", "train_steps", "Optimiser steps to do.", sampled=False),
+    _kept("train_steps", "", "train_steps", "Optimiser steps to do."),
     Field("epoch", "", "train_epoch", "Times the data was seen."),
     Field("loss", "", "train_loss", "Loss of the last optimiser step."),
-    Field("first_loss", sampled=False),
+    _kept("first_loss"),
     Field("samples_per_s", "", "train_samples_per_second", "Samples a second."),
     Field("tokens_per_s", "", "train_tokens_per_second", "Tokens a second."),
     Field("micro_batch", "", "train_micro_batch", "Samples computed at once."),
@@ -174,17 +169,11 @@ _DECLARED = (
     Field("copies_pct", "%", "train_copies_ratio", "Share of time in copies."),
     Field("optimizer_pct", "%", "train_optimizer_ratio", "Share of time in updates."),
     Field("mfu_pct", "%", "train_mfu_ratio", "Operations, of the rating."),
-    Field("eta_s", "s", sampled=False),
-    Field("weights_sha256", sampled=False),
-    Field("team_state", sampled=False),
-    Field(
-        *("team_share_pct", "%", "team_share_ratio", "Of a step's samples, computed here."),
-        sampled=False,
-    ),
-    Field(
-        *("team_wire_s", "s", "team_wire_seconds", "Of a step, for sums on the wire."),
-        sampled=False,
-    ),
+    _kept("eta_s", "s"),
+    _kept("weights_sha256"),
+    _kept("team_state"),
+    _kept("team_share_pct", "%", "team_share_ratio", "Of a step's samples, computed here."),
+    _kept("team_wire_s", "s", "team_wire_seconds", "Of a step, for sums on the wire."),
 )
 FIELDS: Final[Mapping[str, Field]] = {field.key: field for field in _DECLARED}
 
@@ -271,9 +260,9 @@ class Snapshot:
     """Planned length of the run."""
     starting_s: float | None = None
     """How long workers have been starting; `None` once the planned time has begun."""
-    nodes_planned: tuple[str, ...]
-    nodes_seen: tuple[str, ...]
-    rows: tuple[Row, ...]
+    nodes_planned: tuple[str, ...] = ()
+    nodes_seen: tuple[str, ...] = ()
+    rows: tuple[Row, ...] = ()
     notices: tuple[str, ...] = ()
     """One-line warnings shown with the header, such as "pc2 has not joined"."""
     restart_count: int = 0

@@ -60,22 +60,16 @@ class OutputFiles:
         """Add what a status brings."""
         if status.output is None:
             return
-        dropped = status.output.dropped_bytes
-        text = (
-            f"\n[{dropped} bytes were printed before this that a report has no room for]\n"
-            if dropped
-            else ""
-        )
+        text = cleaned(status.output.text)
+        if dropped := status.output.dropped_bytes:
+            said = f"{dropped} bytes were printed before this that a report has no room for"
+            text = f"\n[{said}]\n{text}"
         try:
-            self._add(
-                _path(self._folder, status.slot),
-                (text + cleaned(status.output.text)).encode("utf-8", "replace"),
-            )
+            self._add(_path(self._folder, status.slot), text.encode("utf-8", "replace"))
             self.problem = None
         except OSError as failure:
-            self.problem = (
-                f"what the workers print is not kept in {self._folder}: {failure.strerror}"
-            )
+            why = f"not kept in {self._folder}: {failure.strerror}"
+            self.problem = f"what the workers print is {why}"
 
     def _add(self, path: Path, content: bytes) -> None:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

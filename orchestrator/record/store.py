@@ -313,14 +313,10 @@ class RunStore:
         before it stay.
         """
         if self._has_begun:
-            status = replace(
-                self._status,
-                outcome=outcome,
-                exit_code=exit_code,
-                error=error,
-                faults=(*self._status.faults, *faults),
-                incomplete=self.incomplete,  # whether anything was lost is known only now
-            )
+            told: dict[str, Any] = {"outcome": outcome, "exit_code": exit_code, "error": error}
+            every = (*self._status.faults, *faults)
+            # Whether anything was lost is known only now.
+            status = replace(self._status, faults=every, incomplete=self.incomplete, **told)
             self._put("run", "status", status)
             self.slots([*self._slots.values()])  # what has waited for a sample
         self.close()
@@ -390,9 +386,8 @@ def _column(value: str | int | float | None) -> str | int | float | None:
 def reading(folder: Path) -> Iterator[sqlite3.Connection]:
     """Open the store of a run folder read-only for one consistent look; its head is not disturbed.
 
-    Raises:
-        NothingStoredError: There is none, or nothing in it yet.
-        ArchiveError: It is of another version, or what is done with it fails because it is damaged.
+    `NothingStoredError`: there is none, or nothing in it yet; `ArchiveError`: it is of another
+    version, or what is done with it fails because it is damaged.
     """
     path = folder / STORE_NAME
     if not folder.is_dir():
@@ -403,20 +398,18 @@ def reading(folder: Path) -> Iterator[sqlite3.Connection]:
         raise NothingStoredError(folder, STORE_NAME)
     if path.is_symlink() or not path.is_file():  # opening a pipe would wait for its other end
         raise ArchiveError(f"{path} cannot be read: it is no regular file")
-    uri = f"{path.absolute().as_uri()}?mode=ro"
+    uri, patience_s = f"{path.absolute().as_uri()}?mode=ro", _LONG_PATIENCE_S
     try:
-        with closing(
-            sqlite3.connect(uri, _LONG_PATIENCE_S, isolation_level=None, uri=True)
-        ) as store:
+        with closing(sqlite3.connect(uri, patience_s, isolation_level=None, uri=True)) as store:
             store.execute("BEGIN")
             if store.execute("SELECT 1 FROM sqlite_master").fetchone() is None:
                 raise NothingStoredError(folder, STORE_NAME)
             (found,) = store.execute("PRAGMA user_version").fetchone()
             if found != SCHEMA_VERSION:
+                versions = f"schema {found}, this one reads {SCHEMA_VERSION}"
                 raise ArchiveError(
-                    f"{path} was written by another version of this program (schema {found}, this "
-                    f"one reads {SCHEMA_VERSION}): go on with that one, or begin another run (a "
-                    "queue: `jobs run FILE --new`)"
+                    f"{path} was written by another version of this program ({versions}): go on "
+                    "with that one, or begin another run (a queue: `jobs run FILE --new`)"
                 )
             yield store
     except _DAMAGE as failure:

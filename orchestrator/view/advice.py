@@ -66,11 +66,8 @@ def advice_lines(
     """Yield each card that was seen at work for 10 s and was less busy than it could be, and then a
     line for each cause, the largest share of its time first.
 
-    Args:
-        rows: Of all slots, as the run ended or is now.
-        courses: Of each slot the values of `SAMPLED`, as `history.courses` returns them.
-        spans: Of each slot its states, as `history.state_spans` returns them.
-        ends_unix_s: Until when the last states lasted.
+    Of each slot, `courses` are the values of `SAMPLED` and `spans` its states, as of `history`; the
+    last states lasted until `ends_unix_s`.
     """
     for (node, _), of_card in rows_by_card(rows).items():
         found = (

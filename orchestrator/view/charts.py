@@ -60,10 +60,7 @@ _Found: TypeAlias = Mapping[str, Buckets]
 def course_of_all(folder: Path, last_s: float = math.inf) -> Json:
     """Return the sums over all slots in the last seconds, by default since the first sample.
 
-    Before the first sample there are no charts.
-
-    Raises:
-        ArchiveError: The run folder cannot be read.
+    Before the first sample there are no charts. `ArchiveError`: the run folder cannot be read.
     """
     between = _between(folder, last_s)
     found = {} if between is None else history.totals(folder, *between, PARTS)

@@ -29,15 +29,13 @@ _SCRIPT: Final = re.compile(r'<script src="([\w.]+)" defer></script>\n')
 _ICON: Final = re.compile(r'<link rel="icon" href="[\w.]+">\n')
 
 #: What would end a script element, or make a browser read it differently, whatever the data hold.
-_ESCAPES: Final = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
+_ESCAPES: Final = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"})
 
 
 def frozen(folder: Path) -> Json:
     """Return the document of the run in a run folder, and the courses that the page asks for.
 
-    Raises:
-        NothingStoredError: Nothing is stored in it yet.
-        ArchiveError: It cannot be read.
+    `NothingStoredError`: nothing is stored in it yet; `ArchiveError`: it cannot be read.
     """
     frame = Watch(folder).look().frame
     jobs = () if frame.queue is None else frame.queue.standings
@@ -59,19 +57,14 @@ def html(data: Json, title: str) -> str:
     for text in (style, script):
         if re.search(r"</(script|style)", text, re.IGNORECASE):
             raise ValueError("a file of the page would end its own element")
-    policy = (
-        f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; "
-        "base-uri 'none'"
-    )
+    allowed = f"style-src '{_hash(style)}'; script-src '{_hash(script)}'"
+    policy = f"default-src 'none'; {allowed}; base-uri 'none'"
     told = json.dumps(data, separators=(",", ":"), allow_nan=False)
-    for char, by in _ESCAPES.items():
-        told = told.replace(char, by)
-    head = (
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<style>{style}</style>\n'
-    )
-    end = (
-        f'<script type="application/json" id="frozen">{told}</script>\n<script>{script}</script>\n'
-    )
+    told = told.translate(_ESCAPES)
+    head = f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+    head += f"<style>{style}</style>\n"
+    end = f'<script type="application/json" id="frozen">{told}</script>\n'
+    end += f"<script>{script}</script>\n"
     page = _ICON.sub("", _SCRIPT.sub("", _STYLE.sub("", page)))
     page = page.replace("<title>OOM orchestrator</title>", f"<title>{escape(title)}</title>")
     return page.replace("</head>", f"{head}</head>", 1).replace("</body>", f"{end}</body>", 1)

@@ -48,14 +48,14 @@ STATE_TONES: Final[Mapping[JobState, Tone]] = {
 
 _RANK: Final = {state: rank for rank, state in enumerate(STATE_TONES)}
 _COLUMNS: Final = (
-    Column(key="job", title="job", most_cells=32),
-    Column(key="state", title="state"),
-    Column(key="where", title="where", priority=3),
-    Column(key="step", title="step", numeric=True, priority=1),
-    Column(key="metric", title="metric", numeric=True, priority=4),
-    Column(key="best", title="best", numeric=True, priority=5),
-    Column(key="time", title="time", priority=2),
-    Column(key="settings", title="settings", priority=6, most_cells=60),
+    Column("job", "job", most_cells=32),
+    Column("state", "state"),
+    Column("where", "where", priority=3),
+    Column("step", "step", numeric=True, priority=1),
+    Column("metric", "metric", numeric=True, priority=4),
+    Column("best", "best", numeric=True, priority=5),
+    Column("time", "time", priority=2),
+    Column("settings", "settings", priority=6, most_cells=60),
 )
 
 #: What JSON has of each slot of a team, as its row of the run does.
@@ -108,10 +108,8 @@ def best_first(snapshot: QueueSnapshot) -> tuple[Standing, ...]:
 def summary_line(snapshot: QueueSnapshot) -> str:
     """Return "3 running, 12 queued, 1 failed; ends about 03:40"."""
     counts = Counter(standing.state for standing in snapshot.standings)
-    said = ", ".join(
-        f"{counts[state]} {state.value.lower()}" for state in STATE_TONES if counts[state]
-    )
-    said = said or "no jobs yet"
+    there = (f"{counts[state]} {state.value.lower()}" for state in STATE_TONES if counts[state])
+    said = ", ".join(there) or "no jobs yet"
     if snapshot.held is not None:
         return clean(f"{said}; the queue is held: {snapshot.held}")
     ends_s = _ends_at_s(snapshot)
@@ -277,10 +275,8 @@ def queue_object(snapshot: QueueSnapshot, standings: Sequence[Standing]) -> dict
 
 
 def _metric(standing: Standing) -> str | None:
-    rule = standing.job.milestones
-    if rule is not None:
-        return rule.metric
-    return None if standing.value is None and standing.best is None else "loss"
+    rule, is_told = standing.job.milestones, {standing.value, standing.best} != {None}
+    return rule.metric if rule is not None else "loss" if is_told else None
 
 
 def _mib(size_bytes: int | None) -> int | None:

@@ -40,9 +40,8 @@ class Watch:
     def look(self) -> Look:
         """Return the run as it is now.
 
-        Raises:
-            NothingStoredError: The head has not stored anything yet.
-            ArchiveError: The folder or its store cannot be read.
+        `NothingStoredError`: the head has not stored anything yet; `ArchiveError`: the folder or
+        its store cannot be read.
         """
         frame = self.follower.look()
         self._events.extend(frame.events)

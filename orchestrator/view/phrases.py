@@ -66,10 +66,8 @@ def section(title: str, said: Iterable[str]) -> list[str]:
 def totals(snapshot: Snapshot) -> tuple[str, ...]:
     """Return what happened over the run, a phrase for each kind."""
     counts = snapshot.counts
-    good, steps = (
-        share_pct(counts.success_rate),
-        counted(counts.steps_judged, "part" if counts.parts_further else "step"),
-    )
+    good = share_pct(counts.success_rate)
+    steps = counted(counts.steps_judged, "part" if counts.parts_further else "step")
     checks = f"{counted(counts.verify_checks, 'check')}, {number(counts.verify_errors)} wrong"
     return (
         "no steps yet" if good is None else f"{good} % of {steps} good",

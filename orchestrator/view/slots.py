@@ -158,11 +158,13 @@ def slots_table(snapshot: Snapshot) -> Table:
         for column in COLUMNS
         if is_training or not hasattr(NO_PROGRESS, column.field.key)
     ]
-    by_row = zip(*(cells for _, cells in drawn), strict=True)
-    shown = (
-        TableRow(key=row.slot, cells=cells, reason=clean(row.reason), tone=_reason_tone(row))
-        for row, cells in zip(rows, by_row, strict=True)
-    )
+    shown = []
+    for row, *cells in zip(rows, *(cells for _, cells in drawn), strict=True):
+        tone = STATE_TONES[row.state]
+        if row.state in _QUIET_STATES:
+            tone = Tone.BAD if trouble(row) else Tone.DIM
+        told = clean(row.reason)
+        shown.append(TableRow(key=row.slot, cells=tuple(cells), reason=told, tone=tone))
     return Table(name="slots", columns=tuple(column for column, _ in drawn), rows=tuple(shown))
 
 
@@ -229,12 +231,6 @@ def _time(snapshot: Snapshot) -> Iterator[str]:
         yield f"{clock(snapshot.elapsed_s)} of {clock(snapshot.duration_s)}"
     if jobs is not None:
         yield f"jobs: {jobs}"
-
-
-def _reason_tone(row: Row) -> Tone:
-    if row.state not in _QUIET_STATES:
-        return STATE_TONES[row.state]
-    return Tone.BAD if trouble(row) else Tone.DIM
 
 
 def _drawn(column: SlotColumn, rows: Sequence[Row]) -> tuple[Column, list[Cell]]:

@@ -17,7 +17,6 @@ from textual.binding import Binding, BindingType
 from textual.widgets import DataTable, Static
 
 from orchestrator.errors import ArchiveError
-from orchestrator.record.events import StoredEvent
 from orchestrator.view.alerts import Alert
 from orchestrator.view.cells import SEPARATOR, clean, clock, shorten
 from orchestrator.view.document import event_line, mark
@@ -179,14 +178,14 @@ class Top(App[None]):
                 return cards_table(frame.snapshot)
             case "alerts":
                 return _alerts_table(look.alerts, time.time())
-            case "events":
-                return _events_table(frame.events)
+            case "events":  # the newest first
+                told = ((str(it.number), event_line(it)) for it in reversed(frame.events))
+                rows = tuple(row_of(_EVENTS, *each) for each in told)
+                return Table(name="events", columns=_EVENTS, rows=rows)
+            case "jobs" if frame.queue is not None:
+                return jobs_table(frame.queue, current(frame.queue))
             case "jobs":
-                return (
-                    _NO_QUEUE
-                    if frame.queue is None
-                    else jobs_table(frame.queue, current(frame.queue))
-                )
+                return _NO_QUEUE
         return slots_table(frame.snapshot)
 
 
@@ -198,12 +197,6 @@ def _header(look: Look, width: int) -> list[Text]:
     worst, *others = look.alerts
     more = f" (and {len(others)} more)" if others else ""
     return [Text(shorten(f"! {worst.text}", width - len(more)) + more, STYLES[worst.tone]), *lines]
-
-
-def _events_table(events: Sequence[StoredEvent]) -> Table:
-    """Return events, the newest first."""
-    rows = (row_of(_EVENTS, str(event.number), event_line(event)) for event in reversed(events))
-    return Table(name="events", columns=_EVENTS, rows=tuple(rows))
 
 
 def _alerts_table(alerts: Sequence[Alert], now_unix_s: float) -> Table:

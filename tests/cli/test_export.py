@@ -1,4 +1,6 @@
-"""The verb `export` from the command line, on a run folder, and the page about it."""
+"""The verb `export` on a run folder, and the page about it; `train.from`, which is refused before a
+run folder is made where it cannot be found.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,9 @@ import pytest
 
 from orchestrator.config.load import dump_config
 from orchestrator.config.schema import Config
-from orchestrator.record.store import STORE_NAME, RunStore
 from tests.cli.conftest import Command
 from tests.export.scene import trained
-from tests.factories import facts_of
+from tests.factories import begun_run, facts_of
 from tests.hf.folders import make_folder
 from tests.scene import ROOT
 
@@ -33,9 +34,9 @@ def make_run(mode: str = "rehearse", **train: object) -> Path:
         }
     )
     folder = Path("runs") / RUN
-    folder.mkdir(parents=True)
-    store = RunStore(folder / STORE_NAME)
-    store.begin(facts_of(config, run_id=RUN, mode=mode, config_yaml=dump_config(config)))
+    store = begun_run(
+        folder, facts_of(config, run_id=RUN, mode=mode, config_yaml=dump_config(config))
+    )
     store.commit()
     return folder
 
@@ -105,3 +106,35 @@ def test_what_cannot_be_used_is_a_sentence(
     assert (done.returncode, done.stdout) == (2, "")
     assert said in " ".join(done.stderr.split())
     assert not Path("out").exists()
+
+
+RUNS = ("--local", "--workload", "train", "--set")
+
+
+@pytest.mark.parametrize(
+    ("start", "said"),
+    [
+        ("20250101-000000-0000/pc1/0", "there is no run '20250101-000000-0000'"),
+        ("0000-abcd/pc1/0", f"write the whole name of the run, {RUN}"),
+        (f"{RUN}/pc1/7", "has no slot 'pc1/7'; valid: pc1/0"),
+        (f"{RUN}/pc1/0", "pc1/0 has no generation-?.pt in"),
+        (f"{RUN}/../0", "valid: RUN_ID/SLOT of an earlier run"),
+    ],
+    ids=["no run", "an end", "no slot", "nothing saved", "up"],
+)
+def test_a_start_that_is_not_there_is_refused(
+    nowhere: Path, command: Command, start: str, said: str
+) -> None:
+    make_run()
+    done = command("run", *RUNS, f"train.from={start}")
+    assert said in " ".join(done.stderr.split())
+    assert done.returncode == 2
+    assert [path.name for path in Path("runs").iterdir()] == [RUN]
+
+
+def test_a_damaged_checkpoint_is_refused(nowhere: Path, state_dir: Path, command: Command) -> None:
+    make_run()
+    checkpoint(state_dir, b"PK")
+    done = command("run", *RUNS, f"train.from={RUN}/pc1/0")
+    assert done.returncode == 2
+    assert "generation-0.pt is not used: it has only 2 bytes" in " ".join(done.stderr.split())

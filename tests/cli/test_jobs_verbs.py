@@ -1,4 +1,4 @@
-"""The verbs of `jobs` on a queue folder whose head is dead."""
+"""The verbs of `jobs` on a queue folder whose head is dead, and which queue `jobs run` goes on with."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import shutil
 import signal
 import sqlite3
 import subprocess
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,9 @@ from typing import Any
 
 import pytest
 
+from orchestrator.cli.jobs import _queue_before
 from orchestrator.control.queue import waiting
+from orchestrator.errors import UsageError
 from orchestrator.jobs.model import (
     Job,
     JobOrder,
@@ -26,16 +29,16 @@ from orchestrator.jobs.model import (
     Submitted,
     UserOrder,
 )
+from orchestrator.record.archive import read_run
+from orchestrator.record.folders import command_for, go_on_command
 from orchestrator.record.jobs import queue_snapshot
 from orchestrator.record.output import OutputFiles
 from orchestrator.record.store import STORE_NAME, RunStore
+from orchestrator.run.resume import environment_of
 from tests.cli.conftest import Command
-from tests.factories import (
-    FACTS,
-    make_job,
-    make_standing,
-    store_queue,
-)
+from tests.factories import FACTS, begun_run, make_job, make_standing, store_queue
+from tests.jobs.scene import training
+from tests.run.jobs_scene import JobsRun
 from tests.scene import COMMAND, ROOT, ended, wait_for
 
 RUN_ID = "20261126-010203-0b76"
@@ -71,8 +74,7 @@ def test_the_list_shows_every_job_and_that_the_head_is_dead(command: Command) ->
 
 
 def test_a_queue_goes_on_only_where_it_was_begun(command: Command, folder: Path) -> None:
-    store = RunStore(folder.parent / STORE_NAME)
-    store.begin(replace(FACTS, run_id=RUN_ID, mode="rehearse"))
+    store = begun_run(folder.parent, replace(FACTS, run_id=RUN_ID, mode="rehearse"))
     store.commit()
     Path("cluster.yaml").unlink()  # a rehearsal needs none
     Path("more.yaml").write_text("jobs: [{name: more, command: ['true']}]")
@@ -276,3 +278,32 @@ def test_a_sweep_whose_members_names_are_taken_is_refused(command: Command) -> N
     done = command("jobs", "submit", "lr.yaml")
     assert done.returncode == 2
     assert "lr.yaml:2: the queue has another job lr-0" in done.stderr
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[JobsRun]:
+    (tmp_path / "runs" / RUN_ID).mkdir(parents=True)
+    made = JobsRun(tmp_path / "runs" / RUN_ID, training("one", steps=40))
+    yield made
+    made.die()
+
+
+def test_who_stays_waits_in_the_queue_that_is_over(run: JobsRun) -> None:
+    run.finish()
+    mode = read_run(run.folder).facts.mode
+    assert _queue_before(run.folder.parent) is None
+    stored = _queue_before(run.folder.parent, mode)
+    assert stored is not None
+    assert stored.folder == run.folder
+    assert environment_of(stored, stays=True).config.run.duration == "365d"
+    with pytest.raises(UsageError, match="finished all that there was to do"):
+        environment_of(stored)
+    assert _queue_before(run.folder.parent, "another") is None
+
+
+def test_another_head_goes_on_with_a_queue_by_jobs_run(run: JobsRun) -> None:
+    runs = run.folder.parent
+    assert go_on_command(run.folder) == f"python -m orchestrator jobs run --run-dir {runs}"
+    (runs / "20261127-010203-0b76" / "jobs").mkdir(parents=True)
+    assert f"run --resume {RUN_ID} " in go_on_command(run.folder), "that is not the newest"
+    assert f"jobs results --run {RUN_ID} " in command_for(run.folder, "jobs", "results")

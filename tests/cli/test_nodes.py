@@ -247,6 +247,7 @@ def test_a_node_without_processes_is_said_to_have_none(start: Starter) -> None:
         ("10.0.0.1:7000", "10.0.0.2:6379", "pc1.lan", "10.0.0.1:7000"),
         ("10.0.0.1", "10.0.0.2:6379", "pc1.lan", "10.0.0.1:6379"),
         ("[fe80::1]", "auto", None, r"\[fe80::1\]:6379"),
+        ("fe80::2", "auto", None, r"\[fe80::2\]:6379"),
         (None, "10.0.0.2:6400", "pc1.lan", "10.0.0.2:6400"),
         (None, "auto", "pc1.lan", "pc1.lan:6379"),
         (None, "auto", None, r"\d+\.\d+\.\d+\.\d+:6379"),

@@ -50,12 +50,6 @@ def test_the_reference_pair_is_planned_as_the_guides_have_it() -> None:
     assert [worker["slot"] for node in plan["nodes"] for worker in node["workers"]] == slots
 
 
-def test_a_narrow_plan_keeps_the_node_and_its_memory() -> None:
-    title, line, *_ = text_of(plan_object(one_node(workers=1)), width=40).splitlines()
-    assert title.split()[:3] == ["node", "workers", "budget"]
-    assert line.split()[:4] == ["pc1", "1", "1.00", "GiB"]
-
-
 def test_the_longest_names_are_not_cut() -> None:
     node, card = "n" * 63, "Card " * 12 + "XYZ"
     config = one_node(node, gpu=card, vram_per_worker_gib=1000.5, vram_gib=4096, size=1_048_576)

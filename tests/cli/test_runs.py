@@ -20,7 +20,7 @@ from orchestrator.record.store import STORE_NAME, RunStore
 from orchestrator.record.summary import summary_dict
 from orchestrator.view.terminal import plain_text
 from tests.cli.conftest import Command
-from tests.factories import FACTS, add_event, event, make_row, make_snapshot, record
+from tests.factories import FACTS, add_event, begun_run, event, make_row, make_snapshot, record
 from tests.scene import ROOT, only_object
 from workers.keeper.processes import start_time
 
@@ -45,21 +45,15 @@ def snapshot_of(run_id: str) -> Snapshot:
 
 def written(runs: Path, run_id: str = RUN_ID, **changed: Any) -> RunStore:
     """Write a run as a head does, up to but not including its end."""
-    (runs / run_id).mkdir(parents=True)
-    store = RunStore(runs / run_id / STORE_NAME)
-    here = replace(
-        FACTS, run_id=run_id, duration_s=300.0, head_started="1", host=socket.gethostname()
-    )
-    store.begin(replace(here, **changed))
+    usual = {"duration_s": 300.0, "head_started": "1", "host": socket.gethostname()}
+    store = begun_run(runs / run_id, replace(FACTS, run_id=run_id, **{**usual, **changed}))
     snapshot = snapshot_of(run_id)
     store.slots([record(row=replace(snapshot.rows[0], restarts=2))])
-    add_event(
-        store,
-        {**event(name="state", to_state="RESTARTING", cause="killed\x1b[2J"), "slot": "pc1/0"},
-    )
-    add_event(store, {**event(name="state", to_state="RUNNING", cause="steady"), "slot": "pc1/0"})
+    fallen = {"to_state": "RESTARTING", "cause": "killed\x1b[2J"}
+    add_event(store, event(name="state", slot="pc1/0", **fallen))
+    add_event(store, event(name="state", slot="pc1/0", to_state="RUNNING", cause="steady"))
     add_event(store, event(name="node_left", node="pc2"))
-    add_event(store, {**event(name="workload_error", traceback=TRACEBACK), "slot": "pc1/0"})
+    add_event(store, event(name="workload_error", slot="pc1/0", traceback=TRACEBACK))
     store.update(snapshot)
     assert store.commit()
     return store
@@ -131,9 +125,7 @@ def test_a_run_is_resumed_without_a_cluster_yaml(nowhere: Path, command: Command
 def test_a_run_that_was_refused_is_neither_offered_nor_the_newest(tmp_path: Path) -> None:
     written(tmp_path)
     refused = tmp_path / f"2999{RUN_ID[4:]}"
-    refused.mkdir()
-    store = RunStore(refused / STORE_NAME)
-    store.begin(FACTS)
+    store = begun_run(refused)
     assert find_run(tmp_path, "latest") == refused, "it may still get workers"
     store.end("failed", 3, "no cluster", [])
     assert find_run(tmp_path, "latest") == tmp_path / RUN_ID
@@ -203,10 +195,7 @@ def test_faults_are_grouped_by_what_became_of_them(tmp_path: Path) -> None:
 def test_a_bad_night_is_told_by_its_last_lines(tmp_path: Path) -> None:
     store = written(tmp_path)
     for number in range(100):
-        add_event(
-            store,
-            {"at": "now", "event": "workload_error", "slot": "pc1/0", "traceback": f"E: {number}"},
-        )
+        add_event(store, event(name="workload_error", slot="pc1/0", traceback=f"E: {number}"))
     store.commit()
     text = report_text(tmp_path / RUN_ID, 100)
     assert "E: 99" in text

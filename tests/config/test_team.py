@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.config.load import config_from_text, dump_config, load_config
+from orchestrator.config.load import config_from_text, dump_config
 from orchestrator.config.schema import Config
 from orchestrator.config.team import members, with_team_alone, without_team
 from orchestrator.core.node_commands import firewall_lines
@@ -17,6 +17,7 @@ from orchestrator.jobs.spec import parse
 from orchestrator.run.environment import in_rehearsal
 from orchestrator.run.prediction import job_config
 from orchestrator.run.scaling import REHEARSAL_SCALE, scale_config
+from tests.config.test_config_errors import problems_of
 from tests.factories import REFERENCE, config_of
 from workers.training.settings import TrainSettings
 
@@ -173,11 +174,7 @@ def test_a_rehearsal_keeps_the_shares_of_the_members() -> None:
 def test_each_mistake_is_one_sentence_at_its_line(
     tmp_path: Path, old: str, new: str, line: int, key: str, said: str
 ) -> None:
-    file = tmp_path / "cluster.yaml"
-    file.write_text(YAML.replace(old, new), encoding="utf-8")
-    with pytest.raises(ConfigError) as caught:
-        load_config(str(file))
-    (problem,) = caught.value.problems
+    (problem,) = problems_of(tmp_path, YAML.replace(old, new))
     assert (problem.line, problem.key) == (line, key)
     assert said in f"{problem.text}; valid: {problem.valid}"
 
@@ -197,16 +194,12 @@ def test_jobs_work_without_the_team_of_a_run() -> None:
         ("train: {team: 5}", "train.team: 5 should be 'all', or be a valid list"),
         ("train: {team: all}, nodes: [pc1]", "names the cards of a job, and so does nodes"),
         ("train: {team: all}, pack: true", "names the cards of a job, and so does pack"),
-        (
-            "train: {team: all, split: auto}",
-            "what the team of a job divides is known before it begins; valid: split: data, or layers",
-        ),
-        (
-            "train: {lr: 1e-3}, sweep: {over: {team: [all]}}",
-            "is the same for all members of a sweep; valid: team below train",
-        ),
+        ("train: {team: all, split: auto}",
+         "what the team of a job divides is known before it begins; valid: split: data, or layers"),
+        ("train: {lr: 1e-3}, sweep: {over: {team: [all]}}",
+         "is the same for all members of a sweep; valid: team below train"),
     ],
-)
+)  # fmt: skip
 def test_a_job_refuses_a_team_that_cannot_be(entry: str, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(f"jobs:\n  - {{name: a, {entry}}}\n", "night.yaml", REFERENCE)

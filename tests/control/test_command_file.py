@@ -7,7 +7,6 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -107,32 +106,19 @@ def test_files_are_for_their_user_alone(tmp_path: Path) -> None:
     assert [path.stat().st_mode & 0o777 for path in place.iterdir()] == [0o600]
 
 
-def opened_to_all(folder: Path) -> None:
-    (folder / COMMANDS_NAME).chmod(0o755)
-
-
-def folder_opened(folder: Path) -> None:
-    folder.chmod(0o770)
-
-
-def linked(folder: Path) -> None:
-    (folder / COMMANDS_NAME).rename(folder / "target")
-    (folder / COMMANDS_NAME).symlink_to(folder / "target")
-
-
 @pytest.mark.parametrize(
-    ("spoil", "words"),
-    [
-        (opened_to_all, "chmod 700"),
-        (folder_opened, "chmod go-w"),
-        (linked, "no folder"),
-    ],
+    ("place", "mode", "words"),
+    [(COMMANDS_NAME, 0o755, "chmod 700"), ("", 0o770, "chmod go-w"), ("link", 0, "no folder")],
 )
 def test_what_others_could_have_written_is_refused(
-    tmp_path: Path, incoming: Incoming, spoil: Callable[[Path], None], words: str
+    tmp_path: Path, incoming: Incoming, place: str, mode: int, words: str
 ) -> None:
     put(tmp_path, b"", identity="a")
-    spoil(tmp_path)
+    if place == "link":
+        (tmp_path / COMMANDS_NAME).rename(tmp_path / "target")
+        (tmp_path / COMMANDS_NAME).symlink_to(tmp_path / "target")
+    else:
+        (tmp_path / place).chmod(mode)
 
     with pytest.raises(CommandFileError, match=words):
         waiting(tmp_path)

@@ -10,12 +10,10 @@ from hypothesis import strategies as st
 
 from orchestrator.cli.init import template
 from orchestrator.cli.plan import plan_object
-from orchestrator.config.gpu_specs import by_formula
 from orchestrator.config.load import config_from_text
 from orchestrator.config.schema import MAX_WORKERS_PER_CARD, Config, NodeConfig
 from orchestrator.config.template import NodeChoice, choose, render
 from orchestrator.core.placement import Target, node_budget, plan_slots
-from orchestrator.run import environment
 from tests.factories import card_facts, laptop, workstation, wsl
 from workers.host.facts import CardFacts, Holder, MachineFacts
 from workers.units import GIB
@@ -65,6 +63,13 @@ def test_for_any_machine_the_file_loads_fits_and_plans(facts: MachineFacts) -> N
     (node,) = config.nodes.values()
     assert node == choice.config
     assert "\x1b" not in text
+    above, after = (
+        template().partition("\nnodes:")[0],
+        template()[template().index("\nworkload:") :],
+    )
+    assert text.startswith(above)
+    assert all(f"\n#   {key}: " in above for key in NodeConfig.model_fields)
+    assert text.rstrip("\n").endswith(after.rstrip("\n"))
     assert node.overbooked is None
     assert len(plan_slots(config, Target())) == node.workers
     assert plan_object(config)
@@ -80,16 +85,6 @@ def test_for_any_machine_the_file_loads_fits_and_plans(facts: MachineFacts) -> N
         assert node_budget("pc1", node, config).workers_per_card <= MAX_WORKERS_PER_CARD
     else:
         assert node.gpu == "cpu"
-
-
-@given(st.lists(MACHINES, min_size=1, max_size=4))
-def test_the_keys_of_a_node_are_explained_above(machines: list[MachineFacts]) -> None:
-    text, _, _ = written(*machines)
-    above = text[: text.index("\nnodes:")]
-    for key in NodeConfig.model_fields:
-        assert f"\n#   {key}: " in above
-    after = template()[template().index("\nworkload:") :]
-    assert text.rstrip("\n").endswith(after.rstrip("\n"))
 
 
 def test_the_reference_pair_is_found_as_the_guides_have_it() -> None:
@@ -125,25 +120,19 @@ def processor(ram_gib: int, cores: int) -> MachineFacts:
     [
         # A desktop on the card is left a part of it.
         (workstation(), {"workers": 7, "memory_fraction": 0.99}, None),
-        (
-            with_cards(card_facts(display=True)),
-            {"workers": 6, "memory_fraction": 0.85}, "a screen is driven by this card",
-        ),
+        (with_cards(card_facts(display=True)),
+         {"workers": 6, "memory_fraction": 0.85}, "a screen is driven by this card"),
         (with_cards(XORG), {"workers": 6, "memory_fraction": 0.85}, "xorg draws on"),
         (wsl(), {"workers": 6, "memory_fraction": 0.85}, "Windows and its desktop"),
         (with_cards(card_facts(total_bytes=20 * GIB)), {"workers": 6, "memory_fraction": 0.90}, None),
         # Of unlike cards the largest counts.
         (with_cards(card_facts(), card_facts(index=1)), {"gpus": 2, "gpu": "rtx-3090", "workers": 14}, None),
-        (
-            with_cards(card_facts(), DISPLAY), {"gpus": 1, "gpu": "rtx-3090", "workers": 7},
-            "left out: NVIDIA GeForce GT 1030; start Ray with CUDA_VISIBLE_DEVICES=0",
-        ),
+        (with_cards(card_facts(), DISPLAY), {"gpus": 1, "gpu": "rtx-3090", "workers": 7},
+         "left out: NVIDIA GeForce GT 1030; start Ray with CUDA_VISIBLE_DEVICES=0"),
         (with_cards(OLD), {"dtype": "fp32"}, None),
         # Half of the free memory goes to workers on a processor.
-        (
-            processor(24, 8), {"gpu": "cpu", "gpus": 0, "workers": 8, "vram_per_worker_gib": 1.0},
-            "no NVIDIA card: 8 workers x 1.00 GiB on the processor",
-        ),
+        (processor(24, 8), {"gpu": "cpu", "gpus": 0, "workers": 8, "vram_per_worker_gib": 1.0},
+         "no NVIDIA card: 8 workers x 1.00 GiB on the processor"),
         (processor(2, 8), {"workers": 4, "vram_per_worker_gib": 0.25}, None),
         (processor(8, 2), {"workers": 2, "vram_per_worker_gib": 1.0}, None),
         (processor(0, 8), {"workers": 1, "vram_per_worker_gib": 0.01}, None),
@@ -169,18 +158,3 @@ def test_what_stands_outside_of_the_nodes_stays() -> None:
     short = "nodes: {old: {gpu: h100, workers: 1, vram_per_worker_gib: 1}}\nrun:\n  report: true\n"
     config = config_from_text(render(short, first), "short")
     assert (list(config.nodes), config.run.report) == (["pc1"], True)
-
-
-@given(st.integers(GIB, 200 * GIB), st.integers(1, 8))
-def test_this_machine_alone_is_divided_by_the_same_formula_too(
-    total_bytes: int, count: int
-) -> None:
-    found = [
-        CardFacts(index=at, name="card", uuid=f"GPU-{at}", total_bytes=total_bytes)
-        for at in range(count)
-    ]
-    node = NodeConfig.model_validate(environment._card_node(found))
-    advice = by_formula(total_bytes / GIB)
-    assert node.workers == count * advice.workers
-    assert node.vram_per_worker_gib == advice.vram_per_worker_gib
-    assert node.overbooked is None

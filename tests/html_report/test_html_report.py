@@ -13,12 +13,12 @@ from typer.testing import CliRunner
 
 from orchestrator.cli.app import app
 from orchestrator.record.jobs import QUEUE_NAME
-from orchestrator.record.store import STORE_NAME, RunStore
 from orchestrator.view import html_report
 from tests.factories import (
     FACTS,
     STARTED_UNIX_S,
     add_event,
+    begun_run,
     event,
     make_row,
     make_standing,
@@ -36,9 +36,7 @@ DRAWN = """[...document.querySelectorAll('canvas')].filter((one) => one.offsetPa
 
 def make_run(place: Path, slots: int = 2) -> Path:
     """Make a run of some slots and 60 s, with texts that want to be code."""
-    place.mkdir(parents=True)
-    store = RunStore(place / STORE_NAME)
-    store.begin(replace(FACTS, run_id=place.name))
+    store = begun_run(place, replace(FACTS, run_id=place.name))
     for second in range(60):
         heat = {"temperature_c": 50.0 + second, "oom_count": second}
         rows = [

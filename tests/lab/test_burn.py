@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from orchestrator.config.load import config_from_data
 from orchestrator.config.schema import Config
@@ -116,33 +114,6 @@ def test_a_run_cut_short_or_without_a_sensor_is_no_pass() -> None:
         assert verdict(phase, course(temperature_c=95.0), is_whole=False) is False
     assert verdict(HEAT, unknown) is None, "its purpose has no sensor"
     assert verdict(CAPS, unknown) is verdict(FULL, unknown) is True
-
-
-VALUES = st.lists(st.none() | st.floats(0.0, 2000.0), max_size=30)
-
-
-@given(VALUES, VALUES, st.none() | st.integers(0, 2000), st.floats(0.0, 50.0))
-def test_anything_is_judged_and_a_warmer_card_not_better(
-    held: list[float | None], warmth: list[float | None], cap_bytes: int | None, more_c: float
-) -> None:
-    warmer = [None if each is None else each + more_c for each in warmth]
-    row, told = (
-        {**ROW, "cap_bytes": cap_bytes},
-        dict[str, list[str]](alarm=[], to_state=[], text=[]),
-    )
-    before, after = (
-        judge(
-            WorkerCourse(
-                row=row,
-                every_s=1.0,
-                samples={"reserved_bytes": held, "temperature_c": each},
-                told=told,
-            )
-        )
-        for each in (warmth, warmer)
-    )
-    assert all(text for _, text in before.values())
-    assert before["temperature"][0] is not False or after["temperature"][0] is False
 
 
 def config(**changes: object) -> Config:

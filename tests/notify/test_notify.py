@@ -16,11 +16,11 @@ import pytest
 from orchestrator.config.schema import NotifyConfig
 from orchestrator.core.slot import HeadState
 from orchestrator.errors import UsageError
-from orchestrator.record.store import STORE_NAME, RunStore
+from orchestrator.record.store import RunStore
 from orchestrator.run.notify_urls import URLS_VARIABLE
 from orchestrator.view.notify.notifier import LOCK_NAME, Notifier
 from orchestrator.view.notify.outbox import Pace
-from tests.factories import add_event, event, make_row
+from tests.factories import add_event, begun_run, event, make_row
 from tests.fleet.in_process import CONFIG, IN_PROCESS
 from tests.notify.receivers import Receiver, http_receiver
 from tests.scene import COMMAND, PATIENCE_S, orchestrator, python, wait_for
@@ -77,9 +77,7 @@ def folder(tmp_path: Path) -> Path:
 
 def begun(folder: Path, **facts: object) -> RunStore:
     """Make the folder of a run whose slots all work."""
-    folder.mkdir(parents=True)
-    store = RunStore(folder / STORE_NAME)
-    store.begin(facts_here(RUN_ID, **facts))
+    store = begun_run(folder, facts_here(RUN_ID, **facts))
     turn(store)
     return store
 

@@ -5,24 +5,25 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestrator.record.model import Row
 from orchestrator.view.alerts import NODE_MISSING, Alert
-from orchestrator.view.notify.outbox import Message, Outbox
+from orchestrator.view.notify.outbox import Message, MessageText, Outbox, message_text
+from tests.alerts.traces import frame_at
+from tests.factories import make_row, make_snapshot
 
 
-def alert(subject: str = "pc1/0", name: str = "SlotQuarantined") -> Alert:
-    node = subject.partition("/")[0]
+def alert(
+    subject: str = "pc1/0", name: str = "SlotQuarantined", text: str = "it is wrong"
+) -> Alert:
+    node, do = subject.partition("/")[0], "look"
     return Alert(
-        name=name,
-        severity="critical",
-        subject=subject,
-        node=node,
-        text=f"{subject} is wrong",
-        what_to_do="look",
+        name=name, severity="critical", subject=subject, node=node, text=text, what_to_do=do
     )
 
 
@@ -71,22 +72,14 @@ SLOT = alert("pc2/0", "SlotNotWorking")
     ("there", "fails", "told"),
     [
         ({10: [NODE], 200: []}, (), ["15: +pc2", "324: -pc2"]),
-        (
-            {10 + at: SEVEN[: 2 + at] for at in range(4)},
-            (),
-            ["15: +pc1/0 +pc1/1 +pc1/2 +pc1/3 +pc1/4"],
-        ),
+        ({10 + at: SEVEN[: 2 + at] for at in range(4)}, (), ["15: +pc1/0 +pc1/1 +pc1/2 +pc1/3 +pc1/4"]),
         ({10: [NODE], 20: [NODE, PC3], 50: [NODE, PC3, PC4]}, (), ["15: +pc2", "75: +pc3 +pc4"]),
-        (
-            {at: [PAUSED] if at // 40 % 2 else [] for at in range(40, 3601, 40)},
-            (),
-            ["45: +GPU-0", "3724: -GPU-0"],
-        ),
+        ({at: [PAUSED] if at // 40 % 2 else [] for at in range(40, 3601, 40)}, (), ["45: +GPU-0", "3724: -GPU-0"]),
         ({10: [NODE], 900: []}, (0, 1), ["15: +pc2", "75: +pc2", "135: +pc2", "1024: -pc2"]),
         ({0: [SLOT], 100: [NODE], 2000: [SLOT]}, (), ["5: +pc2/0", "105: +pc2", "2124: -pc2"]),
     ],
     ids=["node", "together", "minute", "again and again", "not taken", "slot of a node"],
-)
+)  # fmt: skip
 def test_what_is_wrong_is_one_message_and_one_when_over(
     there: Mapping[float, Iterable[Alert]], fails: Iterable[int], told: list[str]
 ) -> None:
@@ -139,3 +132,25 @@ def test_one_message_a_minute_and_nothing_is_lost(
                 told -= {one.subject for one in message.over}
     assert all(after - before >= 60 for before, after in itertools.pairwise(sent))
     assert told == {SEVEN[index].subject for index in there}
+
+
+def text_of(message: Message, *rows: Row) -> MessageText:
+    return message_text(message, replace(frame_at(0), snapshot=make_snapshot(*rows)), 90.0)
+
+
+def test_hostile_and_endless_text_stays_harmless_and_short() -> None:
+    hostile = alert("pc1/0\r\nBcc: all@mail.example", text="\x1b]0;gone\x07" + "x" * 100_000)
+    many = tuple(alert(f"pc{number}") for number in range(2000))
+    rows = [make_row(slot=f"pc{number}/0", node=f"pc{number}") for number in range(1000)]
+    told = text_of(Message(begun=(hostile, *many), still=many), *rows)
+    assert told.title.isprintable()
+    assert len(told.title) <= 120
+    assert all(line.isprintable() for line in told.body.splitlines())
+    assert not any(line.startswith("Bcc") for line in told.body.splitlines())
+    assert len(told.body) < 8_000
+    assert "lines more" in told.body
+
+
+def test_what_is_only_over_alarms_no_one() -> None:
+    told = text_of(Message(over=(alert("pc3", "NodeMissing"),)))
+    assert (told.title, told.severity) == ("0b76: over: NodeMissing pc3", "info")

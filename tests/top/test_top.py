@@ -1,4 +1,4 @@
-"""`top` on terminals of several sizes: the screens as text, and the keys; and `--once`."""
+"""`top` on terminals of several sizes: the screens as text and the keys."""
 
 from __future__ import annotations
 
@@ -11,16 +11,12 @@ from pathlib import Path
 
 import pytest
 from textual.pilot import Pilot
-from typer.testing import CliRunner
 
-from orchestrator.cli.app import app
 from orchestrator.core.slot import HeadState
 from orchestrator.record.model import STATES_WORST_FIRST, Row
-from orchestrator.record.store import STORE_NAME, RunStore
 from orchestrator.view.top import Rows, Top
-from tests.factories import FACTS, STARTED_UNIX_S, add_event, event, make_row
+from tests.factories import FACTS, STARTED_UNIX_S, add_event, begun_run, event, make_row
 from tests.web.scene import put_turn, with_queue
-from workers.messages import WorkerState
 
 GOLDENS = Path(__file__).parent / "goldens"
 #: `UPDATE_GOLDENS=1 pytest tests/top` writes them anew; look at what has changed.
@@ -37,10 +33,8 @@ def made(
     Its head lives on another PC, or is gone.
     """
     place = folder / FACTS.run_id
-    place.mkdir(parents=True)
-    store = RunStore(place / STORE_NAME)
     gone = replace(FACTS, head_pid=2**22 - 1, head_started="1", host=socket.gethostname())
-    store.begin(FACTS if lives else gone)
+    store = begun_run(place, FACTS if lives else gone)
     for second, rows in enumerate(looks):
         change = event(name="state", from_state="STARTING", to_state="RUNNING", cause=HOSTILE)
         add_event(store, {**change, "slot": rows[0].slot if rows else None})
@@ -124,8 +118,7 @@ def test_the_cursor_stays_with_its_slot_while_rows_move(tmp_path: Path) -> None:
         top, rows_there = pilot.app, pilot.app.query_one(Rows)
         assert isinstance(top, Top)
         await pilot.press("down", "down", "down")
-        store = RunStore(folder / STORE_NAME)
-        store.begin(FACTS)
+        store = begun_run(folder)
         worse = [make_row(slot="pc1/29", state=HeadState.LOST), *rows[:20]]
         put_turn(store, 5.0, worse)
         top.look()
@@ -156,15 +149,3 @@ def test_a_run_with_a_queue_has_a_line_and_a_page_of_jobs(tmp_path: Path) -> Non
     lines = driven(with_queue(folder, "lr-0", "lr-1"), (120, 20), pressed("J"))
     assert any("jobs: 2 queued" in line for line in lines)
     assert first_words(lines, "lr-") == ["lr-0", "lr-1"]
-
-
-def test_once_prints_the_table_and_no_control_codes(tmp_path: Path) -> None:
-    rows = [make_row(), make_row(slot="pc1/1", reason=HOSTILE, state=WorkerState.BACKOFF)]
-    made(tmp_path, rows)
-    once = CliRunner().invoke(app, ["top", "--once", "--run-dir", str(tmp_path)])
-    assert once.exit_code == 0
-    assert [word for word in once.output.split() if word.startswith("pc1/")][:2] == [
-        "pc1/1",
-        "pc1/0",
-    ]
-    assert "\x1b" not in once.output

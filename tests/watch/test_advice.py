@@ -11,9 +11,8 @@ import pytest
 from orchestrator.cli.runs import report_text
 from orchestrator.core.slot import SlotState
 from orchestrator.record.history import Buckets, Span
-from orchestrator.record.store import STORE_NAME, RunStore
 from orchestrator.view.advice import SAMPLED, advice_lines
-from tests.factories import FACTS, add_event, event, make_row, make_snapshot, record
+from tests.factories import FACTS, add_event, begun_run, event, make_row, make_snapshot, record
 from workers.messages import Progress, WorkerState
 
 GIB = 2**30
@@ -60,41 +59,20 @@ def trains(**changed: float) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("workers", "states", "said", "remedy"),
     [
-        (
-            [{**trains(data_wait_pct=55.0), "utilisation_pct": 42.0}],
-            STEADY,
-            "55% data: it waited for data; prepare them in processes of their own",
-            "(train.loader_workers)",
-        ),
+        ([{**trains(data_wait_pct=55.0), "utilisation_pct": 42.0}], STEADY,
+         "55% data: it waited for data; prepare them in processes of their own", "(train.loader_workers)"),
         ([trains(copies_pct=38.0)], STEADY, "38% copies: ", "(train.pin)"),
-        (
-            [{"duty_measured": 0.3, "utilisation_pct": 48.5}],
-            HOT,
-            "70% heat: ",
-            "nodes.pc1.power_limit_w",
-        ),
-        (
-            [{"baseline_pct": 45.0, "utilisation_pct": 100.0, "device_used_bytes": 11 * GIB}],
-            STEADY,
-            "53% neighbour: ",
-            "nvidia-smi",
-        ),
-        (
-            [{"duty_requested": 0.6, "duty_measured": 0.59, "utilisation_pct": 60.0}],
-            STEADY,
-            "40% duty: ",
-            "nodes.pc1.gpu_share",
-        ),
+        ([{"duty_measured": 0.3, "utilisation_pct": 48.5}], HOT, "70% heat: ", "nodes.pc1.power_limit_w"),
+        ([{"baseline_pct": 45.0, "utilisation_pct": 100.0, "device_used_bytes": 11 * GIB}], STEADY, "53% neighbour: ",
+         "nvidia-smi"),
+        ([{"duty_requested": 0.6, "duty_measured": 0.59, "utilisation_pct": 60.0}], STEADY, "40% duty: ",
+         "nodes.pc1.gpu_share"),
         ([{"utilisation_pct": 50.0}], STEADY, "47% gaps: ", "(train.compile)"),
-        (
-            [{"duty_measured": 0.0, "utilisation_pct": 0.0}] * 3,
-            ((WorkerState.EMERGENCY, 120.0),),
-            "100% memory: ",
-            "nodes.pc1.vram_per_worker_gib",
-        ),
+        ([{"duty_measured": 0.0, "utilisation_pct": 0.0}] * 3, ((WorkerState.EMERGENCY, 120.0),), "100% memory: ",
+         "nodes.pc1.vram_per_worker_gib"),
     ],
     ids=["data", "copies", "heat", "neighbour", "duty", "gaps", "memory"],
-)
+)  # fmt: skip
 def test_the_right_cause_of_an_idle_card_comes_first(
     workers: list[Mapping[str, Any]], states: States, said: str, remedy: str
 ) -> None:
@@ -113,9 +91,7 @@ def test_a_busy_card_needs_no_advice() -> None:
 
 def test_the_report_names_the_right_cause_first(tmp_path: Path) -> None:
     folder = tmp_path / FACTS.run_id
-    folder.mkdir()
-    store = RunStore(folder / STORE_NAME)
-    store.begin(FACTS)
+    store = begun_run(folder)
     row = make_row(**{**BUSY, **trains(data_wait_pct=55.0), "utilisation_pct": 42.0})
     begun = event(name="state", from_state=None, to_state=row.state.value, cause="")
     add_event(store, {**begun, "slot": row.slot, "at": "2023-11-14T22:13:20.000Z"})

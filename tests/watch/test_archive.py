@@ -30,7 +30,7 @@ from orchestrator.record.folders import find_run, list_runs
 from orchestrator.record.jobs import queue_of
 from orchestrator.record.store import STORE_NAME, RunStore
 from orchestrator.run.resume import environment_of
-from tests.factories import FACTS, add_event, event, make_row, make_snapshot, record
+from tests.factories import FACTS, add_event, begun_run, event, make_row, make_snapshot, record
 from tests.scene import namespaced
 from tests.watch.scene import head_process
 from workers.keeper.processes import start_time
@@ -79,12 +79,10 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def store(folder: Path) -> RunStore:
     """Begin a run with two slots."""
-    begun = RunStore(folder / STORE_NAME)
-    begun.begin(MINE)
-    begun.slots([record(), record("pc2/0", state="LOST")])
-    begun.commit()
-    assert begun.problem is None
-    return begun
+    store = begun_run(folder, MINE)
+    store.slots([record(), record("pc2/0", state="LOST")])
+    assert store.commit(), store.problem
+    return store
 
 
 @contextmanager
@@ -169,8 +167,7 @@ def test_a_run_under_way_is_read_without_disturbing_it(folder: Path, store: RunS
 def test_a_head_whose_process_is_another_now_was_killed(
     folder: Path, changed: dict[str, Any]
 ) -> None:
-    store = RunStore(folder / STORE_NAME)
-    store.begin(replace(MINE, **changed))
+    store = begun_run(folder, replace(MINE, **changed))
     store.slots([record(), record("pc1/1")])
     store.commit()
     run = read_run(folder)
@@ -191,8 +188,7 @@ def test_folders_that_cannot_be_written_can_be_read(tmp_path: Path) -> None:
     with begun_head(tmp_path / "killed"):
         pass
     shutil.copytree(tmp_path / "killed", tmp_path / "ended")
-    again = RunStore(tmp_path / "ended" / STORE_NAME)
-    again.begin(replace(MINE, head_started="1", run_id="ended"))
+    again = begun_run(tmp_path / "ended", replace(MINE, head_started="1", run_id="ended"))
     again.end("good", 0, None, [])
     files = {place.name: len(list(place.glob(f"{STORE_NAME}*"))) for place in tmp_path.iterdir()}
     assert files == {"killed": 3, "ended": 1}

@@ -17,8 +17,16 @@ import pytest
 from orchestrator.record import history
 from orchestrator.record.archive import LATE_AFTER_S, Follower, Freshness, read_run
 from orchestrator.record.events import read_events
-from orchestrator.record.store import STORE_NAME, RunStore
-from tests.factories import FACTS, STARTED_UNIX_S, add_event, event, make_row, make_snapshot, record
+from tests.factories import (
+    FACTS,
+    STARTED_UNIX_S,
+    add_event,
+    begun_run,
+    event,
+    make_row,
+    make_snapshot,
+    record,
+)
 from tests.scene import wait_for
 from tests.watch.scene import Clock, head_process
 from workers.messages import Progress, WorkerState
@@ -48,18 +56,14 @@ def rows_at(second: int) -> list[object]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a finished run of two slots that were sampled every second."""
     place = tmp_path_factory.mktemp("runs") / FACTS.run_id
-    place.mkdir()
-    store = RunStore(place / STORE_NAME)
-    store.begin(FACTS)
+    store = begun_run(place)
     for second in range(SECONDS):
         rows = rows_at(second)
         if second == 20:
             for slot in SLOTS:
                 told = {"from_state": "RUNNING", "to_state": "BACKOFF", "cause": "memory ran out"}
-                add_event(
-                    store,
-                    {**event(name="state"), "at": "2023-11-14T22:13:40.000Z", "slot": slot, **told},
-                )
+                told |= {"at": "2023-11-14T22:13:40.000Z", "slot": slot}
+                add_event(store, event(name="state", **told))
         store.slots(record(row=row) for row in rows)  # type: ignore[attr-defined]
         store.update(make_snapshot(*rows, elapsed_s=float(second)))  # type: ignore[arg-type]
     store.update(make_snapshot(*rows_at(SECONDS), elapsed_s=float(SECONDS)))  # type: ignore[arg-type]
@@ -135,9 +139,7 @@ def test_a_run_is_followed_while_its_head_works_and_dies(live: tuple[Path, int])
 def test_a_run_of_another_machine_lives_while_its_store_changes(tmp_path: Path) -> None:
     """A process id means nothing there, and its clock may be wrong by hours."""
     folder = tmp_path / FACTS.run_id
-    folder.mkdir()
-    store = RunStore(folder / STORE_NAME)
-    store.begin(replace(FACTS, host=f"not-{socket.gethostname()}"))
+    store = begun_run(folder, replace(FACTS, host=f"not-{socket.gethostname()}"))
     store.update(make_snapshot(make_row()))
     store.commit()
     clock = Clock()

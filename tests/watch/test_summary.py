@@ -19,7 +19,6 @@ from orchestrator.record.summary import (
 )
 from tests.factories import make_row, make_snapshot
 from tests.watch.strategies import ANY_ROW
-from workers.messages import WorkerState
 
 
 def test_the_keys_of_a_row_are_those_of_the_design() -> None:
@@ -60,16 +59,6 @@ def test_worst_first_by_state_then_trouble_then_natural_slot() -> None:
         "x/DONE",
         "x/STOPPED",
     ]
-
-
-def test_oom_steps_count_against_the_success_rate() -> None:
-    snapshot = make_snapshot(
-        make_row(steps_ok=90, steps_oom=6), make_row(steps_ok=0, steps_error=4, tflops=None)
-    )
-
-    assert snapshot.counts.success_rate == 0.9
-    assert snapshot.tflops_total == 9.61
-    assert snapshot.state_counts == {WorkerState.RUNNING: 2}
 
 
 AT = "2026-01-01T00:00:00Z"

@@ -4,15 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hypothesis import given
-from hypothesis import strategies as st
-from rich.cells import cell_len
-
-from orchestrator.view.cells import MISSING
 from orchestrator.view.tables import Cell, Column, Table, TableRow, Tone
 from orchestrator.view.terminal import plain_text, table_lines
 
-HOSTILE = "\x1b[31mred\x1b[0m [bold]markup[/bold] \u202eturned\nline メモリ不足"
 COLUMNS = (
     Column(key="slot", title="slot"),
     Column(key="state", title="state"),
@@ -77,16 +71,3 @@ def test_reasons_stand_below_and_equal_ones_share_a_line() -> None:
         "pc1/0, pc1/2, pc1/3 and 2 more: its node has left",
         "pc1/1: memory ran out",
     ]
-
-
-TEXTS = st.text(max_size=40) | st.sampled_from((HOSTILE, MISSING, "", "カード" * 20))
-ROWS = st.lists(st.tuples(TEXTS, TEXTS, TEXTS, TEXTS, TEXTS), max_size=12)
-
-
-@given(ROWS, st.lists(TEXTS, max_size=12), st.integers(10, 200))
-def test_no_text_leaves_its_place(
-    rows: list[tuple[str, ...]], reasons: list[str], width: int
-) -> None:
-    lines = drawn(made(rows, reasons), width)
-    assert all(line.isprintable() for line in lines)
-    assert all(cell_len(line) <= width for line in lines[: len(rows) + 1])

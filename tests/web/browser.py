@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
 import os
 import shutil
@@ -86,17 +85,13 @@ class Browser:
             more = {"text": text or key} if kind == "keyDown" and (text or len(key) == 1) else {}
             self.do("Input.dispatchKeyEvent", type=kind, key=key, **more)
 
-    def resize(self, width: int, height: int, *, dark: bool, to: Path | None) -> None:
-        """Give the window this size and scheme; keep a picture of it in a file, if one is named."""
+    def resize(self, width: int, height: int, *, dark: bool) -> None:
+        """Give the window this size and scheme."""
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self.do("Emulation.setEmulatedMedia", features=scheme)
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.do("Emulation.setDeviceMetricsOverride", **size)
-        self.rest(0.3 if to is None else 1.0)
-        if to is not None:
-            to.write_bytes(
-                base64.b64decode(self.do("Page.captureScreenshot", format="png")["data"])
-            )
+        self.rest(0.3)
 
     def requests(self) -> list[str]:
         return [

@@ -20,13 +20,14 @@ from aiohttp import web
 
 from orchestrator.record.jobs import QUEUE_NAME
 from orchestrator.record.model import STATES_WORST_FIRST, Row
-from orchestrator.record.store import STORE_NAME, RunFacts, RunStore
+from orchestrator.record.store import RunFacts, RunStore
 from orchestrator.view.web.guard import COOKIE, Access
 from orchestrator.view.web.server import SERVED, Site
 from tests.factories import (
     FACTS,
     GIB,
     add_event,
+    begun_run,
     event,
     make_row,
     make_snapshot,
@@ -43,13 +44,7 @@ STARTED_UNIX_S = float(int(time.time()) - SECONDS)
 """Runs of this module go on now."""
 REASONS = {
     "QUARANTINED": "5 processes died within 300 s: killed by signal 9",
-    "LOST": "node pc2 has left the cluster",
-    "CORRUPT": "2 of 412 results were wrong: lower the memory clock of this card",
-    "RESTARTING": "its process was killed by signal 9; a new one comes in 4 s",
-    "WARMING": "opens its device",
-    "EMERGENCY": "not even a 128 x 128 product fits: 12 MiB free on the card",
     "BACKOFF": "out of memory at size 12288: 2.6 GiB wanted, 0.4 GiB allowed",
-    "THROTTLED": "card at 81 C, REDUCE: duty 0.42",
 }
 
 
@@ -105,9 +100,9 @@ def make_run(folder: Path, slots: int = 10, seconds: int = SECONDS) -> RunStore:
 
     It has samples of every tenth second, and some events.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    store = RunStore(folder / STORE_NAME)
-    store.begin(facts_here(folder.name, duration_s=3600.0, started_at_unix_s=STARTED_UNIX_S))
+    store = begun_run(
+        folder, facts_here(folder.name, duration_s=3600.0, started_at_unix_s=STARTED_UNIX_S)
+    )
     for second in range(0, seconds + 1, 10):
         rows = rows_at(second, slots)
         if second == 0:

@@ -17,7 +17,6 @@ from orchestrator.control.queue import waiting
 from orchestrator.record.jobs import QUEUE_NAME
 from orchestrator.view.web.server import LOOK_EVERY_S
 from tests.factories import add_event, make_row
-from tests.scene import ROOT
 from tests.web.browser import Browser, browser, needs_chromium
 from tests.web.scene import Server, make_run, put_turn, rows_at, serving, with_queue
 from workers.messages import WorkerState
@@ -233,15 +232,7 @@ def test_the_page_fits_and_its_words_can_be_read(folder: Path) -> None:
     contrast = (Path(__file__).parent / "contrast.js").read_text()
 
     def fits(page: Browser, name: str, width: int, *, dark: bool) -> None:
-        picture = ROOT / "docs" / "pictures" / f"web-{name}-{width}.png"
-        is_shown = (name, width, dark) in {
-            ("slots", 390, False), ("slots", 1280, False), ("slots", 1920, True), ("slot", 1280, False),
-        }  # fmt: skip
-        if KEEP:
-            put_turn(store, 601 + len(name), rows_at(601 + len(name), 24))
-            page.until("document.getElementById('mark').textContent === 'live'")
-        height = 844 if width == 390 else 900
-        page.resize(width, height, dark=dark, to=picture if KEEP and is_shown else None)
+        page.resize(width, 844 if width == 390 else 900, dark=dark)
         assert page.js("document.documentElement.scrollWidth - innerWidth") <= 0
         assert page.js(contrast) == []
         if name == "slots":
@@ -264,7 +255,3 @@ def test_the_page_fits_and_its_words_can_be_read(folder: Path) -> None:
                 fits(page, name, width, dark=dark)
 
     store.end("good", 0, None, [])
-
-
-KEEP = False
-"""Set by hand to take new pictures for the documents."""

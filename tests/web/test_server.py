@@ -20,10 +20,10 @@ from typer.testing import CliRunner
 from orchestrator.cli.app import app
 from orchestrator.control.slots import Answer
 from orchestrator.errors import UsageError
-from orchestrator.record.store import STORE_NAME, RunStore
+from orchestrator.record.store import RunStore
 from orchestrator.view.web.guard import COOKIE
 from orchestrator.view.web.server import LOOK_EVERY_S, PAGE, SERVED
-from tests.factories import add_event
+from tests.factories import add_event, begun_run
 from tests.scene import COMMAND, PATIENCE_S, ROOT
 from tests.web.scene import Server, facts_here, make_run, put_turn, rows_at, serving
 
@@ -94,8 +94,7 @@ def test_before_the_first_sample_there_are_no_charts_and_before_the_store_a_sent
             assert (answer.status, "no record of a run" in answer.told["error"]) == (503, True)
         stream = server.events()
         assert next(stream)[0] == "problem"
-        store = RunStore(folder / STORE_NAME)
-        store.begin(facts_here(RUN_ID))
+        store = begun_run(folder, facts_here(RUN_ID))
         store.commit()
         while next(stream)[0] != "document":
             pass

@@ -85,22 +85,17 @@ class Notifier:
     def follow(self) -> int:
         """Tell of the run until it has ended; return the exit code.
 
-        Raises:
-            UsageError: Another process tells of this run.
-            ArchiveError: The run folder is gone.
+        `UsageError`: another process tells of this run; `ArchiveError`: the run folder is gone.
         """
         lock, run_id = self.folder / LOCK_NAME, self.folder.name
-        self.say(
-            f"telling of run {run_id} at {counted(len(self.urls), 'address', 'addresses')}, once "
-            "no other process does"
-        )
+        where = counted(len(self.urls), "address", "addresses")
+        self.say(f"telling of run {run_id} at {where}, once no other process does")
         with ExitStack() as stack:
             try:
                 stack.enter_context(locked(lock, self.lock_patience_s))
             except TimeoutError as late:
-                raise UsageError(
-                    f"another process tells of run {run_id} already; end it first"
-                ) from late
+                why = f"another process tells of run {run_id} already; end it first"
+                raise UsageError(why) from late
             except OSError as failure:
                 why = f"{lock} cannot be made: {failure.strerror}"
                 raise UsageError(one_line(why)) from failure

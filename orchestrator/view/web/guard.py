@@ -37,8 +37,7 @@ class Access:
 def check(request: web.Request, access: Access) -> None:
     """Let a request pass. The page's own files tell nothing of the run, so they need no token.
 
-    Raises:
-        web.HTTPException: It is refused; the reason is a sentence for the person who asks.
+    `web.HTTPException`: it is refused; the reason is a sentence for the person who asks.
     """
     path, is_page = request.path, _address(request) == LOOPBACK
     if is_page:
@@ -54,15 +53,13 @@ def check(request: web.Request, access: Access) -> None:
             raise web.HTTPNotFound
     elif path.startswith("/api/"):
         if not is_same(request.cookies.get(COOKIE, ""), access.token):
-            raise web.HTTPUnauthorized(
-                reason="open the address that `python -m orchestrator web` prints"
-            )
+            why = "open the address that `python -m orchestrator web` prints"
+            raise web.HTTPUnauthorized(reason=why)
         if request.method == "POST" and "Origin" not in request.headers:
             raise web.HTTPForbidden(reason="the request lacks its Origin")
         if request.method == "POST" and not access.with_control:
-            raise web.HTTPForbidden(
-                reason="the page takes commands only if `web --control` serves it"
-            )
+            why = "the page takes commands only if `web --control` serves it"
+            raise web.HTTPForbidden(reason=why)
 
 
 def is_same(text: str, secret: str) -> bool:

@@ -139,9 +139,7 @@ class Site:
         """Return the run as it is now, and its document as JSON: one look serves all who ask within
         half a second.
 
-        Raises:
-            UsageError: There is no run.
-            ArchiveError: Its folder cannot be read.
+        `UsageError`: there is no run; `ArchiveError`: its folder cannot be read.
         """
         async with self._lock:
             return await asyncio.to_thread(self._looked)
@@ -170,10 +168,8 @@ class Site:
         if token is None:
             return web.FileResponse(PAGE / "index.html")
         if not guard.is_same(token, self.access.token):
-            raise web.HTTPUnauthorized(
-                reason="this address is of a `web` that has ended; open the one that it printed "
-                "last"
-            )
+            why = "this address is of a `web` that has ended; open the one that it printed last"
+            raise web.HTTPUnauthorized(reason=why)
         response = web.Response(status=HTTPStatus.SEE_OTHER, headers={"Location": "/"})
         response.set_cookie(guard.COOKIE, token, path="/", httponly=True, samesite="Strict")
         return response
@@ -286,10 +282,8 @@ def serve(
     """Serve the page of a run until Ctrl-C or SIGTERM; `latest` is the newest run at any time.
 
     `say` gets the lines for the terminal. `port` is that of all addresses; 0 takes any free one. At
-    `bind`, an address of this PC, others may ask for `/metrics`.
-
-    Raises:
-        UsageError: There is no such run, or an address cannot be served.
+    `bind`, an address of this PC, others may ask for `/metrics`. `UsageError`: there is no such
+    run, or an address cannot be served.
     """
     find_run(runs_dir, run_id)
     token_file = default_path().parent / "web" / "metrics.token"
@@ -337,9 +331,8 @@ def _metrics_token(path: Path) -> str:
         text = read_small(path, _TOKEN_MOST_BYTES).strip()
         is_open = path.stat().st_mode & 0o077
     except (OSError, UnicodeDecodeError) as failure:
-        raise UsageError(
-            one_line(f"the token {path} cannot be read or made: {failure}")
-        ) from failure
+        why = f"the token {path} cannot be read or made: {failure}"
+        raise UsageError(one_line(why)) from failure
     if is_open or len(text) < _TOKEN_LEAST_CHARS:
         raise UsageError(
             f"others can read the token {path}, or it is too short: delete it; `web` makes another"
