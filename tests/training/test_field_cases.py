@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -18,10 +19,12 @@ from tests.training.plain_loop import (
     adamw,
     classified,
     close,
+    is_as_plain,
     net,
     out_of_memory,
     plain,
     refused,
+    trained,
     weights,
 )
 from workers.training.elastic import ElasticStep
@@ -234,3 +237,145 @@ def test_batch_norm_that_is_switched_on_later_is_refused() -> None:
     with pytest.raises(PartsError, match="BatchNorm1d"):
         elastic.step((X, Y), classified(model))
     assert int(model[2].num_batches_tracked) == 0
+
+
+class Warming(nn.Module):
+    """Counts its passes in what `begin` gives it."""
+
+    def __init__(self, begin: Callable[[nn.Module], object]) -> None:
+        super().__init__()
+        self.inner, self.seen = net(), 0
+        begin(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        made: Tensor = self.inner(x)
+        return made * (1.0 if self.seen < 3 else 0.5)
+
+
+def in_a_buffer(model: nn.Module) -> None:
+    del model.seen
+    model.register_buffer("seen", torch.zeros((), dtype=torch.int64), persistent=False)
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [
+        in_a_buffer,
+        lambda model: setattr(model, "seen", torch.zeros((), dtype=torch.int64)),
+        lambda model: setattr(model, "seen", np.int64(0)),
+    ],
+    ids=["buffer of no checkpoint", "tensor", "NumPy"],
+)
+def test_passes_are_counted_as_in_one_pass_wherever_a_module_counts(
+    begin: Callable[[nn.Module], object],
+) -> None:
+    model, other = Warming(begin), Warming(begin)
+    found = trained(model, classified(model), most=5)
+    assert close(found, plain(other, classified(other)))
+    assert int(model.seen) == int(other.seen)
+
+
+class Centred(nn.Module):
+    """A loss outside the model: it counts its calls, and keeps a mean of outputs and of itself."""
+
+    centre: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.total = 0, 0.0
+        self.register_buffer("centre", torch.zeros(3, dtype=torch.float64))
+
+    def forward(self, made: Tensor, labels: Tensor) -> Tensor:
+        self.calls += 1
+        value = functional.cross_entropy(
+            made - self.centre.clone(), labels, label_smoothing=0.0 if self.calls < 3 else 0.3
+        )
+        self.centre.lerp_(made.detach().mean(0), 0.1)
+        self.total += value.item()
+        return value
+
+
+def test_a_module_that_the_loss_names_counts_as_in_one_pass() -> None:
+    one, other = Centred(), Centred()
+    models = net(), net()
+    found = trained(models[0], lambda part: one(models[0](part[0]), part[1]), most=5)
+    assert close(found, plain(models[1], lambda part: other(models[1](part[0]), part[1])))
+    assert close([one.centre], [other.centre])
+    assert (one.calls, one.total) == (other.calls, pytest.approx(other.total, rel=1e-9))
+
+
+def test_what_is_trained_may_be_the_batch_itself() -> None:
+    """As of vectors that are found by descent, one for each sample."""
+    one, other = (nn.Parameter(X.clone()) for _ in range(2))
+    model, twin = net(), net()
+    elastic = ElasticStep(model, torch.optim.SGD([one, *model.parameters()], 0.1))
+    optimizer = torch.optim.SGD([other, *twin.parameters()], 0.1)
+    elastic.most_rows = 5
+    for _ in range(3):
+        elastic.step((one, Y), classified(model))
+        optimizer.zero_grad()
+        classified(twin)((other, Y)).backward()
+        optimizer.step()
+    assert close([one, *model.parameters()], [other, *twin.parameters()])
+
+
+def test_a_loss_may_write_into_a_tensor_that_its_batch_has_twice() -> None:
+    """An input that is also what is to be found is written into in both places."""
+
+    def of(model: nn.Module) -> Loss:
+        def loss(part: Any) -> Tensor:
+            part[0].mul_(0.5)
+            return (model(part[0]).sum(1) - part[1].sum(1)).square().mean()
+
+        return loss
+
+    def twice() -> tuple[Tensor, Tensor]:
+        x = X.clone()
+        return x, x
+
+    assert is_as_plain(of, 5, twice)
+
+
+#: Of the term that two losses add.
+WEIGHT = 0.0
+
+
+@pytest.mark.parametrize("is_global", [False, True])
+def test_a_term_is_looked_at_when_its_weight_is_no_longer_zero(
+    is_global: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the fifth step, which is no second, fourth or eighth."""
+    model, own = net(), 0.0
+
+    def contrast(made: Tensor) -> Tensor:
+        return functional.cross_entropy(made @ made.T, torch.arange(len(made)))
+
+    def by_global(part: Any) -> Tensor:
+        return classified(model)(part) + WEIGHT * contrast(model(part[0]))
+
+    def by_own(part: Any) -> Tensor:
+        return classified(model)(part) + own * contrast(model(part[0]))
+
+    elastic = ElasticStep(model, adamw(model))
+    elastic.most_rows = 4
+    for _ in range(4):
+        elastic.step((X, Y), by_global if is_global else by_own)
+    own = 0.5
+    monkeypatch.setitem(globals(), "WEIGHT", 0.5)
+    with pytest.raises(PartsError, match="compares samples with each other"):
+        elastic.step((X, Y), by_global if is_global else by_own)
+
+
+@pytest.mark.parametrize("rows", [5, 12])
+def test_a_hook_may_write_into_a_gradient(rows: int) -> None:
+    """And return nothing: rows of an embedding are kept as they are so."""
+
+    def keep_first(gradient: Tensor) -> None:
+        gradient[:5] = 0
+
+    def of(model: Any) -> Loss:
+        model[0].weight.register_hook(keep_first)
+        return classified(model)
+
+    assert is_as_plain(of, rows)

@@ -5,6 +5,7 @@ plain loop, or one sentence.
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -441,20 +442,35 @@ def test_a_hook_of_an_activation_sees_the_sign_of_a_step() -> None:
 class Balanced(nn.Module):
     """Divides its loss by a running mean of it, which it keeps as a number."""
 
-    def __init__(self) -> None:
+    usual: Tensor
+
+    def __init__(self, *, reads_late: bool = False) -> None:
         super().__init__()
-        self.inner, self.usual, self.last = net(), 1.0, 0.0
+        self.inner, self.last, self.total, self._reads_late = net(), 0.0, 0.0, reads_late
+        self.register_buffer("usual", torch.ones((), dtype=torch.float64))
 
     def forward(self, part: Any) -> Tensor:
         value = classified(self.inner)(part)
-        scaled = value / self.usual
+        usual = self.usual.clone()
+        if self.training:
+            self.usual.lerp_(value.detach(), 0.1)
         self.last = value.item()  # which nothing reads
-        self.usual = 0.9 * self.usual + 0.1 * value.item()
-        return scaled
+        self.total += self.last
+        return value / (self.usual.clone() if self._reads_late else usual)
 
 
-def test_a_number_that_follows_the_samples_and_is_read_is_named() -> None:
-    model = Balanced()
+@pytest.mark.parametrize("rows", [1, 5, 12])
+def test_a_mean_that_a_module_keeps_is_that_of_one_pass(rows: int) -> None:
+    """Of the loss or of what samples give, in numbers and in buffers, whether it is read or not."""
+    model, other = Balanced(), Balanced()
+    found = trained(model, short(model, rows), most=rows)
+    assert close(found, plain(other, other))
+    for name in ("last", "total"):  # the buffer is among the weights
+        assert getattr(model, name) == pytest.approx(getattr(other, name), rel=1e-9)
+
+
+def test_a_mean_that_is_read_after_it_was_changed_is_named() -> None:
+    model = Balanced(reads_late=True)
     assert refused(model, model).startswith("usual (Balanced) is changed by each pass")
 
 
@@ -468,6 +484,19 @@ def test_an_own_generator_that_goes_on_is_seen_whatever_it_drew() -> None:
     assert "draws from torch's own random numbers" in refused(seldom, model)
 
 
+@pytest.mark.parametrize("draw", [random.random, np.random.rand])
+def test_what_is_drawn_for_each_sample_is_seen_though_it_is_rare(
+    draw: Callable[[], float],
+) -> None:
+    model = net()
+
+    def seldom(part: Any) -> Tensor:
+        kept = torch.tensor([draw() > 1e-9 for _ in part[1]])
+        return (of_each(model, part) * kept).mean()
+
+    assert "or those of Python or NumPy for each sample" in refused(seldom, model)
+
+
 def free_bits(model: nn.Module) -> Loss:
     return lambda part: model(part[0]).square().mean(0).clamp(min=1e-9).sum()
 
@@ -476,7 +505,25 @@ def flooded(model: nn.Module) -> Loss:
     return lambda part: (classified(model)(part) - 0.01).abs() + 0.01
 
 
-@pytest.mark.parametrize("made", [free_bits, flooded])
+def near(model: nn.Module) -> Loss:
+    return lambda part: functional.smooth_l1_loss(
+        model(part[0]).mean(0), -9 * torch.ones(3).double()
+    )
+
+
+def worse_of_two(model: nn.Module) -> Loss:
+    def loss(part: Any) -> Tensor:
+        made = model(part[0])
+        return torch.stack([made[:, 0].square().mean(), (made[:, 1] - 9).square().mean()]).max()
+
+    return loss
+
+
+def sizes_of_means(model: nn.Module) -> Loss:
+    return lambda part: torch.linalg.vector_norm(model(part[0]).mean(0) - 9, ord=1)
+
+
+@pytest.mark.parametrize("made", [free_bits, flooded, near, worse_of_two, sizes_of_means])
 def test_a_bend_of_a_mean_is_refused_before_parts_lie_on_both_sides(
     made: Callable[[nn.Module], Loss],
 ) -> None:
@@ -491,7 +538,8 @@ def bends_each_sample(model: nn.Module) -> Loss:
         each = of_each(model, part).clamp(max=1.0)
         own = sum(parameter.norm().clamp(min=0.1) for parameter in model.parameters())
         one_by_one = sum((model(x).mean() - 0.1).abs() for x in part[0])
-        return each.mean() + 0.01 * own + one_by_one / len(part[0])
+        close_by = functional.smooth_l1_loss(model(part[0])[:, 0], part[1].double())
+        return each.mean() + close_by + 0.01 * own + one_by_one / len(part[0])
 
     return loss
 
@@ -594,23 +642,36 @@ def test_a_batch_that_was_written_into_is_not_computed_again() -> None:
 class Comparing(torch.optim.Optimizer):
     """Keeps the gradient itself until the next step, which has another one."""
 
-    def __init__(self, parameters: Any) -> None:
+    def __init__(self, parameters: Any, keep: Callable[[Any, Tensor], object]) -> None:
         super().__init__(parameters, {"lr": 0.1})
+        self._keep = keep
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for parameter in self.param_groups[0]["params"]:
-            state = self.state[parameter]
-            parameter.sub_(0.1 * (2 * parameter.grad - state.get("before", 0)))
-            state["before"] = parameter.grad
+            state, gradient = self.state[parameter], parameter.grad
+            before = state.get("before", 0)
+            parameter.sub_(0.1 * (2 * gradient - (before[-1] if type(before) is list else before)))
+            self._keep(state, gradient)
 
 
 @pytest.mark.parametrize("most", [None, 5])
-def test_an_optimiser_may_keep_a_gradient(most: int | None) -> None:
+@pytest.mark.parametrize(
+    "keep",
+    [
+        lambda state, gradient: state.update(before=gradient),
+        lambda state, gradient: state.update(before=gradient.view_as(gradient)),
+        lambda state, gradient: state.setdefault("before", []).append(gradient),
+    ],
+    ids=["itself", "view", "list"],
+)
+def test_an_optimiser_may_keep_a_gradient(
+    most: int | None, keep: Callable[[Any, Tensor], object]
+) -> None:
     one, other = net(), net()
     elastic, optimizer = (
-        ElasticStep(one, Comparing(one.parameters())),
-        Comparing(other.parameters()),
+        ElasticStep(one, Comparing(one.parameters(), keep)),
+        Comparing(other.parameters(), keep),
     )
     elastic.most_rows = most
     for step in range(3):

@@ -19,7 +19,6 @@ from workers.resilience.attempts import RetryRules
 from workers.training.batch_in_parts import LoopBatches
 from workers.training.batches import Batch
 from workers.training.errors import TaskError
-from workers.training.optimizers import copy_kept_gradients
 from workers.training.parts import PartsError
 
 #: More samples than an update has: those of the Trainer's step n have numbers from n times this on.
@@ -92,10 +91,6 @@ class _Parts:
         step = self._trainer.state.global_step
         several = self._trainer.current_gradient_accumulation_steps
         used = self._used[1] if self._used[0] == step else 0
-        for weight, own in zip(self.batch.sums.parameters, self.batch.sums.gradients, strict=True):
-            if weight.grad is own:  # the Trainer has left it there, and the sums begin anew
-                weight.grad = own.clone()
-        copy_kept_gradients(self.optimizer, self.batch.sums.pairs)
         scaler, is_scaled = self._trainer.accelerator.scaler, self._is_scaled(items)
         try:
             loss: Tensor = self.batch.run(

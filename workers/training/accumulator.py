@@ -14,6 +14,7 @@ optimiser then leaves it alone.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from itertools import chain
@@ -31,8 +32,13 @@ from workers.training.precision import LossScaler
 
 #: How the names of operators begin that are straight on both sides of a bend.
 _BENDS: Final = (
-    "AbsBackward", "Clamp", "ReluBackward", "LeakyRelu", "Hardtanh", "Maximum", "Minimum",
+    "AbsBackward", "Clamp", "ReluBackward", "LeakyRelu", "Hardtanh", "Max", "Min", "Amax", "Amin",
+    "SmoothL1", "Huber", "Softplus", "LogSigmoid", "Hardsigmoid", "Hardshrink", "Softshrink",
+    "Threshold", "PreluKernel",
 )  # fmt: skip
+
+#: A tensor that nothing else holds, for comparison.
+_ALONE: Final = [torch.zeros(1)]
 
 #: What `torch.nn.utils.clip_grad_norm_` adds to a norm.
 _CLIP_EPS: Final = 1e-6
@@ -163,11 +169,11 @@ class Accumulator:
         def take(place: int, gradient: Tensor) -> None:
             if self._held[place] >= end:  # of an attempt that failed later
                 return
-            own, gradient = self.gradients[place], changed(self.parameters[place], gradient)
+            gradient = changed(self.parameters[place], gradient)
             if self._held[place]:
-                own.add_(gradient)
+                self.gradients[place].add_(gradient)
             else:
-                own.copy_(gradient)
+                self._anew(place).copy_(gradient)
             self._held[place] = end
 
         self.backward(loss, scale, take, inputs)
@@ -253,11 +259,19 @@ class Accumulator:
     @torch.no_grad()
     def write(self, total: Tensor, loss: float, used: Sequence[bool]) -> None:
         """Have sums of the whole batch, as `read` gives them, in the place of the own ones."""
-        for own, there in zip(self.gradients, self._places(total), strict=True):
-            own.copy_(there, non_blocking=True)
+        for place, there in enumerate(self._places(total)):
+            self._anew(place).copy_(there, non_blocking=True)
         self._held = [int(each) for each in used]
         self.loss[0].fill_(loss)
         self._follows = any(used)
+
+    def _anew(self, place: int) -> Tensor:
+        """Return a sum that is written anew: another one where somebody else keeps it, such as an
+        optimiser that compares a gradient with the next one.
+        """
+        if _is_kept(self.gradients, place):
+            self.gradients[place] = torch.empty_like(self.gradients[place])
+        return self.gradients[place]
 
     def _places(self, flat: Tensor) -> list[Tensor]:
         parts = torch.split(flat, [own.numel() for own in self.gradients])
@@ -306,6 +320,17 @@ def _zeros(parameter: nn.Parameter) -> Tensor:
     return torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
 
 
+def _is_kept(sums: list[Tensor], place: int) -> bool:
+    """Whether anything but this list holds a sum, or a view of it."""
+    views = torch._C._storage_Use_Count(sums[place].untyped_storage()._cdata)
+    alone = torch._C._storage_Use_Count(_ALONE[0].untyped_storage()._cdata)
+    return bool(
+        views > alone
+        or sums[place]._use_count() > 1  # type: ignore[attr-defined]
+        or sys.getrefcount(sums[place]) > sys.getrefcount(_ALONE[0])
+    )
+
+
 def _fits(parameter: nn.Parameter, own: Tensor) -> bool:
     """Whether a sum still has the form of its parameter, which a model may change in place."""
     dtype = torch.promote_types(parameter.dtype, torch.float32)
@@ -315,8 +340,9 @@ def _fits(parameter: nn.Parameter, own: Tensor) -> bool:
 
 
 def _hooked(gradient: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Tensor:
-    changed = hook(gradient.clone())  # it may be asked again, after an out-of-memory
-    return gradient if changed is None else changed
+    given = gradient.clone()  # the hook may be asked again, after an out-of-memory
+    changed = hook(given)
+    return given if changed is None else changed  # which it may have written into
 
 
 def _refuse_reentrant(loss: Tensor) -> None:
@@ -336,15 +362,25 @@ def operators_of(loss: Tensor) -> set[str]:
 
 def bends_of(loss: Tensor) -> dict[object, set[object]]:
     """Return the operators that bend a number, or a list of them, which a loss was computed with:
-    for each name and shape all the shapes that it was computed from.
+    for each name, and shapes of what it bends, all the shapes that this was computed from.
     """
     found: dict[object, set[object]] = {}
     for node in _nodes_of(loss.grad_fn):
-        shapes = _shapes(node)
-        if node.name().startswith(_BENDS) and all(len(shape) < 2 for shape in shapes):
+        given = [_shapes(each)[at] for each, at in node.next_functions if each and _shapes(each)]
+        if given and _bends(node) and all(len(shape) < 2 for shape in given):
             below = frozenset(shape for each in _nodes_of(node) for shape in _shapes(each))
-            found.setdefault((node.name(), shapes), set()).add(below)
+            found.setdefault((node.name(), *given), set()).add(below)
     return found
+
+
+def _bends(node: Node) -> bool:
+    """Whether an operator is straight on both sides of a bend; a norm is if it adds up sizes, and
+    `where` if it chooses between two that want a gradient.
+    """
+    name = node.name()
+    order = getattr(node, "_saved_ord", 2) if name.startswith("LinalgVectorNorm") else 2
+    chooses = name.startswith("Where") and all(each for each, _ in node.next_functions)
+    return chooses or name.startswith(_BENDS) or order in {1, math.inf}
 
 
 def _shapes(node: Node) -> tuple[tuple[int, ...], ...]:

@@ -22,7 +22,15 @@ from workers import oom
 from workers.resilience.attempts import Attempts, OutOfBatchError, RetryRules
 from workers.settings import FailureKind
 from workers.training.accumulator import Accumulator, operators_of
-from workers.training.batches import Batch, own_values, part_of, rows_of, tensors_in, versions_of
+from workers.training.batches import (
+    Batch,
+    one_number,
+    own_values,
+    part_of,
+    rows_of,
+    tensors_in,
+    versions_of,
+)
 from workers.training.dispatch_modes import Widened
 from workers.training.errors import TaskError
 from workers.training.keyed_random import Dropouts
@@ -31,12 +39,12 @@ from workers.training.parts import (
     MANY_ROWS,
     ROWS,
     Kept,
+    Kind,
     PartsError,
     Place,
     Snapshot,
     check_losses,
     check_parts,
-    one_number,
     places_of,
     put,
     unchanged,
@@ -105,11 +113,8 @@ class BatchInParts:
         """Know nothing of the model: neither its dropouts nor what its passes change."""
         self.dropouts, self.check = Dropouts(self.model, self._seed), PartsCheck()
         self.modules = list(self.model.modules())
-        #: Of the buffers that passes change whether each does so once, whatever its samples are.
-        self._changing = dict.fromkeys(places_of(self.modules, small=True), False)
-        self.buffers: tuple[list[Place], list[Place]] = [], list(self._changing)
-        """Those that a pass changes once, and those to which it may add something of each sample.
-        """
+        self.buffers: dict[Place, Kind] = dict.fromkeys(places_of(self.modules, small=True), "sum")
+        """Those that passes may change, and how."""
         self.draws = self.always_draws
         """Whether samples draw from torch's own random numbers as they come."""
         self.writes: bool | None = None
@@ -168,8 +173,6 @@ class BatchInParts:
             return uncut  # the batch is computed at once, and fails there or not at all
         finally:
             self.checking = False
-        once = [place for place, is_once in self._changing.items() if is_once]
-        self.buffers = once, [place for place in self._changing if not self._changing[place]]
         if found is None:  # the next batch may tell more
             return None
         told = look.accepts(found)
@@ -185,13 +188,13 @@ class BatchInParts:
         """
         compare = partial(
             check_parts,
-            self.model,
+            self._all_of(one.loss),
             one.batch,
             one.value_of,
             weight=one.weight,
             counted=look.counted,
             accumulator=self.sums,
-            buffers=self._changing,
+            buffers=self.buffers,
             sees_rounding=look.sees_rounding,
         )
         if rows > 3 and self._can_widen(one):
@@ -212,7 +215,7 @@ class BatchInParts:
         if self._widens is None:
             mode, self._widens = Widened(), False
             try:
-                with unchanged(self.model), torch.no_grad(), mode:
+                with unchanged(self._all_of(one.loss)), torch.no_grad(), mode:
                     one.value_of(part_of(one.batch, 0, min(2, one.rows)), 0)
                 self._widens = mode.did
             except Exception as error:
@@ -233,7 +236,12 @@ class BatchInParts:
             try:
                 with Widened() if self._can_widen(one) else nullcontext():
                     found = check_losses(
-                        self.model, one.batch, one.value_of, one.weight, rows=many, counted=counted
+                        self._all_of(one.loss),
+                        one.batch,
+                        one.value_of,
+                        one.weight,
+                        rows=many,
+                        counted=counted,
                     )
             except TaskError:
                 raise
@@ -248,12 +256,24 @@ class BatchInParts:
                 return found or []
         return []
 
+    def _all_of(self, loss: object) -> nn.Module:
+        """Return the model, with the other modules that a loss names: they may count as well."""
+        found = [each for each in _values_of(loss) if isinstance(each, nn.Module)]
+        others = [
+            each
+            for each in dict.fromkeys(found)
+            if each not in self.modules and not any(map(is_lazy, each.parameters()))
+        ]
+        return nn.ModuleList([self.model, *others]) if others else self.model
+
     def _is_due(self, one: OneBatch, *others: object) -> bool:
         """Whether no batch of this form was looked at, of this model in this mode."""
         modes = [
             (
                 each.training,
                 *(p for name in _OF_DROPOUT if isinstance(p := vars(each).get(name), float)),
+                # Such as the weight of a term that is to come.
+                *(value == 0 for value in vars(each).values() if type(value) in {int, float}),
             )
             for each in self.modules
         ]
@@ -263,23 +283,33 @@ class BatchInParts:
 
 def _marks_of(loss: Any) -> Iterator[object]:  # noqa: ANN401 - any callable
     """Yield what tells a loss from another one of the same code: texts and switches among what it
-    was made with, such as the `reduction` of what it calls. Numbers may change in each step.
+    was made with and the globals that it names, such as the `reduction` of what it calls. Numbers
+    may change in each step; of these it tells which are zero, as the weight of a term that is to
+    come.
     """
-    if isinstance(loss, partial):
-        yield from _marks_of(loss.func)
-        made_with = [*loss.args, *loss.keywords.values()]
-    else:
-        yield getattr(loss, "__code__", type(loss))
-        made_with = [*(getattr(loss, "__defaults__", None) or ())]
-        for cell in getattr(loss, "__closure__", None) or ():
-            with suppress(ValueError):  # of a variable without a value
-                made_with.append(cell.cell_contents)
-        if not isinstance(loss, nn.Module):
-            made_with += getattr(loss, "__dict__", {}).values()
-    for value in made_with:
+    function = loss.func if isinstance(loss, partial) else loss
+    yield getattr(function, "__code__", type(function))
+    for value in _values_of(loss):
         mark = value if isinstance(value, str | bool) else getattr(value, "reduction", None)
+        mark = value == 0 if type(value) in {int, float} else mark
         is_name = isinstance(mark, str) and mark.isidentifier()  # no text of one step
         yield mark if is_name or isinstance(mark, bool) else None
+
+
+def _values_of(loss: Any) -> Iterator[Any]:  # noqa: ANN401 - any callable
+    """Yield what a loss was made with, and the globals that it names."""
+    if isinstance(loss, partial):
+        yield from (*_values_of(loss.func), *loss.args, *loss.keywords.values())
+        return
+    yield getattr(loss, "__self__", loss)
+    yield from getattr(loss, "__defaults__", None) or ()
+    known = getattr(loss, "__globals__", {})
+    yield from map(known.get, getattr(getattr(loss, "__code__", None), "co_names", ()))
+    for cell in getattr(loss, "__closure__", None) or ():
+        with suppress(ValueError):  # of a variable without a value
+            yield cell.cell_contents
+    if not isinstance(loss, nn.Module):
+        yield from getattr(loss, "__dict__", {}).values()
 
 
 @dataclass
@@ -319,6 +349,8 @@ class OneBatch:
         """Buffers that a pass changes once, as they were at first; `None`: nothing has begun."""
         self._at_first = self._now = Snapshot([])
         """Those to which it adds something of each sample."""
+        self._means = dict[Place, Kept]()
+        """Of those that it changes to a mean of samples: what the parts so far make of it."""
 
     def extend(self, first: int, rows: int) -> None:
         """Compute this range of its rows as well, after the others."""
@@ -380,7 +412,13 @@ class OneBatch:
                 return rows
             self._is_spoilt = False
             self._now = Snapshot(self._adding)
-            self._passed |= each_pass.changed()
+            changed = each_pass.changed()
+            self._means = self._means if at else {}
+            for place, kept in each_pass.saved.items():
+                if owner.buffers[place] == "mean":
+                    share = changed.get(place, kept) * (rows / self.rows)
+                    self._means[place] = self._means.get(place, 0.0) + share
+            self._passed |= changed | self._means
             owner.parts.append(rows)
         if not sums.remaining:
             for place, kept in self._passed.items():
@@ -441,10 +479,11 @@ class OneBatch:
             self._whole_only = owner.look_at(self, most_rows, is_cut=is_cut)
         self._begin_sums()
         self._used, self._operators = len(owner.sums.used), len(owner.operators)
-        once, self._adding = owner.buffers
+        self._adding = [place for place, kind in owner.buffers.items() if kind == "sum"]
         self._passed = dict[Place, Kept]()
+        self._means = dict[Place, Kept]()
         self._at_first = self._now = Snapshot(self._adding)
-        self._each_pass = Snapshot(once)
+        self._each_pass = Snapshot(owner.buffers.keys() - self._adding)
         return self._each_pass
 
     def _begin_sums(self) -> None:

@@ -45,12 +45,14 @@ def map_tensors(change: Callable[[Any], Any], tree: Any) -> Any:  # noqa: ANN401
 
 def own_values(tree: Any, *, tensors: bool) -> Any:  # noqa: ANN401 - any batch
     """Return a tree of the same form in containers of its own, with copies of its arrays and, if
-    asked, of its tensors.
+    asked, of its tensors. A tensor that is there twice, such as an input that is also what is to be
+    found, is one copy.
     """
+    copies: dict[object, Tensor] = {}
 
     def own(value: Any) -> Any:  # noqa: ANN401 - any value
         if isinstance(value, Tensor):
-            return value.clone() if tensors else value
+            return copies.setdefault(_place_of(value), value.clone()) if tensors else value
         return value if _shape(value) is None else copy.copy(value)
 
     return _map_values(own, tree)
@@ -67,6 +69,14 @@ def _map_values(change: Callable[[Any], Any], tree: Any) -> Any:  # noqa: ANN401
         kind = tuple if kind is _SampleTuple else kind
         return kind(*values) if hasattr(tree, "_fields") else kind(values)
     return change(tree)
+
+
+def _place_of(tensor: Tensor) -> object:
+    """Return what two tensors have in common that are the same numbers in memory."""
+    if tensor._base is None or not is_plain(tensor):
+        return id(tensor), (0, *tensor.shape) if is_plain(tensor) else ()
+    form = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+    return id(tensor._base), form
 
 
 def versions_of(tree: object) -> list[int]:
@@ -136,7 +146,10 @@ def picked(batch: Batch, places: Sequence[int]) -> Batch:
     def pick(value: Any) -> Any:  # noqa: ANN401 - a tensor, array or list
         if isinstance(value, list | tuple):
             return type(value)([value[place] for place in places])
-        return value[list(places)]
+        taken = value[list(places)]
+        if isinstance(taken, Tensor) and taken.requires_grad:  # one that is trained itself
+            return taken.detach().requires_grad_()
+        return taken
 
     return _cut(batch, pick, rows_of(batch), "batch")
 
@@ -238,6 +251,22 @@ _MEND = (
     "make it a tensor whose first dimension is the samples, a list with a value for each sample, "
     "or leave it out of the batch"
 )
+
+
+def one_number(loss: object) -> Tensor:
+    """Return what a loss function gave as one number: a tensor, or what a mapping has as `loss`.
+
+    Raises:
+        TaskError: It is neither.
+    """
+    if isinstance(loss, Mapping):  # such as the outputs of a model of transformers
+        loss = loss.get("loss")
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return loss.reshape(())
+    said = f"is a {type(loss).__name__}"
+    if isinstance(loss, Tensor):
+        said = f"has the shape {tuple(loss.shape)}"
+    raise TaskError(f"the loss {said}; return one number as a tensor, without item()")
 
 
 class Samples(Dataset[Any]):

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from workers.training.batches import tensors_in
+from workers.training.random_state import drawn_on_host
 
 #: Of torch, which has no types for them.
 Operator: TypeAlias = Any
@@ -94,7 +95,13 @@ class Draws(OperatorMode):  # type: ignore[no-untyped-call]  # as above
         super().__init__()
         self._constant = constant
         self.shapes: list[object] = []
-        """The shape of each draw, and before it the state of a generator of its own."""
+        """The shape of each draw, and before it the state of a generator of its own; at the end
+        what Python and NumPy have drawn.
+        """
+
+    def __exit__(self, *raised: object) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]  # as above
+        self.shapes.append(drawn_on_host())
 
     def run(self, func: Operator, args: tuple[Any, ...], given: dict[str, Any]) -> Returned:
         """Take note of the shape of what is drawn."""

@@ -23,7 +23,7 @@ from workers.resilience.attempts import Retry, RetryRules
 from workers.training.batch_in_parts import LoopBatches
 from workers.training.batches import Batch
 from workers.training.errors import TaskError
-from workers.training.optimizers import Update, copy_kept_gradients, refuse_closure
+from workers.training.optimizers import Update, refuse_closure
 from workers.training.precision import LossScaler
 
 #: In the first group of the optimiser, so that every checkpoint of it holds the number.
@@ -204,4 +204,3 @@ class ElasticStep:
     def _step_all(self) -> None:
         for optimizer in self._optimizers:  # a scheduler that was made later replaced the method
             optimizer.step()
-            copy_kept_gradients(optimizer, self._batch.sums.pairs)

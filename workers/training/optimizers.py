@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -194,22 +194,6 @@ def _fill_on_host(optimizer: Optimizer, on_host: Set[nn.Parameter]) -> None:
     hosts = like_all([tensor for *_, tensor in places], pinned=on_card)
     for (state, name, _), host in zip(places, hosts, strict=True):
         state[name] = host.zero_()
-
-
-def copy_kept_gradients(
-    optimizer: Optimizer, gradients: Iterable[tuple[nn.Parameter, Tensor]]
-) -> None:
-    """Have states that are the gradient of their parameter be copies of it, as of an optimiser
-    that compares it with the next one: the sums of parts are written again in the next step.
-    """
-    if type(optimizer).__module__.startswith(("torch.optim.", "bitsandbytes.")):
-        return  # which keep none
-    for parameter, gradient in gradients:
-        states = optimizer.state.get(parameter, {})
-        for name, kept in states.items():
-            # Missing in torch's stubs.
-            if isinstance(kept, Tensor) and torch._C._is_alias_of(kept, gradient):  # type: ignore[attr-defined]
-                states[name] = kept.clone()
 
 
 def update_bytes(optimizer: Optimizer, parameters: Sequence[Tensor], *, on_card: bool) -> int:
@@ -465,6 +449,5 @@ class Update:
                     group["lr"] = rate
         # Looked up now: a scheduler of torch that was made later has replaced the method.
         (self._step or self.optimizer.step)()
-        copy_kept_gradients(self.optimizer, pairs)
         if self._average is not None:
             self._average.update()

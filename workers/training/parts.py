@@ -8,10 +8,12 @@ what only other samples would show.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from numbers import Real
+from operator import or_
 from typing import ClassVar, Final, Literal, TypeAlias, cast
 
 import torch
@@ -38,6 +40,11 @@ passes: a module, and its name there.
 
 Kept: TypeAlias = Tensor | float
 """A buffer or a number."""
+
+Kind: TypeAlias = Literal["once", "mean", "sum"]
+"""How a pass changes one: once, whatever its samples are; to the mean of what parts of its samples
+would make of it; or by the sum.
+"""
 
 #: Samples of a check: two in each part, because a batch norm refuses a single one.
 ROWS: Final = 4
@@ -91,7 +98,7 @@ def check_parts(  # noqa: PLR0913 - each option has a default
     counted: str = "count",
     rows: int = ROWS,
     accumulator: Accumulator | None = None,
-    buffers: dict[Place, bool] | None = None,
+    buffers: dict[Place, Kind] | None = None,
     sees_rounding: bool = False,
 ) -> list[PartsError] | None:
     """Compute some samples of a batch at once and in two parts; compare.
@@ -109,8 +116,7 @@ def check_parts(  # noqa: PLR0913 - each option has a default
         rows: Samples that fit. Above `ROWS` as many more are compared besides, up to 32.
         accumulator: Whose parameters get gradients; what it has added up is lost. `None`: those of
             the model, and more memory is taken.
-        buffers: Is told the buffers that a pass changes, and whether it does so once, whatever its
-            samples are.
+        buffers: Is told the buffers that a pass changes, and how.
         sees_rounding: Whether parameters are looked at one by one, which takes their gradients once
             more, on the host.
 
@@ -160,7 +166,7 @@ def _found(
     batch: Batch,
     of: Callable[[Batch], _Comparison],
     rows: int,
-    buffers: dict[Place, bool],
+    buffers: dict[Place, Kind],
     counted: str,
 ) -> list[PartsError] | None:
     """Compare, and say what was found: see `check_parts`."""
@@ -216,7 +222,7 @@ def _compared(
     of: Callable[[Batch], _Comparison],
     batch: Batch,
     rows: tuple[int, int],
-    buffers: dict[Place, bool],
+    buffers: dict[Place, Kind],
 ) -> list[_Comparison]:
     """Compare few samples for each way in which they differ, and many, until some do not add up."""
     done: list[_Comparison] = []
@@ -238,7 +244,9 @@ def _compared(
         if not one.is_right or one.lost or one.drifting or one.is_bent:
             break
     for place in {place for each in done for place in each.kept}:
-        buffers[place] = all(each.kept.get(place, True) for each in done)
+        kept = [each.kept.get(place, True) for each in done]
+        means = [each.is_right and place in each.means for each in done]
+        buffers[place] = "once" if all(kept) else "mean" if all(map(or_, kept, means)) else "sum"
     return done
 
 
@@ -280,6 +288,8 @@ class _Comparison:
     def adds_up(self, *, is_quiet: bool = False) -> bool:
         """Compute; say, and keep, whether the parts add up. What is not finite tells nothing."""
         self.is_right = self._adds_up(is_quiet=is_quiet)
+        if not self.is_right:
+            self.lost += [place for place in self.means if place[1] in place[0]._buffers]
         return self.is_right
 
     def _adds_up(self, *, is_quiet: bool) -> bool:
@@ -290,6 +300,7 @@ class _Comparison:
         self._points: list[tuple[float, float]] = []
         self._bends: list[dict[object, set[object]]] = []
         self._sums.begin(2 * rows, 1)
+        random = RandomState(torch.device("cpu"))
         scale = _OTHER_SCALE if self._sees_rounding else 1.0
         try:
             with Draws(constant=False) as of_whole:
@@ -299,6 +310,7 @@ class _Comparison:
                 raise
             self._looking = partial(Results, self._look)  # torch.func allows no such hooks
             start.restore()
+            random.restore()
             with Draws(constant=False) as of_whole:
                 whole, _ = self._add(self._batch, 0, scale, is_whole=True)
         #: The gradient of the whole, negative, where single parameters are looked at.
@@ -307,6 +319,7 @@ class _Comparison:
             for parameter, own in (self._sums.pairs if self._sees_rounding else ())
         ]
         after, sizes = start.changed(restore=True), _sizes(self._model, start)
+        random.restore()
         with Draws(constant=False) as of_part:
             first, length = self._add(part_of(self._batch, 0, half), 0)
         one = start.changed(restore=True)
@@ -320,6 +333,8 @@ class _Comparison:
         ]
         #: Buffers that a pass changes: whether it does so once, whatever its samples are.
         self.kept: dict[Place, bool] = {}
+        #: Those of which the whole has the mean of the parts, as of a loss that is kept.
+        self.means: list[Place] = []
         #: Buffers to which the parts add up to something else than the whole.
         self.lost: list[Place] = []
         numbers: list[Place] = []
@@ -329,7 +344,10 @@ class _Comparison:
             self.kept[place] = all(_alike(part, at, before) for part in parts)
             added = before if _is_flag(before) else parts[0] + parts[1] - before
             if not self.kept[place] and not _alike(added, at, before):
-                (self.lost if isinstance(before, Tensor) else numbers).append(place)
+                mean = (half * parts[0] + (rows - half) * parts[1]) / rows
+                is_mean = _is_fraction(at) and _alike(mean, at, before)
+                is_buffer = place[1] in place[0]._buffers
+                (self.means if is_mean else self.lost if is_buffer else numbers).append(place)
         self.tells = bool(length and other)
         #: Whether what was reduced over the samples is bent, which shows on one side alone.
         whole_bends, *bends = self._bends
@@ -355,7 +373,7 @@ class _Comparison:
         """
         losses = []
         for number in (start.saved[place], after):
-            put(place, number)
+            put(place, _copied(number))
             with torch.set_grad_enabled(bool(self._sums.parameters)):
                 losses.append(float(self._loss(part_of(self._batch, 0, rows), 0).detach()))
             start.restore()
@@ -500,8 +518,17 @@ class Snapshot:
 def _at(place: Place) -> Kept | None:
     """Return what is there; `None`: nothing, or something else than a buffer or a number."""
     module, name = place
-    kept = module._buffers[name] if name in module._buffers else vars(module).get(name)
-    return kept if isinstance(kept, Tensor | float | int) else None
+    if name in module._buffers:
+        return module._buffers[name]
+    kept = vars(module).get(name)
+    return cast("Kept", kept) if _is_number(kept) else None
+
+
+def _is_number(value: object) -> bool:
+    """Whether it may count passes or samples: a number, of NumPy as well, or a tensor of one."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not (value.requires_grad or value.is_inference())
+    return isinstance(value, Real)
 
 
 def put(place: Place, kept: Kept) -> None:
@@ -538,13 +565,17 @@ def _is_same(one: Kept, other: Kept) -> bool:
     return bool(one == other)
 
 
+def _is_fraction(kept: Kept) -> bool:
+    return kept.is_floating_point() if isinstance(kept, Tensor) else isinstance(kept, float)
+
+
 def _is_flag(kept: Kept) -> bool:
     return kept.dtype == torch.bool if isinstance(kept, Tensor) else isinstance(kept, bool)
 
 
 def places_of(modules: Iterable[nn.Module], *, small: bool = False) -> list[Place]:
-    """Return where modules have buffers; or only those of a `state_dict` that are no tables, and
-    numbers.
+    """Return where modules have buffers; or only those of a `state_dict` that are no tables, those
+    of one number, and numbers.
     """
     places = list[Place]()
     for module in modules:
@@ -552,14 +583,12 @@ def places_of(modules: Iterable[nn.Module], *, small: bool = False) -> list[Plac
             if not small or (
                 buffer is not None
                 and buffer.nbytes <= _SMALL_BYTES
-                and name not in module._non_persistent_buffers_set
+                and (buffer.numel() == 1 or name not in module._non_persistent_buffers_set)
             ):
                 places.append((module, name))
         numbers = vars(module).items() if small else ()
         places += [
-            (module, name)
-            for name, value in numbers
-            if type(value) in {int, float, bool} and name != "training"
+            (module, name) for name, value in numbers if _is_number(value) and name != "training"
         ]
     return places
 
@@ -569,7 +598,8 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     """Leave buffers, modes, other attributes and torch's random numbers as they were."""
     attributes = [(vars(module), dict(vars(module))) for module in model.modules()]
     device = next((weight.device for weight in model.parameters()), torch.device("cpu"))
-    buffers, drawn = Snapshot(places_of(model.modules())), RandomState(device)
+    buffers = Snapshot({*places_of(model.modules()), *places_of(model.modules(), small=True)})
+    drawn = RandomState(device)
     try:
         yield
     finally:
@@ -620,22 +650,6 @@ def _hint(model: nn.Module) -> str:
     return next((f"; {each} {_TIME_FIRST}" for each in first), "")
 
 
-def one_number(loss: object) -> Tensor:
-    """Return what a loss function gave as one number: a tensor, or what a mapping has as `loss`.
-
-    Raises:
-        TaskError: It is neither.
-    """
-    if isinstance(loss, Mapping):  # such as the outputs of a model of transformers
-        loss = loss.get("loss")
-    if isinstance(loss, Tensor) and loss.numel() == 1:
-        return loss.reshape(())
-    said = f"is a {type(loss).__name__}"
-    if isinstance(loss, Tensor):
-        said = f"has the shape {tuple(loss.shape)}"
-    raise TaskError(f"the loss {said}; return one number as a tensor, without item()")
-
-
 def _norm(tensors: Sequence[Tensor]) -> float:
     """Return the length of all tensors as one vector."""
     norms = [norm.double() for norm in torch._foreach_norm(list(tensors))] if tensors else []
@@ -656,11 +670,11 @@ _BUFFER: Final = (
     "change it after the step, or put the module into eval mode"
 )
 _DROPOUT: Final = (
-    "the model draws from torch's own random numbers, so the result depends on how a batch is cut "
-    "(dropout); use nn.Dropout modules in place of functional.dropout, which become keyed by "
-    "sample where they are in the model that was handed over (of several models an nn.ModuleList), "
-    "draw noise before the step and put it into the batch, "
-    "and set dropout inside an attention to 0 (in the config of a transformers model: "
+    "the model draws from torch's own random numbers, or those of Python or NumPy for each sample, "
+    "so the result depends on how a batch is cut (dropout); use nn.Dropout modules in place of "
+    "functional.dropout, which become keyed by sample where they are in the model that was handed "
+    "over (of several models an nn.ModuleList), draw noise before the step and put it into the "
+    "batch, and set dropout inside an attention to 0 (in the config of a transformers model: "
     "attention_dropout, attn_pdrop or attention_probs_dropout_prob)"
 )
 _ROUNDING: Final = (

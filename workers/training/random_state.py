@@ -29,3 +29,12 @@ class RandomState:
             self._numpy.set_state(self._of_numpy)
         if self._card is not None and self._of_card is not None:
             torch.cuda.set_rng_state(self._of_card, self._card)
+
+
+def drawn_on_host() -> object:
+    """Return what changes with each number that Python or NumPy draws."""
+    numpy: Any = sys.modules.get("numpy.random")
+    if numpy is None:
+        return random.getstate()
+    _, words, *rest = numpy.get_state()
+    return random.getstate(), words.tobytes(), rest
