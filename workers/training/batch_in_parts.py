@@ -242,6 +242,7 @@ class BatchInParts:
                         one.weight,
                         rows=many,
                         counted=counted,
+                        buffers=self.buffers,
                     )
             except TaskError:
                 raise

@@ -144,6 +144,7 @@ def check_losses(
     *,
     rows: int,
     counted: str,
+    buffers: dict[Place, Kind] | None = None,
 ) -> list[PartsError] | None:
     """Compare the losses of up to 32 samples without their gradients: as `check_parts`, where so
     many samples fit only so.
@@ -152,7 +153,7 @@ def check_losses(
     may run out of it, and changes nothing. What is wrong in the gradient alone is not seen.
     """
     of = partial(_ByLoss, model, loss, weight, Accumulator([]), False)
-    return _found(model, batch, of, rows, {}, counted)
+    return _found(model, batch, of, rows, {} if buffers is None else buffers, counted)
 
 
 def normalises_over_samples(module: nn.Module) -> bool:
