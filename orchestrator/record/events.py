@@ -1,6 +1,6 @@
 """The diary of a run, `events.jsonl`: one JSON object a line, written at once, and read back.
 
-Does not say which events there are.
+Does not say which events there are. structlog's global configuration is left alone.
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ import json
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from io import FileIO
 from pathlib import Path
 from typing import Any, Final
+
+import structlog
 
 from orchestrator.errors import ArchiveError
 from workers.files import open_regular
@@ -57,6 +59,16 @@ class EventLog:
         self._file = _LineFile(path)
         self.problem: str | None = None
         """A sentence for the user while events cannot be written, `None` while they can."""
+        self._logger = structlog.wrap_logger(
+            self._file,
+            # In ASCII, which cannot break a line or control a terminal.
+            processors=[
+                self._entry,
+                structlog.processors.JSONRenderer(allow_nan=False, separators=(",", ":")),
+            ],
+            wrapper_class=structlog.BoundLogger,
+            cache_logger_on_first_use=True,
+        )
 
     @property
     def incomplete(self) -> bool:
@@ -69,20 +81,9 @@ class EventLog:
         Whatever its details hold comes out as JSON: numbers that are not finite as null, text of
         more than `TEXT_LIMIT_BYTES` with its middle cut out.
         """
-        at = datetime.fromtimestamp(self._unix_s(), tz=UTC).isoformat(timespec="milliseconds")
-        first = {
-            "at": at.replace("+00:00", "Z"),
-            "event": _cut(event),
-            "slot": harmless(slot),
-        }
-        # A detail with the name of one of our fields is kept, with an underscore after its name.
-        details = {f"{key}_" if key in first else key: value for key, value in fields.items()}
-        entry = {**first, **{_cut(key): harmless(value) for key, value in details.items()}}
-        if self._also is not None:
-            self._also(entry)
         try:
-            # In ASCII, which cannot break a line or control a terminal.
-            self._file.append(json.dumps(entry, allow_nan=False, separators=(",", ":")))
+            # As one argument: a worker's details may have names that mean something to the logger.
+            self._logger.info(event, slot=slot, fields=fields)
         except OSError as failure:
             lost = f" ({self._file.lost_count} lost so far)" if self._file.lost_count else ""
             self.problem = f"events cannot be written{lost}: {failure}"
@@ -92,6 +93,25 @@ class EventLog:
     def close(self) -> None:
         """Close the file. Writing afterwards opens it again."""
         self._file.close()
+
+    def _entry(
+        self, _logger: object, _method: str, given: MutableMapping[str, Any]
+    ) -> Mapping[str, Any]:
+        """Put `at`, `event` and `slot` first and make every value harmless."""
+        at = datetime.fromtimestamp(self._unix_s(), tz=UTC).isoformat(timespec="milliseconds")
+        first = {
+            "at": at.replace("+00:00", "Z"),
+            "event": _cut(given["event"]),
+            "slot": harmless(given["slot"]),
+        }
+        # A detail with the name of one of our fields is kept, with an underscore after its name.
+        details = {
+            f"{key}_" if key in first else key: value for key, value in given["fields"].items()
+        }
+        entry = {**first, **{_cut(key): harmless(value) for key, value in details.items()}}
+        if self._also is not None:
+            self._also(entry)
+        return entry
 
 
 class _LineFile:
@@ -103,7 +123,7 @@ class _LineFile:
         self.waiting = b""
         self.lost_count = 0
 
-    def append(self, line: str) -> None:
+    def info(self, line: str) -> None:
         """Append one line; `OSError` where it waits, or is lost."""
         if len(self.waiting) > _WAITING_MOST_BYTES:
             self.lost_count += 1
