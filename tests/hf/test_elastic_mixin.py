@@ -35,7 +35,16 @@ class Comparing(torch.optim.Optimizer):
 
 
 def _trained(
-    folder: Path, family: str, head: str, limit: int, *, compares: bool = False, **arguments: Any
+    folder: Path,
+    family: str,
+    head: str,
+    limit: int,
+    *,
+    compares: bool = False,
+    counts: bool = True,
+    elastic: bool = True,
+    loss: Any = summed,
+    **arguments: Any,
 ) -> Any:
     """Train eight samples of unequal lengths at once, of which `limit` fit; return losses and weights."""
     warnings.simplefilter("ignore")
@@ -49,14 +58,17 @@ def _trained(
     library = transformers()
     # Dropout outside the attention stays: its masks are those of each sample.
     no_dropout = {"attn_pdrop": 0.0, "attention_probs_dropout_prob": 0.0}
+    if not counts:  # compared with a plain Trainer, which draws other masks
+        no_dropout |= {"hidden_dropout_prob": 0.0, "classifier_dropout": 0.0, "dropout_rate": 0.0}
     path = make_folder(folder / f"{family}{head}", family, head=head, **no_dropout)
     model = getattr(library, f"AutoModelFor{head}").from_pretrained(path)
     draw = torch.Generator().manual_seed(0)
-    is_causal = head == "CausalLM"
+    is_causal = head in {"CausalLM", "TokenClassification", "Seq2SeqLM"}
     samples = []
     for place in range(32):
         tokens = torch.randint(5, 300, (4 + place % 7,), generator=draw)
-        samples.append({"input_ids": tokens, "labels": tokens if is_causal else place % 2})
+        by_token = tokens % 2 if head == "TokenClassification" else tokens
+        samples.append({"input_ids": tokens, "labels": by_token if is_causal else place % 2})
 
     def collate(some: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         pad = torch.nn.utils.rnn.pad_sequence
@@ -70,9 +82,7 @@ def _trained(
             else torch.tensor(labels),
         }
 
-    class Small(ElasticMixin, library.Trainer):  # type: ignore[misc, name-defined]
-        pass
-
+    bases = (ElasticMixin, library.Trainer) if elastic else (library.Trainer,)
     losses = []
 
     class Told(library.TrainerCallback):  # type: ignore[misc, name-defined]
@@ -81,20 +91,20 @@ def _trained(
 
     inner = _Parts._loss
 
-    def loss(self: _Parts, part: dict[str, Any], items: Any) -> Any:
+    def within_limit(self: _Parts, part: dict[str, Any], items: Any) -> Any:
         if len(part["input_ids"]) > limit and torch.is_grad_enabled():
             raise injected_error(FailureKind.DEFINITE)
         return inner(self, part, items)
 
-    _Parts._loss = loss  # type: ignore[method-assign]
+    _Parts._loss = within_limit  # type: ignore[method-assign]
     usual = {"per_device_train_batch_size": 8, "max_steps": 6, "logging_steps": 1, "seed": 1}
     options = library.TrainingArguments(
         output_dir=str(folder / "out"), use_cpu=True, report_to=[], save_strategy="no",
         disable_tqdm=True, learning_rate=1e-3, **{**usual, **arguments},
     )  # fmt: skip
-    trainer = Small(
+    trainer = type("Small", bases, {})(
         model=model, args=options, train_dataset=samples, data_collator=collate, callbacks=[Told()],
-        compute_loss_func=summed if family == "bert" else None,
+        compute_loss_func=loss if family == "bert" and counts else None,
         optimizers=(Comparing(model.parameters()) if compares else None, None),
     )  # fmt: skip
     trainer.train()
@@ -123,18 +133,47 @@ def test_the_course_is_the_same_in_smaller_parts(
     assert hf_child(_gap, str(tmp_path), family, head) < {"gpt2": 2e-6, "bert": 1e-4}[family]
 
 
+def _beside_plain(folder: str, family: str, head: str) -> float:
+    """Return the largest gap to a plain Trainer, whose model ignores `num_items_in_batch`."""
+    trained = partial(_trained, Path(folder), family, head, counts=False)
+    gaps = []
+    for several in ({}, {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}):
+        plain, _ = trained(8, elastic=False, **several)
+        apart, _ = trained(3, **several)
+        assert len(plain) == 6
+        gaps += [abs(one - other) / one for one, other in zip(plain, apart, strict=True)]
+    return max(gaps)
+
+
+@pytest.mark.parametrize(
+    ("family", "head", "most"),
+    [
+        ("gemma", "SequenceClassification", 1e-5),
+        ("bert", "SequenceClassification", 1e-4),
+        ("llama", "TokenClassification", 1e-5),
+        ("t5", "Seq2SeqLM", 1e-5),
+    ],
+)
+def test_a_model_that_returns_a_mean_trains_as_in_a_plain_trainer(
+    hf_child: InChild, tmp_path: Path, family: str, head: str, most: float
+) -> None:
+    """Of its samples, or of labels that samples have unequally many of."""
+    assert hf_child(_beside_plain, str(tmp_path), family, head) < most
+
+
 def _refusal(folder: str) -> str:
+    def squared(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+        return functional.cross_entropy(outputs.logits, labels) ** 2
+
     try:
-        _trained(Path(folder), "gemma", "SequenceClassification", 8)
+        _trained(Path(folder), "bert", "SequenceClassification", 8, loss=squared)
     except TaskError as error:
         return str(error)
     return ""
 
 
-def test_a_model_that_ignores_the_count_is_refused(hf_child: InChild, tmp_path: Path) -> None:
-    said = hf_child(_refusal, str(tmp_path))
-    assert "it ignores num_items_in_batch" in said
-    assert "compute_loss_func" in said
+def test_a_loss_that_is_no_mean_is_refused(hf_child: InChild, tmp_path: Path) -> None:
+    assert "compute_loss_func" in hf_child(_refusal, str(tmp_path))
 
 
 def _small(folder: Path, *, elastic: bool, dropout: float = 0.0, **arguments: Any) -> Any:

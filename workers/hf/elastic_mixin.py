@@ -9,7 +9,8 @@ loop, its scheduler, logs and checkpoints are transformers' own. For one device.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any, ClassVar
 
@@ -17,12 +18,15 @@ from torch import Tensor, nn
 
 from workers.resilience.attempts import RetryRules
 from workers.training.batch_in_parts import LoopBatches
-from workers.training.batches import Batch
+from workers.training.batches import Batch, rows_of
 from workers.training.errors import TaskError
 from workers.training.parts import PartsError
 
 #: More samples than an update has: those of the Trainer's step n have numbers from n times this on.
 _NUMBERS_OF_STEP = 2**24
+
+#: Labels that losses of transformers leave out (`ignore_index` of torch's cross entropy).
+_IGNORED = -100
 
 
 class ElasticMixin:
@@ -63,6 +67,12 @@ class ElasticMixin:
         return loss
 
 
+def _labels_of(part: Batch) -> float:
+    """Return how many labels of a part are not ignored."""
+    labels = part.get("labels") if isinstance(part, Mapping) else None
+    return float((labels != _IGNORED).sum()) if isinstance(labels, Tensor) else 0.0
+
+
 class _Parts:
     """The batches of one Trainer, for one model and optimiser."""
 
@@ -85,29 +95,65 @@ class _Parts:
         )
         self._used = (-1, 0)
         """A step of the Trainer, and the samples of its batches until now."""
+        self._mean_of: Callable[[Batch], float] | None = None
+        """Of how many samples, or labels, the model returns the mean, whatever it is told of the
+        items of the batch; `None`: it heeds that.
+        """
 
     def step(self, batch: dict[str, Any], items: Tensor | int | None) -> Tensor:
         """Compute a batch, and put its gradients where the Trainer looks for them."""
         step = self._trainer.state.global_step
-        several = self._trainer.current_gradient_accumulation_steps
         used = self._used[1] if self._used[0] == step else 0
-        scaler, is_scaled = self._trainer.accelerator.scaler, self._is_scaled(items)
+        first, is_scaled = step * _NUMBERS_OF_STEP + used, self._is_scaled(items)
         try:
-            loss: Tensor = self.batch.run(
-                batch,
-                partial(self._loss, items=items),
-                partial(self._finish, is_one_of_several=several > 1),
-                first=step * _NUMBERS_OF_STEP + used,
-                count=1.0 if is_scaled else None,
-                scale=1.0 if scaler is None else scaler.get_scale(),
-                share=1.0 / several,
-            )
+            loss = self._run(batch, items, first, is_scaled=is_scaled)
         except PartsError as error:
-            remedy = "; the Trainer takes a compute_loss_func(outputs, labels, num_items_in_batch)"
-            told = remedy if error.cause in {"mean", "sum", "count"} else ""
-            raise TaskError(f"{type(self.model).__name__}: {error}{told}") from error
+            other = self._as_mean(error, batch, items, first) if is_scaled else None
+            if other is None:
+                remedy = (
+                    "; the Trainer takes a compute_loss_func(outputs, labels, num_items_in_batch)"
+                )
+                told = remedy if error.cause in {"mean", "sum", "count"} else ""
+                raise TaskError(f"{type(self.model).__name__}: {error}{told}") from error
+            loss = other
         self._used = step, used + sum(self.batch.parts)
         return loss
+
+    def _as_mean(
+        self, error: PartsError, batch: dict[str, Any], items: Tensor | int | None, first: int
+    ) -> Tensor | None:
+        """Compute a batch whose parts do not add up as the mean of its samples, or of its labels;
+        `None`: it is neither. Nothing has changed before, and all is looked at once more.
+        """
+        if self._mean_of is not None or error.cause not in {"mean", "sum", "count", "unknown"}:
+            return None
+        for self._mean_of in (rows_of, _labels_of):
+            with suppress(PartsError):
+                return self._run(batch, items, first, is_scaled=True)
+        self._mean_of = None
+        return None
+
+    def _run(
+        self,
+        batch: dict[str, Any],
+        items: Tensor | int | None,
+        first: int,
+        *,
+        is_scaled: bool,
+    ) -> Tensor:
+        several = self._trainer.current_gradient_accumulation_steps
+        scaler = self._trainer.accelerator.scaler
+        return self.batch.run(
+            batch,
+            partial(self._loss, items=items),
+            partial(self._finish, is_one_of_several=several > 1),
+            first=first,
+            count=1.0 if is_scaled and self._mean_of is None else None,
+            scale=1.0 if scaler is None else scaler.get_scale(),
+            # A mean that it takes for scaled the Trainer divides by no number of batches.
+            share=1.0 if is_scaled else 1.0 / several,
+            weight=self._mean_of or rows_of,
+        )
 
     def _finish(self, *, is_one_of_several: bool) -> Tensor:
         for weight, total in self.batch.sums.totals():

@@ -279,7 +279,7 @@ class BatchInParts:
             for each in self.modules
         ]
         own = _marks_of(one.loss)
-        return self.check.due(one.batch, one.rows, *modes, one.weight is None, *own, *others)
+        return self.check.due(one.batch, one.rows, *modes, one.weight, *own, *others)
 
 
 def _marks_of(loss: Any) -> Iterator[object]:  # noqa: ANN401 - any callable
@@ -546,6 +546,7 @@ class LoopBatches(BatchInParts):
         count: float | None,
         scale: float = 1.0,
         share: float = 1.0,
+        weight: Callable[[Batch], float] = rows_of,
     ) -> R:
         """Add up loss and gradient of a batch, and return what `finish` makes of them.
 
@@ -557,6 +558,7 @@ class LoopBatches(BatchInParts):
             count: Items of the whole batch.
             scale: By which gradients are multiplied.
             share: By which a mean is multiplied, where the batch is one of several of an update.
+            weight: Of how many samples, or items, the mean of a part is.
 
         Raises:
             TaskError: Parts do not add up, or the batch does not fit at once and cannot be cut.
@@ -583,8 +585,10 @@ class LoopBatches(BatchInParts):
             rows=rows,
             loss=loss,
             first=first,
-            items=rows / share if count is None else count or rows,
-            weight=rows_of if count is None and uncut is None else None,
+            items=count or rows
+            if count is not None
+            else ((uncut is None and weight(batch)) or rows) / share,
+            weight=weight if count is None and uncut is None else None,
             is_whole=uncut is not None,
         )
 
