@@ -115,6 +115,11 @@ class BatchInParts:
         self.modules = list(self.model.modules())
         self.buffers: dict[Place, Kind] = dict.fromkeys(places_of(self.modules, small=True), "sum")
         """Those that passes may change, and how."""
+        self._numbers = [
+            (vars(module), name)
+            for module, name in self.buffers
+            if type(vars(module).get(name)) in {int, float}
+        ]
         self.draws = self.always_draws
         """Whether samples draw from torch's own random numbers as they come."""
         self.writes: bool | None = None
@@ -273,13 +278,13 @@ class BatchInParts:
             (
                 each.training,
                 *(p for name in _OF_DROPOUT if isinstance(p := vars(each).get(name), float)),
-                # Such as the weight of a term that is to come.
-                *(value == 0 for value in vars(each).values() if type(value) in {int, float}),
             )
             for each in self.modules
         ]
+        # Such as the weight of a term that is to come.
+        zeros = (values.get(name) == 0 for values, name in self._numbers)
         own = _marks_of(one.loss)
-        return self.check.due(one.batch, one.rows, *modes, one.weight, *own, *others)
+        return self.check.due(one.batch, one.rows, *modes, *zeros, one.weight, *own, *others)
 
 
 def _marks_of(loss: Any) -> Iterator[object]:  # noqa: ANN401 - any callable

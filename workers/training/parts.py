@@ -587,10 +587,10 @@ def places_of(modules: Iterable[nn.Module], *, small: bool = False) -> list[Plac
                 and (buffer.numel() == 1 or name not in module._non_persistent_buffers_set)
             ):
                 places.append((module, name))
-        numbers = vars(module).items() if small else ()
-        places += [
-            (module, name) for name, value in numbers if _is_number(value) and name != "training"
-        ]
+        # How a layer of torch was made, such as its sizes, no pass changes.
+        fixed = {"training", *getattr(type(module), "__constants__", ())}
+        numbers = sorted(vars(module).keys() - fixed) if small else ()
+        places += [(module, name) for name in numbers if _is_number(vars(module)[name])]
     return places
 
 
