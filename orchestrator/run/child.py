@@ -25,7 +25,7 @@ _LOOK_S: Final = 0.2
 
 
 def never() -> bool:
-    """Say that nobody interrupts."""
+    """Say that the user has not interrupted."""
     return False
 
 

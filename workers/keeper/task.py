@@ -1,6 +1,6 @@
 """What a keeper is told, and what it tells, over a channel (`channel.py`).
 
-A worker sends a `Task` once, as JSON, then orders: `{"on": True}` says that the head is still heard,
+A worker sends a `Task` once, as JSON, then orders: `{"on": True}` says that the head is heard,
 and `{"end": seconds}` ends the program, by SIGTERM and after so many seconds by SIGKILL. The keeper
 answers `{"started": pid, "keeper": pid}` or `{"refused": text}`, to each `on` with what was printed
 since, then once with `{"ended": wait status, ...}`. It closes the socket when nothing of the

@@ -27,8 +27,8 @@ _log = logging.getLogger(__name__)
 class Recall:
     """What one function has learned, across processes.
 
-    An error of the store is only logged, each once. Initialises CUDA if torch is loaded and sees a card,
-    because the card must be known before the first call.
+    An error of the store is only logged, each once. Initialises CUDA if torch is loaded and sees a
+    card, because the card must be known before the first call.
     """
 
     def __init__(self, workload: str, clock: Callable[[], float]) -> None:
@@ -48,7 +48,7 @@ class Recall:
         return self._kept
 
     def keep(self, learned: Learned | None, peak_bytes: int | None) -> None:
-        """Write down what is known now, if it is news, and not for every call."""
+        """Store what is known now, where it differs from what was stored and that was a while ago."""
         is_recent = self._clock() - self._kept_at_s < _KEEP_EVERY_S
         if learned is None or learned == self._kept or is_recent:
             return

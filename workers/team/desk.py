@@ -40,8 +40,8 @@ class Stepped:
 
 @dataclass(eq=False, kw_only=True)
 class Work:
-    """What the computing thread is to do: add the gradients of some rows to the sums, in one part or
-    more, or change the state; or only to come.
+    """What the computing thread is to do: add the gradients of some rows to the sums, in one part
+    or more, or change the state; or only to come.
     """
 
     rows: Rows | None = None
@@ -179,7 +179,7 @@ class Desk(Place):
             self.version = trainer.step, checksum(trainer.parameters)
             self.is_here = False
         elif work.rows is not None:
-            # With `exact` each range has sums of its own, whoever computes it.
+            # With `exact` each range has sums of its own, whichever member computes it.
             keep = self.sums if trainer.settings.exact else None
             if not work.is_given:
                 if self._is_anew or keep is not None:

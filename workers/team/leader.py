@@ -143,8 +143,8 @@ class Leader:
     def _admit(self, helper: Helper, constant: int) -> None:
         """Have a helper take part from now on, with the leader's state.
 
-        A copy of it is sent beside the steps, and then the totals of these. Where there is no memory
-        for the copy, the update of the step waits until the state is sent.
+        A copy of the state is sent beside the steps, and then the totals of these steps. Without
+        memory for the copy the update of the step waits until the state is sent.
         """
         desk, connection, before = self._desk, helper.connection, helper.version
         with ExitStack() as copying:

@@ -1,5 +1,5 @@
-"""A member of a team that divides the samples of each step: it leads or follows as the head says, and
-tells how it stands.
+"""A member of a team that divides the samples of each step: it leads or follows as the head says,
+and tells how it stands.
 
 The head names who leads by orders with a generation, which is a fencing number: a member obeys no
 smaller one, and takes in no member that obeys another. A member that has lost its leader keeps its

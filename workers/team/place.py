@@ -1,4 +1,4 @@
-"""A slot's place in its team, as the training of the slot sees it, however the team divides the work.
+"""A slot's place in its team, as the training of the slot sees it: of samples or of a model.
 
 Says how a member takes orders, tells events, and shows that its computing thread is there.
 """

@@ -266,8 +266,8 @@ class Accumulator:
         self._follows = any(used)
 
     def _anew(self, place: int) -> Tensor:
-        """Return a sum that is written anew: another one where somebody else keeps it, such as an
-        optimiser that compares a gradient with the next one.
+        """Return a sum that is written anew: another one where the old one is held elsewhere, such
+        as by an optimiser that compares a gradient with the next one.
         """
         if _is_kept(self.gradients, place):
             self.gradients[place] = torch.empty_like(self.gradients[place])
