@@ -306,9 +306,9 @@ def _of_keys(at: _Place) -> Iterator[Problem]:
             yield at.problem("an entry with train: trains", "command: for other work", *where)
         elif word == "train.team":
             yield from _of_team(at, where, values)
-        elif word == "train.split" and values not in (["data"], ["layers"]):
-            text = "what the team of a job divides is known before it begins"
-            yield at.problem(text, "split: data, or layers", *where)
+        elif word == "train.split" and ("auto" in values or where[0] == "sweep"):
+            text = "a job says itself what its members divide"
+            yield at.problem(text, "split: data, or layers, below train", *where)
         elif word == "train.slots":
             valid = "no slots; sweep over workload.seed for several trainings"
             yield at.problem("a job is one training in one slot", valid, *where)

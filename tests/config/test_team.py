@@ -194,8 +194,11 @@ def test_jobs_work_without_the_team_of_a_run() -> None:
         ("train: {team: 5}", "train.team: 5 should be 'all', or be a valid list"),
         ("train: {team: all}, nodes: [pc1]", "names the cards of a job, and so does nodes"),
         ("train: {team: all}, pack: true", "names the cards of a job, and so does pack"),
-        ("train: {team: all, split: auto}",
-         "what the team of a job divides is known before it begins; valid: split: data, or layers"),
+        (
+            "train: {team: all, split: auto}",
+            "a job says itself what its members divide; valid: split: data, or layers, below train",
+        ),
+        ("train: {team: all, split: layer}", "'layer' should be 'data', 'auto' or 'layers'"),
         ("train: {lr: 1e-3}, sweep: {over: {team: [all]}}",
          "is the same for all members of a sweep; valid: team below train"),
     ],
