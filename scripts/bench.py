@@ -53,16 +53,15 @@ _TYPES: Mapping[str, Callable[[str], Any]] = {
 
 
 def _add(parser: argparse.ArgumentParser, name: str, option: Mapping[str, Any]) -> None:
-    default, words = option.get("default"), option["help"]
+    default, words = option["default"], option["help"]
     if default is False:
         parser.add_argument(f"--{name}", action="store_true", help=words)
         return
     many = isinstance(default, list)
     kind = option.get("type", type(default[0] if isinstance(default, list) else default).__name__)
-    shown = "" if default is None else " (default: %(default)s)"
     parser.add_argument(
         f"--{name}", type=_TYPES[kind], default=default, choices=option.get("choices"),
-        nargs="+" if many else None, help=words + shown,
+        nargs="+" if many else None, help=f"{words} (default: %(default)s)",
     )  # fmt: skip
 
 

@@ -1,14 +1,12 @@
-"""Writes what `plan` says into each file of recipes/.
+"""Writes what `plan` says into each file of recipes/; names those that were old.
 
-    python scripts/render_recipes.py [--check]
+    python scripts/render_recipes.py
 
-`--check` changes nothing, and exits with 1 if something is old. Does not measure: all is computed
-from the cards' data.
+Does not measure: all is computed from the cards' data.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import subprocess
@@ -131,11 +129,6 @@ def _python(*arguments: str) -> str:
 
 def main() -> int:
     """Run the script and return its exit code."""
-    parser = argparse.ArgumentParser(description="Write the sums of recipes.")
-    parser.add_argument(
-        "--check", action="store_true", help="change nothing; exit code 1: something is old"
-    )
-    check: bool = parser.parse_args().check
     paths = sorted(FOLDER.glob("*.yaml"))
     before = {path: path.read_text(encoding="utf-8") for path in paths}
     try:
@@ -146,13 +139,10 @@ def main() -> int:
     except (KeyError, ValueError) as problem:
         print(f"render_recipes: {problem}", file=sys.stderr)
         return 2
-    old = [path for path in paths if after[path] != before[path]]
-    for path in old:
-        if check:
-            print(f"{path.relative_to(ROOT)} is old: python scripts/render_recipes.py")
-        else:
-            path.write_text(after[path], encoding="utf-8")
-    return 1 if old and check else 0
+    for path in (path for path in paths if after[path] != before[path]):
+        path.write_text(after[path], encoding="utf-8")
+        print(path.relative_to(ROOT))
+    return 0
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from rich.console import Console
 
 from orchestrator.record.archive import read_run
-from orchestrator.view.health import health_lines
+from orchestrator.view.live import health_lines
 
 _WIDTH = 150
 

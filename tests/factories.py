@@ -16,6 +16,7 @@ from typing import Any
 
 from orchestrator.config.load import dump_config, load_config
 from orchestrator.config.schema import Config
+from orchestrator.core.fleet import NodeFact
 from orchestrator.core.slot import NOTHING_ASKED, Rules, Slot, UserOrders, slot_state
 from orchestrator.jobs.model import Job, JobState, Standing
 from orchestrator.record.events import EVENTS_NAME
@@ -64,6 +65,12 @@ RULES = Rules(
 )
 
 
+def node_fact(name: str | None = "pc1", node_id: str = "a", **changes: Any) -> NodeFact:
+    """Return a live node with room for the workers of any PC."""
+    usual: dict[str, Any] = {"address": f"10.0.0.{node_id}", "cpus": 64.0, "gpus": 1.0}
+    return NodeFact(name=name, node_id=node_id, **{**usual, **changes})
+
+
 # --- statuses of workers
 
 
@@ -79,7 +86,6 @@ CPU = DeviceInfo(
     dtype="fp32",
     threads=1,
     pid=4711,
-    hostname="pc1",
     torch_version="2.9",
 )
 

@@ -32,19 +32,18 @@ def bit_class(dtype: torch.dtype, bit: int) -> str:
     return "exponent" if bit >= fraction_bits else "fraction"
 
 
-def flip_any_bit(tensor: torch.Tensor, seed: int) -> str:
-    """Flip one bit drawn by `seed`, and say in words which."""
-    chance = random.Random(seed)  # noqa: S311 - repeatable is what is wanted
-    index, bit = chance.randrange(tensor.numel()), chance.randrange(8 * tensor.element_size())
-    flip_bit(tensor, index, bit)
-    row, column = divmod(index, tensor.shape[-1])
-    return f"flipped {bit_class(tensor.dtype, bit)} bit {bit} of row {row}, column {column}"
-
-
 def flip_latest(workload: Matmul, seed: int) -> str | None:
-    """Flip one bit of the latest product, and say in words which; `None` if there is none."""
+    """Flip one bit of the latest product, drawn by `seed`, and say in words which; `None` if there
+    is none.
+    """
     latest = None if workload._tensors is None else workload._tensors.latest
-    return None if latest is None else flip_any_bit(latest, seed)
+    if latest is None:
+        return None
+    chance = random.Random(seed)  # noqa: S311 - repeatable is what is wanted
+    index, bit = chance.randrange(latest.numel()), chance.randrange(8 * latest.element_size())
+    flip_bit(latest, index, bit)
+    row, column = divmod(index, latest.shape[-1])
+    return f"flipped {bit_class(latest.dtype, bit)} bit {bit} of row {row}, column {column}"
 
 
 class Flipping(Matmul):

@@ -5,8 +5,8 @@ A server may be given more modules of others to import, such as those of transfo
 three more. A child behaves like a fresh `python -c CODE` that has imported them: its own session,
 folder, environment, arguments and limits, no standard input, its output in files, and an ordinary
 end of the interpreter. The server itself runs no operation of torch, because a pool of OpenMP
-threads does not survive a fork. It ends its children when their client goes away, and itself when
-the tests do.
+threads does not survive a fork. A process of its own keeps each child, and ends it when its client
+goes away.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import time
 import types
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 
 class Child:
@@ -120,15 +120,9 @@ class ForkServer:
         pid = int.from_bytes(_answer(ours, 8, self._process.pid, 240.0))
         return Child(ours, pid, out, err)
 
-    def run(
-        self,
-        code: str,
-        *arguments: str,
-        cwd: Path | None = None,
-        environment: Mapping[str, str] | None = None,
-    ) -> subprocess.CompletedProcess[str]:
+    def run(self, code: str, *arguments: str, **how: Any) -> subprocess.CompletedProcess[str]:
         """Run `code` to its end, as `subprocess.run` would; a child that hangs is ended."""
-        child = self.start(code, *arguments, cwd=cwd, environment=environment)
+        child = self.start(code, *arguments, **how)
         try:
             status = child.wait(240.0)
             return subprocess.CompletedProcess(
@@ -141,7 +135,7 @@ class ForkServer:
             child.close()
 
     def close(self) -> None:
-        """End the server and its children."""
+        """End the server."""
         if self._process is not None and self._control is not None:
             self._control.close()
             self._process.wait(30)
@@ -164,49 +158,39 @@ class ForkServer:
 
 
 def _serve(control: socket.socket) -> types.CodeType:
-    """Fork until the tests end; returns only in a child, with the code that it is to run."""
-    poll = select.poll()
-    poll.register(control, select.POLLIN)
-    children: dict[
-        int, tuple[int, socket.socket]
-    ] = {}  # by the descriptor of the process: its id and its client
-    clients: dict[int, int] = {}  # by the descriptor of the client: the process's id
+    """Fork for each client until the tests end; returns only in a child, with the code that it is
+    to run.
+    """
     while True:
-        for descriptor, _ in poll.poll():
-            if descriptor == control.fileno():
-                _, received, _, _ = socket.recv_fds(control, 1, 3)
-                if not received:
-                    for pid, _client in children.values():
-                        os.killpg(pid, signal.SIGKILL)
-                    os._exit(0)
-                client = socket.socket(fileno=received[0])
-                pid = os.fork()
-                if pid == 0:
-                    return _become(client, *received[1:])
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.setpgid(pid, pid)  # as the child does, too: one of the two is first
-                for copy in received[1:]:
-                    os.close(copy)
-                process = os.pidfd_open(pid)
-                children[process], clients[client.fileno()] = (pid, client), pid
-                poll.register(process, select.POLLIN)
-                poll.register(client, 0)  # only whether it hangs up
-                with contextlib.suppress(OSError):
-                    client.sendall(pid.to_bytes(8))
-            elif descriptor in children:
-                pid, client = children.pop(descriptor)
-                _, status = os.waitpid(pid, 0)
-                poll.unregister(descriptor)
-                os.close(descriptor)
-                if clients.pop(client.fileno(), None) is not None:
-                    poll.unregister(client)
-                with contextlib.suppress(OSError):
-                    client.sendall(str(os.waitstatus_to_exitcode(status)).encode())
-                client.close()
-            elif descriptor in clients:
-                poll.unregister(descriptor)
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(clients.pop(descriptor), signal.SIGKILL)
+        _, received, _, _ = socket.recv_fds(control, 1, 3)
+        if not received:
+            os._exit(0)
+        if os.fork() == 0:
+            return _keep(socket.socket(fileno=received[0]), *received[1:])
+        for copy in received:
+            os.close(copy)
+
+
+def _keep(client: socket.socket, out: int, err: int) -> types.CodeType:
+    """Fork the child, tell its client how it ends, and end it when its client goes away."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    pid = os.fork()
+    if pid == 0:
+        return _become(client, out, err)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.setpgid(pid, pid)  # as the child does, too: one of the two is first
+    poll, process = select.poll(), os.pidfd_open(pid)
+    poll.register(process, select.POLLIN)
+    poll.register(client, 0)  # only whether it hangs up
+    with contextlib.suppress(OSError):
+        client.sendall(pid.to_bytes(8))
+    if process not in dict(poll.poll()):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    with contextlib.suppress(OSError):
+        client.sendall(str(os.waitstatus_to_exitcode(status)).encode())
+    os._exit(0)
 
 
 def _become(client: socket.socket, out: int, err: int) -> types.CodeType:
@@ -250,6 +234,7 @@ if __name__ == "__main__":
         for _name in sys.argv[2:]:
             importlib.import_module(_name)
 
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps those that keep children
     _threads = len(list(Path("/proc/self/task").iterdir()))
     assert _threads == 1, (
         f"torch {torch.__version__} or {sys.argv[2:]} has begun threads: a fork loses them"

@@ -1,4 +1,4 @@
-"""A process of its own for each scenario, and the spec of one worker.
+"""A process of its own for each scenario.
 
 The CPU device caps its whole process and there is no way back, so no scenario may run in the
 process of the tests.
@@ -7,18 +7,17 @@ process of the tests.
 from __future__ import annotations
 
 import pickle
+import subprocess
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
 
 from tests.fork_server import ForkServer
-from tests.scene import spec_of
-from workers.settings import WorkerSpec
 
 InChild: TypeAlias = Callable[..., Any]
-MakeSpec: TypeAlias = Callable[..., WorkerSpec]
 
 #: Half of the time of a small training in a process of its own is the import of these.
 HF_MODULES = (
@@ -76,32 +75,31 @@ def hf_fork_server() -> Iterator[ForkServer]:
 @pytest.fixture(scope="session")
 def in_child(tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer) -> InChild:
     """Run a function of a test's module in a fresh process and return what it returns."""
-    return _runner(tmp_path_factory, fork_server)
+    return runner(tmp_path_factory, partial(fork_server.run, CHILD))
 
 
 @pytest.fixture(scope="session")
 def hf_child(tmp_path_factory: pytest.TempPathFactory, hf_fork_server: ForkServer) -> InChild:
     """The same in a process that has imported transformers."""
-    return _runner(tmp_path_factory, hf_fork_server)
+    return runner(tmp_path_factory, partial(hf_fork_server.run, CHILD))
 
 
-def _runner(tmp_path_factory: pytest.TempPathFactory, server: ForkServer) -> InChild:
+def runner(
+    tmp_path_factory: pytest.TempPathFactory,
+    run_child: Callable[..., subprocess.CompletedProcess[str]],
+) -> InChild:
+    """Return what runs a function of a test's module where `run_child` runs `CHILD`."""
+
     def run(function: Callable[..., Any], *arguments: object) -> Any:
         folder = tmp_path_factory.mktemp("child")
         given, wanted = folder / "given", folder / "wanted"
         given.write_bytes(pickle.dumps(arguments))
         source = Path(function.__code__.co_filename)
         names = [str(source.parent), source.stem, function.__name__, str(given), str(wanted)]
-        done = server.run(CHILD, *names)
+        done = run_child(*names)
         assert done.returncode == 0, (
             f"{function.__name__} ended with {done.returncode}:\n{done.stderr[-4000:]}"
         )
         return pickle.loads(wanted.read_bytes())  # noqa: S301 - written by our own child
 
     return run
-
-
-@pytest.fixture(scope="session")
-def make_spec() -> MakeSpec:
-    """Return a maker of specs of a lone worker."""
-    return spec_of

@@ -56,18 +56,6 @@ def reaper(patience_s: float = PATIENCE_S) -> Iterator[Reaper]:
                 os.environ[MARK] = before
 
 
-def _members(mark: bytes) -> dict[int, int]:
-    """Return the processes with this mark, each with its parent."""
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if b"\0" + mark + b"\0" in b"\0" + (folder / "environ").read_bytes():
-                found[int(folder.name)] = int(
-                    (folder / "stat").read_text().rpartition(")")[2].split()[1]
-                )
-    return found
-
-
 def _shared_files(pid: int) -> set[bytes]:
     """Return the files in /dev/shm that a process has mapped."""
     with contextlib.suppress(OSError):
@@ -77,27 +65,23 @@ def _shared_files(pid: int) -> set[bytes]:
     return set()
 
 
-def _send(pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, number)
-
-
-def _reap(mark: bytes, patience_s: float) -> None:
+def _reap(mark: str, patience_s: float) -> None:
     """End every process with the mark: those on top are asked, and what is left after a while is
     killed.
     """
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from workers.keeper import processes  # the standard library alone
+
     shared: set[bytes] = set()
-    members = _members(mark)
-    for pid, parent in members.items():
-        if parent not in members:
-            _send(pid, signal.SIGTERM)
-            _send(pid, signal.SIGCONT)
+    members = processes.marked(MARK, mark)
+    parents = {pid: (processes.stat_fields(pid) or ["", "0"])[1] for pid in members}
+    on_top = (pid for pid, parent in parents.items() if int(parent) not in members)
+    processes.send(on_top, signal.SIGTERM)
     deadline_s = time.monotonic() + patience_s
-    while members := _members(mark):
-        for pid in members:
-            shared |= _shared_files(pid)
-            if time.monotonic() >= deadline_s:
-                _send(pid, signal.SIGKILL)
+    while members := processes.marked(MARK, mark):
+        shared = shared.union(*map(_shared_files, members))
+        if time.monotonic() >= deadline_s:
+            processes.send(members, signal.SIGKILL)
         time.sleep(0.1)
     for path in shared:
         with contextlib.suppress(OSError):
@@ -109,7 +93,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     folders = [line.rstrip(b"\n") for line in sys.stdin.buffer]
-    _reap(f"{MARK}={sys.argv[1]}".encode(), float(sys.argv[2]))
+    _reap(sys.argv[1], float(sys.argv[2]))
     for folder in folders:
         shutil.rmtree(os.fsdecode(folder), ignore_errors=True)
 

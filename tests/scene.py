@@ -75,6 +75,15 @@ def spec_of(
     )
 
 
+def events_in(folder: Path, name: str | None = None, **fields: object) -> list[dict[str, Any]]:
+    """Return the events of a run folder so far; or those of a name, with these fields."""
+    path = folder / "events.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    wanted = (fields if name is None else {"event": name, **fields}).items()
+    events = (json.loads(line) for line in lines if line.endswith("}"))  # it may be being written
+    return [each for each in events if all(each.get(key) == value for key, value in wanted)]
+
+
 class Patience:
     """A deadline that begins anew with each sign of progress: what is slow is waited for, what
     hangs is not.
@@ -110,13 +119,16 @@ def computed(pid: int) -> int:
 
 
 def wait_for(
-    ask: Callable[[], Any], what: str, progress: Callable[[], object] = lambda: None
+    ask: Callable[[], Any],
+    what: str,
+    progress: Callable[[], object] = lambda: None,
+    rest: Callable[[float], None] = time.sleep,
 ) -> Any:
     """Ask until the answer is true; return it."""
     patience = Patience(progress)
     while not (answer := ask()):
         assert not patience.is_over(), f"no {what}, and no progress within {PATIENCE_S:.0f} s"
-        time.sleep(0.05)
+        rest(0.05)
     return answer
 
 

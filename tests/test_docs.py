@@ -26,8 +26,8 @@ from orchestrator.lab.chaos import parse_chaos
 from orchestrator.lab.tune import names_in
 from orchestrator.record.model import STATES_WORST_FIRST
 from orchestrator.view.slots import COLUMNS
-from tests.in_child import InChild, MakeSpec
-from tests.scene import ROOT
+from tests.in_child import InChild
+from tests.scene import ROOT, spec_of
 from workers.messages import Begin, Orders, Status, Verdict, WorkerState
 from workers.settings import WorkerSpec
 
@@ -40,57 +40,39 @@ each_document = pytest.mark.parametrize(
 PAGES = [
     path for path in DOCUMENTS if path.name != "CHANGELOG.md" and path.parent.name != "results"
 ]
-_NAMES_SLOTS = {"slots", "--run", "--config", "-c", "--set", "--run-dir", "--help"}
-
-_OF_QUEUE = {"--run", "--config", "-c", "--set", "--run-dir", "--help"}
+_READS = {"--config", "-c", "--set", "--help"}
+_WHERE = _READS | {"--run-dir"}
+_NEW_RUN = _WHERE | {"--local", "--rehearse", "--json", "--plain"}
+_OF_SLOTS = _WHERE | {"slots", "--run"}
+_OF_QUEUE = _WHERE | {"--run"}
 
 OPTIONS = {
     "run": {
-        "--config", "-c", "--duration", "--local", "--rehearse", "--workload", "--policy", "--set", "--json", "--plain",
-        "--wait-for-nodes", "--run-dir", "--resume", "--chaos", "--chaos-seed", "--yes-really", "--apply-power-limit",
-        "--help",
+        "--duration", "--workload", "--policy", "--wait-for-nodes", "--resume", "--chaos", "--chaos-seed",
+        "--yes-really", "--apply-power-limit", *_NEW_RUN,
     },
-    "plan": {"--config", "-c", "--set", "--json", "--help"},
+    "plan": {"--json", *_READS},
     "jobs": {"--help"},
-    "jobs run": {
-        "file", "--config", "-c", "--rehearse", "--local", "--stay", "--new", "--set", "--json", "--plain", "--run-dir",
-        "--help",
-    },
-    "jobs submit": {
-        "words", "--name", "--after", "--priority", "--hours", "--wait", "--json", *_OF_QUEUE,
-    },
+    "jobs run": {"file", "--stay", "--new", *_NEW_RUN},
+    "jobs submit": {"words", "--name", "--after", "--priority", "--hours", "--wait", "--json", *_OF_QUEUE},
     "jobs list": {"--json", *_OF_QUEUE},
     "jobs show": {"job", "--json", *_OF_QUEUE},
     "jobs results": {"--json", *_OF_QUEUE},
     **{f"jobs {word}": {"jobs", *_OF_QUEUE} for word in ("hold", "release", "cancel", "retry")},
-    "up": {"node", "--config", "-c", "--set", "--head-address", "--exec", "--stay", "--help"},
-    "stop": {"--config", "-c", "--set", "--run-dir", "--node", "--help"},
-    "runs": {"--config", "-c", "--set", "--run-dir", "--json", "--help"},
-    "report": {
-        "run_id", "--config", "-c", "--set", "--run-dir", "--json", "--html", "--help",
-    },
-    "export": {
-        "run_id", "slot", "--to", "--adapter", "--average", "--best", "--config", "-c", "--set",
-        "--run-dir", "--help",
-    },
-    "logs": {"name", "--run", "--follow", "-f", "--config", "-c", "--set", "--run-dir", "--help"},
-    "top": {"run_id", "--once", "--config", "-c", "--set", "--run-dir", "--help"},
-    "notify": {"run_id", "--once", "--test", "--config", "-c", "--set", "--run-dir", "--help"},
-    "web": {
-        "run_id", "--port", "--bind", "--control", "--config", "-c", "--set", "--run-dir", "--help",
-    },
-    "pause": _NAMES_SLOTS, "unpause": _NAMES_SLOTS, "drain": _NAMES_SLOTS,
-    "reinstate": _NAMES_SLOTS, "save": _NAMES_SLOTS,
-    "cap": {"slot", "amount", "--run", "--config", "-c", "--set", "--run-dir", "--help"},
-    "burn": {
-        "--config", "-c", "--duration", "--phase", "--local", "--rehearse", "--set", "--json", "--plain", "--run-dir",
-        "--apply-power-limit", "--help",
-    },
-    "tune": {
-        "--config", "-c", "--local", "--rehearse", "--workload", "--budget", "--levers",
-        "--set", "--json", "--help",
-    },
-    "doctor": {"--config", "-c", "--set", "--node", "--json", "--help"},
+    "up": {"node", "--head-address", "--exec", "--stay", *_READS},
+    "stop": {"--node", *_WHERE},
+    "runs": {"--json", *_WHERE},
+    "report": {"run_id", "--json", "--html", *_WHERE},
+    "export": {"run_id", "slot", "--to", "--adapter", "--average", "--best", *_WHERE},
+    "logs": {"name", "--run", "--follow", "-f", *_WHERE},
+    "top": {"run_id", "--once", *_WHERE},
+    "notify": {"run_id", "--once", "--test", *_WHERE},
+    "web": {"run_id", "--port", "--bind", "--control", *_WHERE},
+    **dict.fromkeys(("pause", "unpause", "drain", "reinstate", "save"), _OF_SLOTS),
+    "cap": {"slot", "amount", "--run", *_WHERE},
+    "burn": {"--duration", "--phase", "--apply-power-limit", *_NEW_RUN},
+    "tune": {"--local", "--rehearse", "--workload", "--budget", "--levers", "--json", *_READS},
+    "doctor": {"--node", "--json", *_READS},
     "init": {"--output", "-o", "--force", "--help"},
 }  # fmt: skip
 
@@ -105,10 +87,10 @@ def turns(spec: WorkerSpec, count: int) -> list[Status]:
 
 
 def test_the_example_workload_runs_and_survives_a_batch_that_does_not_fit(
-    in_child: InChild, make_spec: MakeSpec
+    in_child: InChild,
 ) -> None:
     memory = {"floor_bytes": 2**20, "size_floor": 64}
-    spec = make_spec(
+    spec = spec_of(
         budget_bytes=64 * 2**20, name="mlp_workload:Mlp", size=256, batch=16_384, **memory
     )
     reports: list[Status] = in_child(turns, spec, 3)
@@ -306,16 +288,11 @@ def anchors(path: Path) -> frozenset[str]:
 
 
 @cache
-def command_line() -> Any:
-    """Return the whole command line as typer builds it."""
-    return typer.main.get_command(app)
-
-
-@cache
 def verbs() -> dict[str, Any]:
     """Return the commands by what is typed, such as `jobs list`."""
     found: dict[str, Any] = {}
-    for name, verb in command_line().commands.items():
+    command_line: Any = typer.main.get_command(app)
+    for name, verb in command_line.commands.items():
         found[name] = verb
         found |= {f"{name} {other}": it for other, it in getattr(verb, "commands", {}).items()}
     return found

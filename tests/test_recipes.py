@@ -10,7 +10,7 @@ from render_recipes import FOLDER, plans_of, with_sums
 RECIPES = {path.stem: path for path in FOLDER.glob("*.yaml")}
 
 #: One of each kind of model: planning takes half a minute for a large one. Of all of them it is
-#: `scripts/render_recipes.py --check`.
+#: `scripts/render_recipes.py`.
 PLANNED = ("cnn-landmarks-3090", "gpt2-medium-3060", "hf-llama-1b-dora-3090")
 
 

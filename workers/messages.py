@@ -264,7 +264,6 @@ class DeviceInfo:
     """The type really used; a CPU runs fp16 as bf16 or fp32."""
     threads: int
     pid: int
-    hostname: str
     torch_version: str
     driver: str | None = None
     """Version of the card's driver; `None` on a CPU, or where it is unknown."""

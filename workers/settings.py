@@ -106,31 +106,20 @@ class ThermalSettings:
     """Below this a pause ends (guides). `None`: 2 degrees below `critical_c`."""
 
     def __post_init__(self) -> None:
-        named = {
-            name: getattr(self, name) for name in ("warm_c", "hot_c", "critical_c", "resume_c")
-        }
-        for name, value in named.items():
-            if value is not None and not COLDEST_C < value < HOTTEST_C:
+        names = "warm_c", "hot_c", "critical_c", "resume_c"
+        known = {name: value for name in names if (value := getattr(self, name)) is not None}
+        for name, value in known.items():
+            if not COLDEST_C < value < HOTTEST_C:
                 raise ValueError(
                     f"{name} must be between {COLDEST_C:g} and {HOTTEST_C:g} C or off, not {value}"
                 )
-        known = [
-            (name, value)
-            for name, value in named.items()
-            if value is not None and name != "resume_c"
-        ]
-        for (lower, low_c), (upper, high_c) in itertools.pairwise(known):
-            if low_c >= high_c:
-                raise ValueError(f"{lower} must be below {upper}, not {low_c:g} and {high_c:g} C")
-        if (
-            self.critical_c is not None
-            and self.resume_c is not None
-            and self.resume_c >= self.critical_c
-        ):
-            raise ValueError(
-                f"resume_c must be below critical_c, not {self.resume_c:g} and "
-                f"{self.critical_c:g} C"
-            )
+        ascending = [name for name in known if name != "resume_c"]
+        pairs = [*itertools.pairwise(ascending), ("resume_c", "critical_c")]
+        for lower, upper in pairs:
+            if {lower, upper} <= known.keys() and known[lower] >= known[upper]:
+                raise ValueError(
+                    f"{lower} must be below {upper}, not {known[lower]:g} and {known[upper]:g} C"
+                )
 
     @property
     def off(self) -> bool:
@@ -191,13 +180,9 @@ class LimitKey:
         So a size is never offered for a cap that is smaller, by more than 1 %, than the one it was
         learned at.
         """
-        near = _near(self.total_bytes, wanted.total_bytes) and _near(
-            self.cap_bytes, wanted.cap_bytes
-        )
-        return (
-            near
-            and replace(self, total_bytes=wanted.total_bytes, cap_bytes=wanted.cap_bytes) == wanted
-        )
+        total_bytes, cap_bytes = wanted.total_bytes, wanted.cap_bytes
+        is_near = _near(self.total_bytes, total_bytes) and _near(self.cap_bytes, cap_bytes)
+        return is_near and replace(self, total_bytes=total_bytes, cap_bytes=cap_bytes) == wanted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,6 +280,10 @@ class WorkerSpec:
     """So often its engine tells how it is."""
     team: TeamSpec | None = None
     """With whom it shares its training; `None`: it trains by itself."""
+    oom_rate: float = 0.0
+    """Share of the parts of its steps that `run --chaos` lets run out of memory, 0..1."""
+    chaos_seed: int = 0
+    """Of the chance by which they do."""
     command: CommandSpec | None = None
     """What this slot runs in place of an engine; then `policy`, `memory` and `workload` mean
     nothing to it.

@@ -271,8 +271,8 @@ def notify(
 
     What goes wrong is told at once, how the run is every `notify.every`.
     """
-    from orchestrator.run.notify_urls import URLS_VARIABLE, notify_urls
-    from orchestrator.view.notify import notifier
+    from orchestrator.run.terminal import URLS_VARIABLE, notify_urls
+    from orchestrator.view import notify as verb
 
     if once and test:
         raise UsageError("--once and --test exclude each other")
@@ -283,9 +283,9 @@ def notify(
             f"there is no address: set notify.urls_file in {where.config}, or {URLS_VARIABLE}"
         )
     if test:
-        raise typer.Exit(notifier.send_test(urls, tell))
+        raise typer.Exit(verb.send_test(urls, tell))
     folder = where.run(run_id)
-    of_run = notifier.Notifier(folder=folder, settings=loaded.notify, urls=urls, say=tell)
+    of_run = verb.Notifier(folder=folder, settings=loaded.notify, urls=urls, say=tell)
     raise typer.Exit(of_run.once() if once else of_run.follow())
 
 

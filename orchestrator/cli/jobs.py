@@ -9,11 +9,9 @@ until the head takes it at once, or when `jobs run` goes on. Does not decide wha
 from __future__ import annotations
 
 import getpass
-import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final
@@ -30,7 +28,7 @@ from orchestrator.control.queue import put, say, waiting
 from orchestrator.core.placement import Target
 from orchestrator.errors import ArchiveError, UsageError
 from orchestrator.jobs.lifecycle import EVENTS
-from orchestrator.jobs.model import ENDED, Job, JobOrder, JobState, QueueHeld, Standing, Submitted
+from orchestrator.jobs.model import ENDED, Job, JobOrder, JobState, Standing
 from orchestrator.jobs.queue import Queue
 from orchestrator.jobs.sampler import settings_for
 from orchestrator.jobs.spec import from_words, keys_of, parse
@@ -273,14 +271,9 @@ _add_order(JobOrder.RELEASE, "Let held jobs, or the whole queue, go on.", _JOBS_
 
 
 def _say(folder: Path, order: JobOrder, names: Sequence[str]) -> None:
-    by, snapshot = getpass.getuser(), snapshot_of(folder)
+    snapshot = snapshot_of(folder)
     named = [standing_of(snapshot, name).job.name for name in dict.fromkeys(names)]
-    if named:
-        say(folder / QUEUE_NAME, order, named, by=by)
-    else:
-        reason = f"{by} holds it" if order is JobOrder.HOLD else None
-        held = QueueHeld(at_s=time.time(), reason=reason, id=secrets.token_hex(8))
-        put(folder / QUEUE_NAME, [held])
+    say(folder / QUEUE_NAME, order, named or [None], by=getpass.getuser())
     tell(f"{order}: {', '.join(named) or 'the whole queue'}, in the queue of run {folder.name}")
     _tell_if_dead(folder)
 
@@ -295,28 +288,15 @@ def _ground_of(folder: Path, queue: OfQueue) -> tuple[Config, Target]:
 
 
 def snapshot_of(folder: Path) -> QueueSnapshot:
-    """Return how the jobs of a run folder stand, with those that the head has not taken yet."""
-    messages = waiting(folder / QUEUE_NAME)  # before the look at those that it has taken
+    """Return how the jobs of a run folder stand, with what the head has not taken yet."""
+    sent = waiting(folder / QUEUE_NAME)  # before the look at what it has taken
     try:
         rows = read_run(folder).snapshot().rows
     except ArchiveError:
         rows = ()  # nothing has begun yet
     now_s = time.time()
-    snapshot = queue_snapshot(folder, rows, now_s, is_alive=_is_alive(folder))
-    snapshot = snapshot or QueueSnapshot(standings=(), now_s=now_s)
-    names = {standing.job.name for standing in snapshot.standings}
-    more = [
-        Standing(
-            job=one.job,
-            state=JobState.QUEUED,
-            reason="submitted, and not taken by the head yet",
-            since_s=one.job.submitted_at_unix_s,
-        )
-        for message in messages
-        for one in message
-        if isinstance(one, Submitted) and one.job.name not in names
-    ]
-    return replace(snapshot, standings=(*snapshot.standings, *more))
+    snapshot = queue_snapshot(folder, rows, now_s, is_alive=_is_alive(folder), sent=sent)
+    return snapshot or QueueSnapshot(standings=(), now_s=now_s)
 
 
 def standing_of(snapshot: QueueSnapshot, name: str) -> Standing:
@@ -382,7 +362,7 @@ def _check_mode(stored: StoredRun, file: str | None, wanted: str) -> None:
 
 def _say_that_it_goes_on(stored: StoredRun, queue: Queue, added: int, *, stays: bool) -> None:
     known = queue.standings
-    left = sum(standing.ended_at_s is None for standing in known.values())
+    left = sum(standing.state not in ENDED for standing in known.values())
     said = f"Going on with the queue of run {stored.facts.run_id}: {left} of {len(known)} jobs left"
     new, waits = f", {added} new" if added else "", "; it waits for more" if stays else ""
     look = command_for(stored.folder, "jobs", "list")

@@ -20,10 +20,8 @@ from orchestrator.core.placement import NodeBudget, Target, idle_line, node_budg
 from orchestrator.errors import UsageError, one_line
 from orchestrator.run.prediction import (
     cap_about_bytes,
-    caps_of,
     caps_of_nodes,
     divided_where_needed,
-    dividing,
     memory_plan,
 )
 from orchestrator.run.team_forecast import forecast
@@ -128,11 +126,11 @@ def _team(config: Config, training: _Told | None) -> dict[str, Any] | None:
 def _row(node: _Told) -> TableRow:
     worker = node["workers"][0]
     values = {**worker, **node, "workers": len(node["workers"])}
-    texts = {key: _gib(values[key]) for key in values if key.endswith("_bytes")}
-    texts["gpu"] = f"{node['gpus']} x {node['gpu']}" if node["gpus"] else "CPU"
-    texts["gpu_fraction"] = f"{worker['gpu_fraction']:.4f}"
-    texts["duty"] = None if worker["duty"] is None else f"{worker['duty']:.0%}"
-    return row_of(_COLUMNS, node["node"], values, texts)
+    values |= {key: _gib(values[key]) for key in values if key.endswith("_bytes")}
+    values["gpu"] = f"{node['gpus']} x {node['gpu']}" if node["gpus"] else "CPU"
+    values["gpu_fraction"] = f"{worker['gpu_fraction']:.4f}"
+    values["duty"] = None if worker["duty"] is None else f"{worker['duty']:.0%}"
+    return row_of(_COLUMNS, node["node"], values)
 
 
 def _node(budget: NodeBudget, config: Config) -> dict[str, Any]:
@@ -163,9 +161,7 @@ def _training(config: Config, budgets: Sequence[NodeBudget]) -> dict[str, Any] |
     """
     if config.workload.name != "train":
         return None
-    team = dividing(config, Target())
-    caps = caps_of_nodes(budgets) if team is None else caps_of(team, config, Target())
-    told = memory_plan(config, caps, None if team is None else team.budgets_bytes)
+    told = memory_plan(config, Target(), caps_of_nodes(budgets))
     return {
         **config.train.model_dump(include={"preset", "batch", "precision", "recompute"}),
         "blocks": told.get("blocks"),

@@ -28,8 +28,8 @@ from orchestrator.record.summary import summary_dict
 from orchestrator.view.advice import SAMPLED, advice_lines
 from orchestrator.view.cells import clean, clock, moment, share_pct
 from orchestrator.view.document import OUTCOME_TONES, event_line
-from orchestrator.view.health import health_lines
 from orchestrator.view.jobs import current, jobs_table
+from orchestrator.view.live import health_lines
 from orchestrator.view.look import Watch
 from orchestrator.view.phrases import fault_lines, section
 from orchestrator.view.tables import Column, Table, TableRow, Tone, row_of
@@ -82,7 +82,7 @@ def _run_row(one: Listed) -> TableRow:
         "success_rate": share_pct(told["success_rate"]),
     }
     tones = {"outcome": OUTCOME_TONES.get(one.outcome, Tone.PLAIN)}
-    return row_of(_COLUMNS, one.run_id, told, texts, tones)
+    return row_of(_COLUMNS, one.run_id, {**told, **texts}, tones)
 
 
 def table_text(folder: Path, width: int) -> str:

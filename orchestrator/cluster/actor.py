@@ -351,16 +351,10 @@ class WorkerActor(SlotActor):
         self._channel = None
 
     def _told(self, orders: Orders) -> Status:
-        status, verdict = self._status, self._status.verdict
-        is_pending = self._pieces.pending(status.saved, orders.kept)
-        if verdict is Verdict.DONE and is_pending:
-            verdict = (
-                Verdict.OK
-            )  # the process ends after that: first all of its state must leave it
+        status = self._status
         return replace(
             status,
-            verdict=verdict,
-            save_due=status.save_due or is_pending,
+            save_due=status.save_due or self._pieces.pending(status.saved, orders.kept),
             quiet=status.quiet if self._kept is None else self._quiet(self._kept),
             checkpoint=self._pieces.piece(status.saved, orders.kept),
             copied=self._copy.kept,

@@ -10,7 +10,6 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import time
 from dataclasses import replace
 from functools import cached_property
@@ -301,7 +300,6 @@ class CommandActor(SlotActor):
             dtype="",
             threads=0,
             pid=os.getpid(),
-            hostname=socket.gethostname(),
             torch_version="",
             driver=queries.driver_version() if self._on_card else None,
         )

@@ -104,11 +104,9 @@ def driver(address: str, *, has_token: bool, raylets: Raylets | None = None) -> 
         )
     except Exception as error:  # Ray raises a dozen unrelated types here
         raise NoClusterError(_refused(address, error, has_token=has_token)) from error
-    fleet = RayFleet(address, raylets)
     try:
-        yield fleet
+        yield RayFleet(address, raylets)
     finally:
-        fleet.close()
         ray.shutdown()
 
 

@@ -15,13 +15,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from orchestrator.cluster import orphan_reaper
 from orchestrator.cluster.connect import check_surroundings, driver, use_private_token
 from orchestrator.cluster.orphan_reaper import MARK
-from orchestrator.cluster.raylets import RayletPlan, Raylets, reap_adopted
+from orchestrator.cluster.raylets import Raylets, reap_adopted
 from orchestrator.core.fleet import Fleet
 from orchestrator.errors import NoClusterError
 from workers.keeper import processes
@@ -48,8 +49,9 @@ _END_TIMEOUT_S = 10.0
 
 
 @contextlib.contextmanager
-def rehearsed(plans: Sequence[RayletPlan]) -> Iterator[Fleet]:
-    """Start the raylets, the head first, connect, and tear all down in any case.
+def rehearsed(resources: Mapping[str, Mapping[str, Any]]) -> Iterator[Fleet]:
+    """Start the raylets, the head first, connect, and tear all down in any case. `resources` as in
+    `Raylets`.
 
     `NoClusterError` if Ray fails, `UsageError` if this folder or the environment does not let it.
     """
@@ -70,7 +72,7 @@ def rehearsed(plans: Sequence[RayletPlan]) -> Iterator[Fleet]:
         start_new_session=True,
         text=True,
     )
-    raylets = Raylets(plans, folder)
+    raylets = Raylets(resources, folder)
     try:
         _set_environment({**_ENVIRONMENT, MARK: str(folder)})
         use_private_token(folder)
@@ -78,10 +80,10 @@ def rehearsed(plans: Sequence[RayletPlan]) -> Iterator[Fleet]:
         # given back, and what one thread frees another can use (glibc, mallopt(3), M_ARENA_MAX).
         # Too late once a process runs.
         os.environ.setdefault("MALLOC_ARENA_MAX", "1")
-        for plan in plans:
-            raylets.start(plan.name)
+        for name in resources:
+            raylets.start(name)
         with driver(raylets.gcs_address, has_token=True, raylets=raylets) as fleet:
-            _await_nodes(fleet, {plan.name for plan in plans})
+            _await_nodes(fleet, set(resources))
             yield fleet
     finally:
         raylets.end_all()

@@ -4,6 +4,7 @@ too.
 - `survey` asks every node for facts about its machine, its clock, and the ports that it reaches.
 - `measure_links` has nodes send to one of them, by the wire of a team.
 - `sent_folder` sends the folder of a command to a PC that has no copy of it.
+- `copied` copies files of a slot from the PC that has them: checkpoints, or all of a job.
 - `with_cards_set` has an actor set the cards of each node that needs it, and put them back.
 
 Needs a connection (`connect.py`) and judges nothing: `orchestrator.doctor` and `run/node_setup.py`
@@ -19,7 +20,8 @@ import shlex
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import IO, Any, Final
 
 import pynvml
 import ray
@@ -27,10 +29,12 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orchestrator.core.fleet import Link, NodeAnswer
+from orchestrator.errors import NoClusterError, PreflightError
 from workers.card_settings import CardSettingError, WantedSettings, put_back_own, set_cards
 from workers.command.folder import look, pack, unpack
 from workers.host.facts import MachineFacts
 from workers.host.machine import look_around
+from workers.learned_limits import default_path
 from workers.settings import WorkerSpec
 from workers.team import link
 
@@ -160,6 +164,59 @@ def sent_folder(spec: WorkerSpec) -> Any:  # noqa: ANN401 - Ray's reference type
     return on_node(spec.node, unpack).remote(packed, spec.run_id, spec.slot)
 
 
+#: Of one message through Ray's object store.
+_PIECE_BYTES: Final = 8 * 2**20
+
+
+class Reader:
+    """Reads files of its node. An actor: what it has opened stays as it is while a training goes
+    on, and replaces its files.
+    """
+
+    def __init__(self, run_id: str, slot: str, names: str) -> None:
+        folder = default_path().parent / "state" / run_id / slot
+        self._files: dict[str, IO[bytes]] = {
+            str(path.relative_to(folder)): path.open("rb")
+            for path in folder.glob(names)
+            if path.is_file() and not path.is_symlink()
+        }
+
+    def sizes(self) -> dict[str, int]:
+        """Return the number of bytes of each."""
+        return {name: os.fstat(file.fileno()).st_size for name, file in self._files.items()}
+
+    def piece(self, name: str, offset: int) -> bytes:
+        """Return the bytes from there on, at most a piece."""
+        self._files[name].seek(offset)
+        return self._files[name].read(_PIECE_BYTES)
+
+
+def copied(node: str, run_id: str, slot: str, names: str, into: Path) -> list[Path]:
+    """Copy files of such names of a slot from a node of the connected cluster into a folder.
+
+    Raises:
+        NoClusterError: It is not there, or does not answer.
+    """
+    if node not in {each["Labels"].get(NODE_LABEL) for each in live_nodes()}:
+        raise NoClusterError(f"no node {node} is in the cluster")
+    reader = on_node(node, Reader).remote(run_id, slot, names)
+    try:
+        sizes = ray.get(reader.sizes.remote(), timeout=ANSWER_S)
+        for name, size in sizes.items():
+            path = into / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("wb") as file:
+                for offset in range(0, size, _PIECE_BYTES):
+                    file.write(ray.get(reader.piece.remote(name, offset), timeout=ANSWER_S))
+    except GetTimeoutError as failure:
+        raise NoClusterError(f"{node} does not answer in {ANSWER_S:.0f} s") from failure
+    except RayError as failure:
+        raise NoClusterError(f"{node}: {in_a_line(failure)}") from failure
+    finally:
+        ray.kill(reader, no_restart=True)
+    return [into / name for name in sizes]
+
+
 #: A process starts, and another run puts its cards back.
 _OUTCOME_S = 60.0
 _END_S = 15.0
@@ -197,11 +254,14 @@ class CardSettingsActor:
 def with_cards_set(
     wanted: Mapping[str, WantedSettings],
     done: Done,
-    interrupted: Callable[[], bool] = lambda: False,
-) -> Iterator[list[str]]:
-    """Have the cards of some nodes, which must be there, set until the end of the block; yield what
-    could not be done. `done` is told what was, also when the cards are put back. Nodes that have
-    not answered when the user has `interrupted` are not waited for.
+    interrupted: Callable[[], bool],
+) -> Iterator[None]:
+    """Have the cards of some nodes, which must be there, set until the end of the block. `done` is
+    told what was done, also when the cards are put back. Nodes that have not answered when the user
+    has `interrupted` are not waited for.
+
+    Raises:
+        PreflightError: A card cannot be set so; then none of its node is.
     """
     actors: dict[str, Any] = {
         node: on_node(node, CardSettingsActor, max_restarts=-1, max_task_retries=0).remote(settings)
@@ -209,7 +269,7 @@ def with_cards_set(
     }
     requests = {node: actor.outcome.remote() for node, actor in actors.items()}
     try:
-        problems, until_s = [], time.monotonic() + _OUTCOME_S
+        problems, until_s = list[str](), time.monotonic() + _OUTCOME_S
         for node, ref in requests.items():
             is_there = False
             while not (is_there or interrupted() or time.monotonic() > until_s):
@@ -220,7 +280,9 @@ def with_cards_set(
             lines, problem = told or ((), why_not)
             done("node_kept", node, lines)
             problems += [] if problem is None else [f"{node}: {problem}"]
-        yield problems
+        if problems:
+            raise PreflightError(problems)
+        yield
     finally:
         endings = {node: actor.end.remote() for node, actor in actors.items()}
         until_s = time.monotonic() + _END_S

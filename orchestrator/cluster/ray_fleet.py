@@ -6,9 +6,7 @@ thing to Ray.
 
 from __future__ import annotations
 
-import contextlib
 import math
-import socket
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +22,7 @@ from ray.exceptions import (
 
 from orchestrator.cluster.actor import WorkerActor
 from orchestrator.cluster.command_actor import CommandActor
-from orchestrator.cluster.liveness import Pulse
+from orchestrator.cluster.liveness import SILENT_AFTER_S, Pulse
 from orchestrator.cluster.node_tasks import (
     ANSWER_S,
     NODE_LABEL,
@@ -55,9 +53,6 @@ _ASK_AGAIN_S = 0.2
 #: What the head is called beside the ids of nodes.
 _HEAD = "head"
 
-#: A head with a store of its own (Redis) that is started again is back within this time; any other
-#: does not come back.
-_HEAD_MAY_BE_AWAY_S = 3.0
 _HEAD_GONE = (
     "the Ray head at {address} has ended, and the cluster with it; what was reported until then "
     "is in the run folder; "
@@ -88,11 +83,10 @@ class RayFleet:
         """
         self._raylets = raylets
         self._address = address
-        self._head_door = _door(address)
-        self._doors: dict[str, tuple[str, int]] = {}
-        """Addresses of the raylets that were listed last, by node id."""
+        host, _, port = address.rpartition(":")
+        self._addresses = {_HEAD: (host.strip("[]"), int(port))}
+        """Of the head, and of the raylets that were listed last by node id."""
         self._pulse = Pulse()
-        self._head_away_since_s: float | None = None
         self._last_nodes: tuple[NodeFact, ...] = ()
         self._asked: dict[str, _Asked] = {}
 
@@ -106,20 +100,18 @@ class RayFleet:
         if self._raylets is not None:
             self._raylets.reap()
         now_s = time.monotonic()
-        silent = self._pulse.silent({_HEAD: self._head_door, **self._doors}, now_s)
-        if not self._pulse.answered(_HEAD, now_s):
-            self._head_away_since_s = (
-                now_s if self._head_away_since_s is None else self._head_away_since_s
-            )
-            if now_s - self._head_away_since_s > _HEAD_MAY_BE_AWAY_S:
+        self._pulse.look(self._addresses, now_s)
+        if (away_s := self._pulse.unanswered_s(_HEAD, now_s)) > 0:
+            # One with a store of its own (Redis) that is started again is back by then; any other
+            # does not come back.
+            if away_s > SILENT_AFTER_S:
                 raise NoClusterError(_HEAD_GONE.format(address=self._address))
             return self._last_nodes  # Ray would not return before the head answers
-        self._head_away_since_s = None
         try:
             live = live_nodes()
         except Exception:  # noqa: BLE001 - Ray raises many types when its store restarts
             return self._last_nodes
-        self._doors = {
+        self._addresses = {_HEAD: self._addresses[_HEAD]} | {
             node["NodeID"]: (node["NodeManagerAddress"], node["NodeManagerPort"]) for node in live
         }
         self._last_nodes = tuple(
@@ -131,7 +123,7 @@ class RayFleet:
                 gpus=node["Resources"].get("GPU", 0.0),
                 # Ray adds this resource where it sees a card, whatever --num-gpus says.
                 shows_card=any(name.startswith("accelerator_type:") for name in node["Resources"]),
-                answers=node["NodeID"] not in silent,
+                answers=not self._pulse.is_silent(node["NodeID"], now_s),
                 refuses=self._pulse.refuses(node["NodeID"]),
             )
             for node in live
@@ -224,10 +216,6 @@ class RayFleet:
         if asked is not None:
             ray.kill(asked.actor, no_restart=True)
 
-    def close(self) -> None:
-        """Release what does not belong to Ray."""
-        self._pulse.close()
-
     def end_node(self, node: str) -> None:
         self._own_raylets(node).end(node)
 
@@ -252,14 +240,6 @@ class RayFleet:
             return Unreached(
                 slot=slot, text=in_a_line(error), is_unbuildable=_is_unbuildable(error)
             )
-
-
-def _door(address: str) -> tuple[str, int]:
-    """Return the address of a head as a number: its name is looked up once, before the run."""
-    host, _, port = address.rpartition(":")
-    with contextlib.suppress(OSError):
-        host = str(socket.getaddrinfo(host.strip("[]"), int(port))[0][4][0])
-    return host, int(port)
 
 
 def _is_routine(heard: Heard) -> bool:

@@ -13,9 +13,8 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -41,15 +40,6 @@ _NO_PORT = -1
 #: What `ps` calls processes that may lose their parent: all but workers of Ray, and those.
 _ADOPTED = frozenset({keeper.NAME, keeper.SERVER_NAME, _IDLE})
 _WORKER = "ray::"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RayletPlan:
-    """One raylet to start."""
-
-    name: str
-    cpus: int
-    gpus: int
 
 
 # Ray's own, which reads its settings when it is imported.
@@ -104,15 +94,15 @@ class Raylets:
     The first carries the head.
     """
 
-    def __init__(self, plans: Sequence[RayletPlan], folder: Path) -> None:
+    def __init__(self, resources: Mapping[str, Mapping[str, Any]], folder: Path) -> None:
         """Prepare; nothing is started before `start`.
 
-        `folder` is where Ray may put all that it puts anywhere.
+        `resources` has `num_cpus` and `num_gpus` of each node. `folder` is where Ray may put all
+        that it puts anywhere.
         """
-        self._plans = {plan.name: plan for plan in plans}
+        self._resources = resources
         self._folder = folder
         self._nodes: dict[str, Any] = {}
-        self._starting: dict[str, Future[None]] = {}
         # One thread for the whole run: the kernel ends what a thread has started when that thread
         # ends (PR_SET_PDEATHSIG, prctl(2), which Ray's `spawn_reaper` sets).
         self._starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="start-node")
@@ -131,11 +121,10 @@ class Raylets:
         # Ray reads its settings when it is imported.
         from ray._private.parameter import RayParams  # noqa: PLC0415
 
-        plan, is_head = self._plans[name], not self._nodes
+        is_head = not self._nodes
         params = RayParams(
-            labels={"node": plan.name},
-            num_cpus=plan.cpus,
-            num_gpus=plan.gpus,
+            labels={"node": name},
+            **self._resources[name],
             node_ip_address=_LOOPBACK,
             gcs_address=None if is_head else self.gcs_address,
             temp_dir=str(self._folder / "ray"),
@@ -160,7 +149,7 @@ class Raylets:
 
     def end(self, name: str) -> None:
         """End a node as a power cut would: everything on it, at once, without a message."""
-        self._await_start(name)
+        self._await_starts()
         node = self._nodes.get(name)
         if node is None:
             return
@@ -182,13 +171,11 @@ class Raylets:
             except NoClusterError as error:  # the node stays away, and the table shows it
                 sys.stderr.write(f"{error}\n")  # into the run's ray.log
 
-        self._await_start(name)
-        self._starting[name] = self._starter.submit(begin)
+        self._starter.submit(begin)
 
     def end_all(self) -> None:
         """End what was started, the head last."""
-        for name in list(self._starting):
-            self._await_start(name)
+        self._await_starts()
         for node in reversed(list(self._nodes.values())):
             with contextlib.suppress(Exception):  # what it leaves is ended by the caller
                 node.kill_all_processes(check_alive=False, allow_graceful=False)
@@ -205,22 +192,15 @@ class Raylets:
                     info.process.poll()
         reap_adopted()
 
-    def _await_start(self, name: str) -> None:
-        start = self._starting.pop(name, None)
-        if start is not None:
-            start.result()
+    def _await_starts(self) -> None:
+        # The one thread does this after what it was given before.
+        self._starter.submit(bool).result()
 
 
 def reap_adopted() -> None:
     """Take note of the end of keepers, their servers and workers of Ray: they lost their parent,
     and so became children of this process. What else has ended is for those who started it.
     """
-    try:
-        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return
-    if ended is None:  # to look at the children of every thread of Ray's takes milliseconds
-        return
     for thread in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):  # the thread, or a child of it, is gone meanwhile
             for pid in map(int, (thread / "children").read_text(encoding="ascii").split()):

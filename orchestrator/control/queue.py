@@ -1,6 +1,6 @@
 """Commands to a queue of jobs: what is submitted to it, and what is said of its jobs.
 
-A message is a batch of `Submitted`, `UserOrder` and `QueueHeld`, and is one file beside the queue
+A message is a batch of `Submitted` and `UserOrder`, and is one file beside the queue
 (`record/command_file.py`). Its sender waits for no answer: the head may be dead. Does not know what
 the queue does about it (`jobs/queue.py`).
 """
@@ -46,9 +46,9 @@ def put(folder: Path, message: Message) -> None:
 
 
 def say(
-    folder: Path, order: JobOrder, names: Sequence[str], *, by: str, identity: str = ""
+    folder: Path, order: JobOrder, names: Sequence[str | None], *, by: str, identity: str = ""
 ) -> None:
-    """Leave an order about jobs for the queue of a folder.
+    """Leave an order about jobs for the queue of a folder; `None` is the queue itself.
 
     `by` is who says it. Of words with the same `identity` the first is obeyed alone; by default
     each has its own. `ArchiveError` as of `put`.
@@ -63,16 +63,16 @@ def say(
     )
 
 
-def waiting(folder: Path) -> list[Message]:
-    """Return the messages that the head of a folder has not taken yet, in their order.
+def waiting(folder: Path) -> list[Sent]:
+    """Return what the head of a folder has not taken yet, in its order.
 
-    `CommandFileError` where they cannot be read, or are not to be trusted.
+    `CommandFileError` where it cannot be read, or is not to be trusted.
     """
-    messages: list[Message] = []
+    found: list[Sent] = []
     for row in command_file.waiting(folder):
         with suppress(NoMessageError):
-            messages.append(message_of(row.content))
-    return messages
+            found += message_of(row.content)
+    return found
 
 
 def message_of(content: bytes) -> Message:

@@ -34,7 +34,7 @@ from orchestrator.core.slot import (
     Unheld,
 )
 from orchestrator.errors import ArchiveError, UsageError, in_words, one_line
-from orchestrator.record.archive import read_answers, read_run
+from orchestrator.record.archive import read_answer, read_run
 from orchestrator.record.command_file import put
 from orchestrator.record.folders import go_on_command
 from workers.units import MIB
@@ -42,6 +42,7 @@ from workers.units import MIB
 #: Of an id, of a slot's name, and of the name of the program.
 _TEXT_MOST: Final = 200
 _LOOK_EVERY_S: Final = 0.02
+_PATIENCE_S: Final = 5.0
 
 
 class Do(StrEnum):
@@ -81,11 +82,7 @@ class Command:
 
 
 class CommandRefusedError(ValueError):
-    """A command that cannot be obeyed; its text says what to type instead."""
-
-
-class NoCommandError(ValueError):
-    """What is no command, with what would be one."""
+    """A command that cannot be obeyed, or is none; its text says what to type instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,18 +102,18 @@ _AMOUNT: Final = TypeAdapter(Annotated[ByteSize, Field(gt=0, lt=2**63)])
 
 
 def command_of(content: bytes) -> Command:
-    """Return the command that a file holds; `NoCommandError` if it holds none."""
+    """Return the command that a file holds; `CommandRefusedError` if it holds none."""
     try:
         command = _COMMAND.validate_json(content, strict=True, extra="forbid")
     except ValidationError as failure:
         first = failure.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"])) or "a command"
-        raise NoCommandError(one_line(f"{where[:80]}: {first['msg']}")) from failure
+        raise CommandRefusedError(one_line(f"{where[:80]}: {first['msg']}")) from failure
     for name, texts in (("id", [command.id]), ("by", [command.by]), ("slots", command.slots)):
         if not texts or not all(0 < len(it) <= _TEXT_MOST and it.isprintable() for it in texts):
-            raise NoCommandError(f"{name}: a printable text has 1 to {_TEXT_MOST} characters")
+            raise CommandRefusedError(f"{name}: a printable text has 1 to {_TEXT_MOST} characters")
     if (command.amount_bytes is not None) != (command.do is Do.CAP):
-        raise NoCommandError("`cap` needs `amount_bytes`, and no other command has it")
+        raise CommandRefusedError("`cap` needs `amount_bytes`, and no other command has it")
     return command
 
 
@@ -218,22 +215,21 @@ def send(
     by: str,
     amount_bytes: int | None = None,
     identity: str | None = None,
-    timeout_s: float = 5.0,
 ) -> Answer:
     """Send a command to the head of a run folder and return its answer, or one that says why there
     is none.
 
     Every slot is named, none by a pattern. `by` is the sending program, for the event log. Of
     commands with the same `identity` the first is obeyed, and all get its answer; default: a new
-    one. After `timeout_s` it is not obeyed any more.
+    one. After 5 s it is not obeyed any more.
     """
     identity = identity or secrets.token_hex(8)
     command = Command(id=identity, do=do, slots=tuple(slots), by=by, amount_bytes=amount_bytes)
     content, answer = json.dumps(asdict(command)).encode("ascii"), None
     try:
         if (why := _why_none(folder)) is None:
-            put(folder, content, identity=identity, until_unix_s=time.time() + timeout_s)
-            answer = _answered(folder, identity, time.monotonic() + timeout_s)
+            put(folder, content, identity=identity, until_unix_s=time.time() + _PATIENCE_S)
+            answer = _answered(folder, identity, time.monotonic() + _PATIENCE_S)
             why = _why_none(folder)
     except OSError as failure:
         why = f"no command can be written to {folder}: {failure.strerror}"
@@ -277,7 +273,7 @@ def _answered(folder: Path, identity: str, until_s: float) -> Answer | None:
     while has_head and time.monotonic() < until_s:
         time.sleep(_LOOK_EVERY_S)
         has_head = _why_none(folder) is None  # before the look at what it has stored
-        if (told := read_answers(folder, identity).get(identity)) is not None:
+        if (told := read_answer(folder, identity)) is not None:
             return Answer(**told)
     return None
 

@@ -121,8 +121,8 @@ class Fleet(Protocol):
         """
 
     def wait(self, timeout_s: float) -> tuple[Heard, ...]:
-        """Keep one poll under way for each placed slot that has orders; wait for the first that
-        comes back, and take along all that have.
+        """Keep one poll under way for each placed slot that has orders; wait at most so long for
+        the first that comes back, and take along all that have.
         """
 
     def kill(self, slot: str) -> None:

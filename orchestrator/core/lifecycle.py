@@ -69,7 +69,7 @@ from orchestrator.core.slot import (
     Transition,
     Unheld,
 )
-from workers.messages import Begin, Cause, CheckpointPiece, KeptBytes, Orders, TeamOrders, Verdict
+from workers.messages import Begin, Cause, Orders, Verdict
 
 #: Deaths this shortly before a node is seen to have left are the node's, not the slot's. Ray tells
 #: of a dead raylet seconds after its actors have failed (seen: 3 to 10 s; its health check allows 5
@@ -108,20 +108,11 @@ def advance(slot: Slot, event: Event, moment: Moment) -> Transition:
     return after, commands
 
 
-def orders_of(
-    slot: Slot,
-    lease_bytes: int | None,
-    begin: Begin | None,
-    *,
-    kept: KeptBytes | None = None,
-    copy: CheckpointPiece | None = None,
-    team: TeamOrders | None = None,
-) -> Orders:
+def orders_of(slot: Slot, lease_bytes: int | None, begin: Begin | None) -> Orders:
     """Return what is wanted of the process of a slot that has an actor, as the slot stands.
 
-    All of it, so that orders that come twice, or not at all, change nothing. `begin` is what the
-    process is told when it starts; `kept` is how much of the file that it sends has reached the
-    head, and `copy` a part of the one that the head sends. `team` says who leads.
+    All of it but for files and the team, so that orders that come twice, or not at all, change
+    nothing. `begin` is what the process is told when it starts.
     """
     return Orders(
         actor=slot.actor,
@@ -132,9 +123,6 @@ def orders_of(
         saves=slot.saves,
         lease_bytes=lease_bytes,
         heard=slot.heard,
-        kept=kept,
-        copy=copy,
-        team=team,
     )
 
 
@@ -237,24 +225,20 @@ def _unheld(slot: Slot, _: Unheld, moment: Moment) -> Transition:
     return replace(again, heard_at_s=moment.now_s, news_at_s=moment.now_s, quiet=None), ()
 
 
-def _reinstated(slot: Slot, event: Reinstated, moment: Moment) -> Transition:
-    """Forget what the slot was given up for, and start it like one that was never placed: its actor
-    has ended.
-    """
-    return _anew(slot, moment, node_is_there=event.node_is_there)
-
-
 def _assigned(slot: Slot, event: Assigned, moment: Moment) -> Transition:
     """Begin another attempt at the work of a slot without a process. It is held no more."""
     # Of a node that was lost, the actor would come back with it.
     commands: tuple[Abandon, ...] = (Abandon(),) if slot.placed else ()
     slot = processes.without_actor(slot) if slot.placed else slot
     slot = replace(slot, orders=NOTHING_ASKED, held_since_s=None, status=None)
-    slot, more = _anew(slot, moment, node_is_there=event.node_is_there)
+    slot, more = _anew(slot, event, moment)
     return slot, (*commands, *more)
 
 
-def _anew(slot: Slot, moment: Moment, *, node_is_there: bool) -> Transition:
+def _anew(slot: Slot, event: Reinstated | Assigned, moment: Moment) -> Transition:
+    """Forget what the slot was given up for, and start it like one that was never placed: its actor
+    has ended.
+    """
     slot = replace(
         slot,
         phase=Phase.ABSENT,
@@ -264,7 +248,7 @@ def _anew(slot: Slot, moment: Moment, *, node_is_there: bool) -> Transition:
         failure=None,
         deaths_at_s=(),
     )
-    return processes.start(slot, moment) if node_is_there else (slot, ())
+    return processes.start(slot, moment) if event.node_is_there else (slot, ())
 
 
 def _capped(slot: Slot, event: Capped, _: Moment) -> Transition:
@@ -323,7 +307,7 @@ def _stopped(slot: Slot) -> Transition:
     return replace(slot, phase=Phase.STOPPED, wake_at_s=None), ()
 
 
-# The event's type is that of the table's key, which a dict cannot say; a test compares them.
+# The event's type is that of the table's key, which a dict cannot say.
 Handler: TypeAlias = Callable[[Slot, Any, Moment], Transition]
 
 _NOT_A_TIME = "the slot waits for its node, not for a time"
@@ -367,7 +351,7 @@ _TABLE: Mapping[type[Event], Mapping[Phase, Handler | str]] = {
         Phase.WORKING: _unheld_at_work,
         Phase.HELD: _unheld,
     },
-    Reinstated: {Phase.QUARANTINED: _reinstated},
+    Reinstated: {Phase.QUARANTINED: _anew},
     Assigned: dict.fromkeys((Phase.ABSENT, Phase.HELD, Phase.QUARANTINED, Phase.DONE), _assigned),
     Capped: dict.fromkeys(set(Phase) - {Phase.STOPPED, Phase.DONE}, _capped),
     SaveAsked: {Phase.WORKING: _save_asked},

@@ -142,6 +142,5 @@ class Diagnosis:
 
 def _row(finding: Finding) -> TableRow:
     word = MISSING if finding.verdict is Verdict.SKIP else finding.verdict.value.upper()
-    values = {key: getattr(finding, key) for key in _KEYS}
-    tones = {"verdict": _TONES[finding.verdict]}
-    return row_of(_COLUMNS, finding.subject, values, {"verdict": word}, tones)
+    values = {key: getattr(finding, key) for key in _KEYS} | {"verdict": word}
+    return row_of(_COLUMNS, finding.subject, values, {"verdict": _TONES[finding.verdict]})

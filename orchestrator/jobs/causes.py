@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 import signal
-from enum import StrEnum
 from typing import Final
 
 from orchestrator.jobs.model import Standing
@@ -63,31 +62,17 @@ _CANNOT_BE_RUN: Final = re.compile(
 )
 
 
-class Retry(StrEnum):
-    """What follows from the end of an attempt."""
-
-    #: Again, after a pause; it does not count against `retries`.
-    AS_IS = "as it is"
-    #: Again, while `retries` are left.
-    COUNTED = "counted"
-    #: Again, alone, on a card with more room than `least_room_bytes` says; not counted.
-    LARGER = "larger"
-    NEVER = "never"
-
-
-#: What follows from a cause; from any other: never. After a full disk the queue waits until there
-#: is room. What has died has been started again several times already.
-_RETRIES: Final = {
-    Cause.OUT_OF_MEMORY: Retry.LARGER,
-    Cause.DIED: Retry.COUNTED,
-    Cause.EXCEPTION: Retry.COUNTED,
-    Cause.PARKED: Retry.AS_IS,
-    Cause.KILLED: Retry.AS_IS,
-    Cause.HOST_MEMORY: Retry.AS_IS,
-    Cause.DRIVER: Retry.AS_IS,
-    Cause.DISK_FULL: Retry.AS_IS,
-    Cause.CARD_TAKEN: Retry.AS_IS,
-}
+#: After these an attempt is made again after a pause, and does not count against `retries`. After a
+#: full disk the queue waits until there is room.
+NOT_COUNTED: Final = frozenset(
+    {
+        *(Cause.PARKED, Cause.KILLED, Cause.HOST_MEMORY),
+        *(Cause.DRIVER, Cause.DISK_FULL, Cause.CARD_TAKEN),
+    }
+)
+#: After these and `NOT_COUNTED` it may be made again; running out of memory, which is not counted
+#: either, needs a larger card. What has died has been started again several times already.
+_AGAIN: Final = {*NOT_COUNTED, Cause.OUT_OF_MEMORY, Cause.DIED, Cause.EXCEPTION}
 
 
 def cause_of(ending: Ending) -> Cause:
@@ -121,16 +106,15 @@ def cause_of_failure(failure: Cause | None, error_text: str | None) -> Cause:
     return Cause.OUT_OF_MEMORY if oom.judge_log(text) is not None else _by_words(text)
 
 
-def retry_of(cause: Cause, standing: Standing, text: str, step: int | None = None) -> Retry:
-    """Return what follows for a job that stood so when its attempt ended.
+def is_final(cause: Cause, standing: Standing, text: str, step: int | None = None) -> bool:
+    """Return whether a job that stood so when its attempt ended would only fail again.
 
     An exception that comes again in the same words at the same step would come a third time. Where
     no step is told, its words alone do not say so: a lost connection has the same words every time.
     """
     is_same = standing.last_error is not None and likened(standing.last_error) == likened(text)
-    if cause is Cause.EXCEPTION and is_same and step is not None and step == standing.step:
-        return Retry.NEVER
-    return _RETRIES.get(cause, Retry.NEVER)
+    is_there = step is not None and step == standing.step
+    return cause not in _AGAIN or (cause is Cause.EXCEPTION and is_same and is_there)
 
 
 def least_room_bytes(peak_bytes: int | None, budget_bytes: int) -> int:

@@ -61,8 +61,8 @@ def with_numbers(value: Any) -> Any:  # noqa: ANN401  # a file may hold anything
     """Return `value` with text such as `1e-4` as the number that it is outside YAML 1.1."""
     if isinstance(value, dict):
         return {key: with_numbers(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [with_numbers(inner) for inner in value]
+    if isinstance(value, list | tuple):
+        return type(value)(map(with_numbers, value))
     return float(value) if isinstance(value, str) and _EXPONENT.fullmatch(value) else value
 
 
@@ -302,7 +302,7 @@ class Sweep(Section):
         if isinstance(self.over, list) != (method == "list"):
             valid = "[{lr: 1e-4, batch: 8}, …]" if method == "list" else "KEY: [values]"
             raise ValueError(f"over is not what method {method} takes; valid: {valid}")
-        if method == "grid" and any(isinstance(each, Interval) for each in self.ranges.values()):
+        if method == "grid" and any(kind != "choice" for kind, _ in self.ranges.values()):
             raise ValueError("has an interval; valid: lists, or method: random with a count")
         if (self.count is not None) != is_drawn:
             text = f"has no count for method {method}" if is_drawn else "has a count"
@@ -318,9 +318,14 @@ class Sweep(Section):
         return self.over if isinstance(self.over, list) else []
 
     @property
-    def ranges(self) -> dict[str, list[Any] | Interval]:
-        """What each key is chosen from; empty for method list."""
-        return self.over if isinstance(self.over, dict) else {}
+    def ranges(self) -> dict[str, tuple[str, list[Any]]]:
+        """Of what each key is chosen from, the kind with its bounds or choices; empty for method
+        list.
+        """
+        over = self.over if isinstance(self.over, dict) else {}
+        return {
+            key: ("choice", it) if isinstance(it, list) else it.form for key, it in over.items()
+        }
 
     @property
     def size(self) -> int:
@@ -329,19 +334,13 @@ class Sweep(Section):
             return self.count
         if self.method == "list":
             return len(self.rows)
-        return math.prod(len(values) for values in self.ranges.values() if isinstance(values, list))
+        return math.prod(len(values) for _, values in self.ranges.values())
 
     def cells(self) -> Iterator[tuple[tuple[str, ...], list[Any]]]:
         """Yield the keys below `sweep` of all that a key is chosen from, with these values."""
         for n, row in enumerate(self.rows):
             yield from ((("over", str(n), key), [value]) for key, value in row.items())
-        for key, values in self.ranges.items():
-            yield ("over", key), form_of(values)[1]
-
-
-def form_of(values: list[Any] | Interval) -> tuple[str, list[Any]]:
-    """Return the kind of a range and its bounds or choices; a plain list is one of choices."""
-    return ("choice", values) if isinstance(values, list) else values.form
+        yield from ((("over", key), values) for key, (_, values) in self.ranges.items())
 
 
 _StopOrNull: TypeAlias = Annotated[

@@ -28,7 +28,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from orchestrator.jobs import causes
-from orchestrator.jobs.causes import Retry
 from orchestrator.jobs.model import (
     ENDED,
     IN_LINE,
@@ -55,6 +54,9 @@ _NO_ROOM_BACK_OFF_S = 60.0
 #: A job that found its card taken by other programs lets those go first that may need less.
 TAKEN_S = 600.0
 _FATAL = frozenset({Cause.KILLED, Cause.HOST_MEMORY, Cause.DRIVER})
+
+#: Why a job is SAVING, until its folder cannot be filled.
+SAVES: Final = "what it leaves is put into its folder"
 
 #: Fields of a standing and their new values.
 Changes: TypeAlias = dict[str, Any]
@@ -99,12 +101,16 @@ class IllegalMoveError(RuntimeError):
         super().__init__(f"{name}: {event} cannot be from {state} to {to.value}")
 
 
-class Transition(NamedTuple):
-    """How a job stands from now on, and what is told of that in the event log."""
+class Event(NamedTuple):
+    """What is told in the event log."""
 
-    standing: Standing
-    event: str
+    name: str
+    job: str | None
     details: Mapping[str, object]
+
+
+#: How a job stands from now on, and what is told of that.
+Transition: TypeAlias = tuple[Standing, Event]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +130,7 @@ def _legal(
 ) -> Transition:
     if after.state not in LEGAL[event].get(before.state, ()):
         raise IllegalMoveError(event, before, after.state)
-    return Transition(after, event, details)
+    return after, Event(event, after.job.name, details)
 
 
 def submitted(said: Submitted, number: int, now_s: float) -> Transition:
@@ -138,7 +144,7 @@ def submitted(said: Submitted, number: int, now_s: float) -> Transition:
         since_s=now_s,
         least_room_bytes=said.least_bytes,
     )
-    return Transition(standing, "job_submitted", {"least_bytes": said.least_bytes})
+    return standing, Event("job_submitted", said.job.name, {"least_bytes": said.least_bytes})
 
 
 def _beginning(job: Job) -> tuple[JobState, str]:
@@ -238,21 +244,21 @@ def _follows(
     """Return where the end of an attempt leads, why, and what else changes."""
     text, to, allowed = seen.text or cause.value, standing.recalled_to, standing.job.retries
     if cause is Cause.DONE:
-        return JobState.SAVING, "what it leaves is put into its folder", {}
-    retry = causes.retry_of(cause, standing, text, seen.step)
+        return JobState.SAVING, SAVES, {}
+    is_final = causes.is_final(cause, standing, text, seen.step)
     more: Changes = {}
-    if retry is Retry.LARGER:
+    if cause is Cause.OUT_OF_MEMORY:
         least = causes.least_room_bytes(seen.peak_bytes, standing.budget_bytes or 0)
         more = {"least_room_bytes": max(least, standing.least_room_bytes or 0)}
-    is_own = standing.job.command is None and retry is Retry.NEVER  # it would fail again
+    is_own = standing.job.command is None and is_final  # it would fail again
     if to is JobState.CANCELLED or (to is not None and not is_own):
         return to, standing.reason, more
-    if retry is Retry.LARGER:
+    if cause is Cause.OUT_OF_MEMORY:
         return JobState.QUEUED, "in line for more room: it ran out of memory", more
-    if retry is Retry.AS_IS:
+    if cause in causes.NOT_COUNTED:
         return _again(standing, seen, text, now_s)
     failures = standing.failures + 1
-    if retry is Retry.NEVER or failures > allowed:
+    if is_final or failures > allowed:
         return JobState.FAILED, text, {"failures": failures}
     reason = f"in line again after failure {failures} of {allowed + 1}: {text}"
     return JobState.QUEUED, reason, {"failures": failures}
@@ -362,7 +368,7 @@ def ordered(standing: Standing, said: UserOrder, now_s: float) -> Transition:
             more["exit_code"] = None
         after = _moved(standing, to or back or JobState.QUEUED, reason, now_s, **more)
     details = {"id": said.id, "order": said.order, "by": said.by}
-    return Transition(after, "job_user_order", details)
+    return after, Event("job_user_order", said.job, details)
 
 
 def _sent_away(standing: Standing, to: JobState, reason: str, now_s: float) -> Standing:

@@ -36,8 +36,7 @@ def next_of(standing: Standing, step: int | None) -> int | None:
     """Return the first milestone that a job has not passed, if it has reached it by now."""
     rule, job = standing.job.milestones, standing.job
     ahead = milestones_of(rule, job.steps) if rule is not None else ()
-    next_ = next((each for each in ahead if each > standing.milestone), None)
-    return next_ if next_ is not None and step is not None and step >= next_ else None
+    return next((each for each in ahead if standing.milestone < each <= (step or 0)), None)
 
 
 def ranking(rule: Milestones, reached: Sequence[Reach], milestone: int) -> tuple[str, ...]:
@@ -54,19 +53,11 @@ def ranking(rule: Milestones, reached: Sequence[Reach], milestone: int) -> tuple
     return tuple(sorted(values, key=ranks.__getitem__))
 
 
-def goes_on(rule: Milestones, reached: Sequence[Reach], job: str, milestone: int) -> bool:
-    """Return whether a job goes on at the milestone that it has just reached, or is paused.
-
-    `reached` ends with this job's.
-    """
-    ranked = ranking(rule, reached, milestone)
-    return job in ranked[: _places(rule, len(ranked))]
-
-
 def promotable(
     rule: Milestones, reached: Sequence[Reach], paused: Collection[str], *, is_idle: bool = False
 ) -> str | None:
-    """Return the paused member that is to go on next, or `None` where all are to wait.
+    """Return the paused member that is to go on next, or `None` where all are to wait. One that has
+    just reached its milestone is as if it were paused there.
 
     A member goes on when by now it is among the best of its milestone; the furthest first, then
     the best. `is_idle` says that a card is free which no job that is queued can use: then one
@@ -77,13 +68,7 @@ def promotable(
     last = {job: step for job, step, _ in reached if job in paused}
     for milestone in sorted(set(last.values()), reverse=True):
         ranked = ranking(rule, reached, milestone)
-        places = _places(rule, len(ranked)) + is_idle
-        for job in ranked[:places]:
+        for job in ranked[: len(ranked) // rule.factor + is_idle]:
             if last.get(job) == milestone:
                 return job
     return None
-
-
-def _places(rule: Milestones, count: int) -> int:
-    """Return how many of so many members at a milestone go on."""
-    return count // rule.factor

@@ -292,28 +292,19 @@ class Submitted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserOrder:
-    """A user says something of a job."""
+    """A user says something of a job, or of the queue."""
 
     at_s: float
     id: str
     """Of the command, so that one that comes twice is obeyed once."""
     order: JobOrder
-    job: str
+    job: str | None
+    """`None`: HOLD has nothing start any more, RELEASE has it go on."""
     by: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QueueHeld:
-    """A user has nothing start until the queue is released; `reason` `None` releases it."""
-
-    at_s: float
-    reason: str | None
-    id: str | None = None
-    """As of `UserOrder`."""
-
-
 #: What users send to a queue.
-Sent: TypeAlias = Submitted | UserOrder | QueueHeld
+Sent: TypeAlias = Submitted | UserOrder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -411,11 +402,6 @@ class Standing:
             return {self.job.name: cards[0]}
         parts = ((card, card.partition(":")) for card in cards)
         return {f"{self.job.name}/{node}/{index or 0}": card for card, (node, _, index) in parts}
-
-    @property
-    def ended_at_s(self) -> float | None:
-        """When it ended; `None`: it has not."""
-        return self.since_s if self.state in ENDED else None
 
     @property
     def milestone(self) -> int:

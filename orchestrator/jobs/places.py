@@ -105,14 +105,6 @@ class _Line:
     kept_from_s: float = math.inf
     """When the first of those that wait is expected to begin."""
 
-    def note(self, place: Place | None, start_s: float) -> None:
-        """Note a job that begins here now, or `None` for one that waits until `start_s`."""
-        if place is None:
-            self.waiting += 1
-            self.kept_from_s = min(self.kept_from_s, start_s)
-        else:
-            self.there.append(place)
-
 
 @dataclass(frozen=True, slots=True)
 class _Row:
@@ -138,50 +130,47 @@ class _Row:
         return min(line.kept_from_s for line in self.lines)
 
 
-class Measured:
-    """What was measured of the jobs of a queue."""
+def candidates(
+    standings: Iterable[Standing], in_line: Iterable[Standing], cards: Sequence[Card]
+) -> list[Candidate]:
+    """Return jobs in line with what is known of them; `standings` are all jobs of the queue, in
+    order of submission.
 
-    def __init__(self, standings: Iterable[Standing]) -> None:
-        """Walk through all jobs, in order of submission."""
-        self._speeds: defaultdict[str, dict[str, float]] = defaultdict(dict)
-        """Steps per second of a job that is alone, by likeness or sweep and by the title of a card;
-        of the first of these jobs that was measured.
-        """
-        self._peaks_bytes: defaultdict[str, int] = defaultdict(int)
-        """The most that one of jobs alike took."""
-        for standing in standings:
-            if not (standing.speeds or standing.peak_bytes):
-                continue
-            job, peak_bytes = standing.job, standing.peak_bytes or 0
-            for key in filter(None, (job.likeness, job.sweep)):
-                self._speeds[key] = {**standing.speeds, **self._speeds[key]}
-            if job.likeness is not None:
-                most_bytes = max(peak_bytes, self._peaks_bytes[job.likeness])
-                self._peaks_bytes[job.likeness] = most_bytes
-
-    def candidate(self, standing: Standing, cards: Sequence[Card]) -> Candidate:
-        """Return a job in line with what is known of it.
-
-        Its speed is its own, on other cards that of a job alike, and where there is none that of a
-        member of its sweep.
-        """
+    The speed of a job is its own, on other cards that of a job alike, and where there is none that
+    of a member of its sweep.
+    """
+    # Steps per second of a job that is alone, by likeness or sweep and by the title of a card, of
+    # the first of these jobs that was measured; and the most that one of jobs alike took.
+    speeds, peaks_bytes = defaultdict[str, dict[str, float]](dict), defaultdict[str, int](int)
+    for standing in standings:
+        job, peak_bytes = standing.job, standing.peak_bytes or 0
+        if not (standing.speeds or peak_bytes):
+            continue
+        for key in filter(None, (job.likeness, job.sweep)):
+            speeds[key] = {**standing.speeds, **speeds[key]}
+        if job.likeness is not None:
+            peaks_bytes[job.likeness] = max(peak_bytes, peaks_bytes[job.likeness])
+    found = []
+    for standing in in_line:
         job, alike, seconds = standing.job, standing.job.likeness or "", dict[str, float]()
-        if job.steps is not None and self._speeds:
-            known = self._speeds.get(alike) or self._speeds.get(job.sweep or "") or {}
-            known = {**known, **standing.speeds} if standing.speeds else known
+        if job.steps is not None and speeds:
+            known = {**(speeds[alike] or speeds[job.sweep or ""]), **standing.speeds}
             left = max(0, job.steps - (standing.step or 0))
             seconds = {
                 card.name: left / speed
                 for card in choices(job, cards)
                 if (speed := known.get(card.title))
             }
-        taken_bytes = standing.peak_bytes or self._peaks_bytes.get(alike) or None
-        return Candidate(
-            job=job,
-            seconds=seconds,
-            measured_bytes=taken_bytes if job.pack else None,
-            least_room_bytes=standing.least_room_bytes,
+        taken_bytes = standing.peak_bytes or peaks_bytes[alike] or None
+        found.append(
+            Candidate(
+                job=job,
+                seconds=seconds,
+                measured_bytes=taken_bytes if job.pack else None,
+                least_room_bytes=standing.least_room_bytes,
+            )
         )
+    return found
 
 
 def place_of(standing: Standing, seen: AttemptStatus | None, now_s: float) -> Place:
@@ -214,7 +203,8 @@ def plan(
     cards. A job of unknown length counts as of the median of the known ones.
     """
     works_s = [_work_s(each, cards) for each in candidates]
-    typical_s = _median(works_s)
+    known_s = [work_s for work_s in works_s if work_s is not None]
+    typical_s = statistics.median(known_s) if known_s else _UNKNOWN_S
     lines = {
         card.name: _line(card, [it for it in taken if card.name in it.cards], now_s, typical_s)
         for card in cards
@@ -229,11 +219,12 @@ def plan(
             if card.closed is None and _fits(candidate, card)
         ]
         if rows:
-            length_s = typical_s if work_s is None else work_s
-            able.append((candidate, _lengths(candidate, rows, length_s)))
+            seconds, length_s = candidate.seconds, typical_s if work_s is None else work_s
+            lengths_s = [seconds.get(row.card.name, length_s / row.card.speed) for row in rows]
+            able.append((candidate, [*zip(lengths_s, rows, strict=True)]))
         else:
             reasons[candidate.job.name] = _why_no_card(candidate, cards)
-    able.sort(key=lambda it: (-it[0].job.priority, -min(took_s for took_s, _ in it[1])))
+    able.sort(key=lambda it: (-it[0].job.priority, -min(seconds for seconds, _ in it[1])))
 
     starts: list[Place] = []
     recalls: dict[str, str] = {}
@@ -248,13 +239,20 @@ def plan(
                 took_s, row = took, at
                 start_s = end_s - took_s
                 recalls.update((it.job, candidate.job.name) for it in row.there if not it.leaves)
-        place, row = _gap(candidate, lengths, now_s) or _booked(candidate, row, start_s, took_s)
+        gap = _gap(candidate, lengths, now_s)
+        end_s, row = gap or (start_s + took_s, row)
+        place = _place(candidate, row, end_s) if gap or not row.waiting else None
         if place is None:
             waits.append((candidate, row, row.waiting, start_s))
         else:
             starts.append(place)
         for line in row.lines:
-            line.note(place, start_s)
+            if place is None:
+                line.waiting += 1
+                line.kept_from_s = min(line.kept_from_s, start_s)
+            else:
+                line.there.append(place)
+            line.free_s = line.free_s if gap else end_s
 
     free = [line.card for line in lines.values() if not line.there and not line.waiting]
     for candidate, row, ahead, start_s in waits:
@@ -343,11 +341,6 @@ def _work_s(candidate: Candidate, cards: Sequence[Card]) -> float | None:
     return sum(works) / len(works) if works else None
 
 
-def _median(works_s: Sequence[float | None]) -> float:
-    known_s = [work_s for work_s in works_s if work_s is not None]
-    return statistics.median(known_s) if known_s else _UNKNOWN_S
-
-
 def _line(card: Card, there: list[Place], now_s: float, typical_s: float) -> _Line:
     ends_s = (
         now_s + max(typical_s / card.speed, place.ran_s)
@@ -356,12 +349,6 @@ def _line(card: Card, there: list[Place], now_s: float, typical_s: float) -> _Li
         for place in there
     )
     return _Line(card, there, max([now_s, *ends_s]))
-
-
-def _lengths(candidate: Candidate, rows: Sequence[_Row], work_s: float) -> list[tuple[float, _Row]]:
-    """Return the seconds that a candidate takes on each of these cards."""
-    seconds = candidate.seconds
-    return [(seconds.get(row.card.name, work_s / row.card.speed), row) for row in rows]
 
 
 def _cleared(
@@ -384,29 +371,17 @@ def _cleared(
     return min(found, key=lambda it: it[0], default=None)
 
 
-def _booked(
-    candidate: Candidate, row: _Row, start_s: float, took_s: float
-) -> tuple[Place | None, _Row]:
-    """Return the place of a candidate on a card, which is free once it has ended there; `None`: it
-    waits.
-    """
-    for line in row.lines:
-        line.free_s = start_s + took_s
-    return (None if row.waiting else _place(candidate, row, row.free_s)), row
-
-
 def _gap(
     candidate: Candidate, lengths: Sequence[tuple[float, _Row]], now_s: float
-) -> tuple[Place, _Row] | None:
-    """Return the place of a candidate on a card that is idle because a team waits for another one,
-    where it is known to end before the team begins, and that card.
+) -> tuple[float, _Row] | None:
+    """Return a card that is idle because a team waits for another one, where a candidate is known
+    to end before the team begins, and when it does.
     """
     for took_s, row in lengths:
         end_s = now_s + took_s
         is_known = row.card.name in candidate.seconds
         if is_known and row.waiting and not row.there and end_s <= row.kept_from_s:
-            place = _place(candidate, row, end_s)
-            return None if place is None else (place, row)
+            return end_s, row
     return None
 
 

@@ -20,10 +20,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, NamedTuple
+from typing import Final
 
 from orchestrator.jobs import causes, lifecycle, milestones, places
-from orchestrator.jobs.lifecycle import TAKEN_S, Goal, Transition, is_better
+from orchestrator.jobs.lifecycle import TAKEN_S, Event, Goal, is_better
 from orchestrator.jobs.model import (
     ENDED,
     IN_LINE,
@@ -31,14 +31,15 @@ from orchestrator.jobs.model import (
     AttemptStatus,
     Card,
     Job,
+    JobOrder,
     JobState,
-    QueueHeld,
+    Sent,
     Standing,
     Submitted,
     UserOrder,
     World,
 )
-from orchestrator.jobs.places import Measured, Plan, place_of
+from orchestrator.jobs.places import Plan, place_of
 from workers.messages import Cause
 from workers.units import GIB
 
@@ -127,15 +128,6 @@ class Queue:
         """Whether every job has ended."""
         return all(standing.state in ENDED for standing in self.standings.values())
 
-    def with_submitted(self, submitted: Iterable[Submitted]) -> Queue:
-        """Return the queue with jobs that it begins with; those that it has are left out."""
-        standings = dict(self.standings)
-        for each in submitted:
-            if each.job.name not in standings:
-                taken = lifecycle.submitted(each, len(standings), each.at_s)
-                standings[each.job.name] = taken.standing
-        return replace(self, standings=standings)
-
     def unchosen(self, count: int) -> Iterator[tuple[Job, list[Standing]]]:
         """Yield the next member of each sweep of method optuna of which fewer than `count` are at
         work, with the members that have their settings already.
@@ -154,14 +146,6 @@ class Queue:
                 yield job, [each for each in members if not each.job.awaits_settings]
 
 
-class Event(NamedTuple):
-    """What is told in the event log."""
-
-    name: str
-    job: str | None
-    details: Mapping[str, object]
-
-
 def decide(queue: Queue, world: World) -> tuple[Queue, tuple[Event, ...]]:
     """Return the queue after a turn, and what is told of it.
 
@@ -177,6 +161,13 @@ def decide(queue: Queue, world: World) -> tuple[Queue, tuple[Event, ...]]:
     turn.hold_itself()
     turn.place()
     return turn.queue, tuple(turn.events)
+
+
+def heard(queue: Queue, sent: Sequence[Sent], now_s: float) -> Queue:
+    """Return the queue with what users have sent, and nothing that follows from it."""
+    turn = _Turn(queue, World(now_s=now_s, minute_of_day=0, cards=(), sent=sent))
+    turn.hear()
+    return turn.queue
 
 
 def only_ends(queue: Queue, world: World) -> tuple[Queue, tuple[Event, ...]]:
@@ -211,10 +202,9 @@ class _Turn:
     def queue(self) -> Queue:
         return Queue(standings=self._standings, facts=self._facts)
 
-    def _do(self, found: Transition) -> None:
-        name = found.standing.job.name
-        self._standings[name] = found.standing
-        self._tell(found.event, name, job=name, **found.details)
+    def _do(self, standing: Standing, event: Event) -> None:
+        self._standings[standing.job.name] = standing
+        self._tell(event.name, event.job, job=event.job, **event.details)
 
     def _tell(self, event: str, about: str | None = None, **details: object) -> None:
         known = {key: value for key, value in details.items() if value is not None}
@@ -262,24 +252,24 @@ class _Turn:
         """Take a job in, or return why not."""
         name, there = sent.job.name, self._standings.get(sent.job.name)
         if there is None:
-            self._do(lifecycle.submitted(sent, len(self._standings), self._now_s))
+            self._do(*lifecycle.submitted(sent, len(self._standings), self._now_s))
             return None
         if there.job.id == sent.job.id:
             return f"{name} has been submitted already"
         return f"there is another job called {name} ({there.job.origin})"
 
-    def _obeyed(self, sent: UserOrder | QueueHeld) -> str | None:
+    def _obeyed(self, sent: UserOrder) -> str | None:
         """Obey an order, or return why not."""
         if sent.id in self._facts.obeyed:
             return "it has been obeyed already"
-        if isinstance(sent, QueueHeld):
-            self._hold(sent.reason, id=sent.id)
+        if sent.job is None:
+            is_held = sent.order is JobOrder.HOLD
+            self._hold(f"{sent.by} holds it" if is_held else None, id=sent.id)
         elif sent.job in self._standings:
-            self._do(lifecycle.ordered(self._standings[sent.job], sent, self._now_s))
+            self._do(*lifecycle.ordered(self._standings[sent.job], sent, self._now_s))
         else:
             return f"there is no job called {sent.job}"
-        if sent.id is not None:
-            self._note(obeyed=(*self._facts.obeyed, sent.id)[-_OBEYED_KEPT:])
+        self._note(obeyed=(*self._facts.obeyed, sent.id)[-_OBEYED_KEPT:])
         return None
 
     def _hold(self, reason: str | None, **told: str | None) -> None:
@@ -295,7 +285,7 @@ class _Turn:
             if isinstance(answer, str):
                 self._send(standing, Goal(to=JobState.FAILED, reason=answer))
             else:
-                self._do(lifecycle.with_settings(standing, *answer))
+                self._do(*lifecycle.with_settings(standing, *answer))
 
     # Attempts that have ended
 
@@ -306,7 +296,7 @@ class _Turn:
             if seen is not None and seen.taken is not None:
                 self._close(standing, _CARD_TAKEN_S, seen.taken)
             if seen is not None and (seen.cause is not None or seen.is_at_rest or seen.node_lost):
-                self._do(lifecycle.ended(standing, seen, self._now_s))
+                self._do(*lifecycle.ended(standing, seen, self._now_s))
                 if seen.cause is not None:
                     self._note_fault(standing, seen, seen.cause)
                     self._note_alike(standing, seen, seen.cause)
@@ -393,9 +383,9 @@ class _Turn:
 
     def _reach(self, standing: Standing, sweep: str, milestone: int, value: float) -> Goal | None:
         """Note the milestone of a sweep's member, which rests if others go first."""
-        self._do(lifecycle.reached(standing, milestone, value, self._now_s))
+        self._do(*lifecycle.reached(standing, milestone, value, self._now_s))
         rule, name = standing.job.milestones, standing.job.name
-        if rule is None or milestones.goes_on(rule, self._reached(sweep), name, milestone):
+        if rule is None or milestones.promotable(rule, self._reached(sweep), {name}) == name:
             return None
         why = f"{rule.metric} {value:.4g} at step {milestone}: others go first"
         return Goal(to=JobState.PAUSED, reason=why)
@@ -422,10 +412,10 @@ class _Turn:
         has_better = seen.value is not None and is_better(standing, seen.value)
         if has_better or (standing.alone and not is_known):
             own = speed if standing.alone else None
-            self._do(lifecycle.measured(standing, card.title, own, seen, self._now_s))
+            self._do(*lifecycle.measured(standing, card.title, own, seen, self._now_s))
 
     def _send(self, standing: Standing, goal: Goal) -> None:
-        self._do(lifecycle.sent(standing, goal, self._now_s))
+        self._do(*lifecycle.sent(standing, goal, self._now_s))
 
     def settle(self) -> None:
         """Send jobs where they are to go, until none is to go anywhere."""
@@ -439,26 +429,13 @@ class _Turn:
             look = _LOOKS.get(standing.state)
             if look is not None and (goal := look(self, standing)) is not None:
                 found[name] = goal
-        paused = self._paused()
-        is_stuck = bool(paused) and not found and not self._moves()
-        for sweep, names in paused.items():
-            found |= self._promoted(sweep, names, is_stuck=is_stuck)
+        for sweep in self._paused_sweeps():
+            found |= self._promoted(sweep)
         return found
 
-    def _paused(self) -> dict[str, list[str]]:
-        """Return the members that rest at a milestone, by sweep."""
-        found: dict[str, list[str]] = {}
-        for standing in self._in({JobState.PAUSED}):
-            found.setdefault(standing.job.sweep or "", []).append(standing.job.name)
-        return found
-
-    def _moves(self) -> bool:
-        """Return whether any job is neither over, nor PAUSED, nor waits for others."""
-        resting = {*ENDED, JobState.PAUSED, JobState.WAITING}
-        return any(
-            each.state not in resting or _awaits_settings(each, self._standings)
-            for each in self._standings.values()
-        )
+    def _paused_sweeps(self) -> list[str]:
+        """Return the sweeps of which members rest at a milestone."""
+        return sorted({standing.job.sweep or "" for standing in self._in({JobState.PAUSED})})
 
     def _waits(self, standing: Standing) -> Goal | None:
         """Look at a job that waits for others."""
@@ -500,20 +477,14 @@ class _Turn:
                     return Goal(to=JobState.QUEUED, reason="in line again")
         return self._never_fits(standing)
 
-    def _promoted(
-        self, sweep: str, paused: Sequence[str], *, is_stuck: bool, is_idle: bool = False
-    ) -> dict[str, Goal]:
-        """Return the member of a sweep that goes on by now, or all of them as stopped.
-
-        `is_stuck`: nothing else can move, so that members that wait do so for its paused ones.
-        """
+    def _promoted(self, sweep: str, *, is_idle: bool = False) -> dict[str, Goal]:
+        """Return the paused member of a sweep that goes on by now, or all of them as stopped."""
+        members = [each for each in self._standings.values() if each.job.sweep == sweep]
+        paused = [each.job.name for each in members if each.state is JobState.PAUSED]
         rule = self._standings[paused[0]].job.milestones
         if rule is None:
             return {}
-        over = {*ENDED, JobState.PAUSED}
-        is_last = is_stuck or all(
-            each.state in over for each in self._standings.values() if each.job.sweep == sweep
-        )
+        is_last = all(each.state in {*ENDED, JobState.PAUSED} for each in members)
         reached = self._reached(sweep)
         name = milestones.promotable(rule, reached, paused, is_idle=is_idle or is_last)
         if name is not None:
@@ -552,19 +523,15 @@ class _Turn:
             return
         plan = self.plan()
         for start in plan.starts:
-            self._do(lifecycle.begun(self._standings[start.job], start, self._now_s))
+            self._do(*lifecycle.begun(self._standings[start.job], start, self._now_s))
         for name, other in plan.recalls.items():
             goal = Goal(to=JobState.PREEMPTED, reason=f"makes room for {other}")
             self._send(self._standings[name], goal)
         if free and not plan.starts and not plan.recalls:
-            self._promote_one()  # a card is free that nothing in line can use
-
-    def _promote_one(self) -> None:
-        for sweep, names in sorted(self._paused().items()):
-            found = self._promoted(sweep, names, is_stuck=False, is_idle=True)
-            for name, goal in found.items():
+            # A card is free that nothing in line can use: one more may go on.
+            found = (self._promoted(sweep, is_idle=True) for sweep in self._paused_sweeps())
+            for name, goal in next(filter(None, found), {}).items():
                 self._send(self._standings[name], goal)
-                return
 
     def _open_cards(self) -> list[Card]:
         return [card for card in self._cards() if card.closed is None]
@@ -575,12 +542,9 @@ class _Turn:
 
     def plan(self) -> Plan:
         """Return where jobs go, and why and how long the others wait."""
-        measured, cards = Measured(self._standings.values()), self._cards()
-        candidates = [
-            measured.candidate(standing, cards)
-            for standing in self._in(IN_LINE)
-            if standing.job.out_of_hours(self._world.minute_of_day) is None
-        ]
+        cards, minute = self._cards(), self._world.minute_of_day
+        in_line = [each for each in self._in(IN_LINE) if each.job.out_of_hours(minute) is None]
+        candidates = places.candidates(self._standings.values(), in_line, cards)
         taken = [
             place_of(standing, self._seen(standing), self._now_s) for standing in self._in(ON_CARD)
         ]

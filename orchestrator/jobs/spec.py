@@ -21,20 +21,17 @@ from orchestrator.config.load import (
     nearest,
     read_yaml_text,
     refusals,
-    validated,
 )
 from orchestrator.config.schema import Config
 from orchestrator.errors import ConfigError, Problem, in_words
-from orchestrator.jobs.entries import MAX_JOBS, VALID_NAME, Document, Entry, Shared, form_of
+from orchestrator.jobs.entries import MAX_JOBS, VALID_NAME, Document, Entry, Shared
 from orchestrator.jobs.model import Job
 from orchestrator.jobs.places import plain
 from orchestrator.jobs.sweep import (
     FOLDER,
-    Groups,
     JobFile,
+    config_of,
     dotted_key,
-    expand,
-    groups_of,
     settings_of,
 )
 
@@ -123,10 +120,8 @@ def _right(source: YamlSource, base: Config, known: Sequence[Job]) -> JobFile:
         list(_of_places(source, document, base))
         or list(_of_swept_words(entries))
         or list(_of_names(entries))
+        or list(_of_jobs(file, entries))
     )
-    if not problems:
-        file = replace(file, jobs=expand(file))
-        problems = list(_of_jobs(file, entries))
     if problems:
         raise _refusals(source, problems)
     return file
@@ -196,7 +191,7 @@ def _of_names(entries: Sequence[_Place]) -> Iterator[Problem]:
     """Yield names that are not unique, and what is wrong with `after`: names, circles, `each`."""
     source, file = entries[0].source, entries[0].file
     try:
-        groups = groups_of(file)
+        groups = file.groups
     except graphlib.CycleError as error:
         circle = error.args[1][::-1]
         at = next(at for at in entries if at.entry.name == circle[0])
@@ -233,19 +228,17 @@ def _of_names(entries: Sequence[_Place]) -> Iterator[Problem]:
 
 def _of_jobs(file: JobFile, entries: Sequence[_Place]) -> Iterator[Problem]:
     """Yield what is wrong with the jobs that the entries make."""
-    groups = groups_of(file)
-    plain = {name: getattr(file.base, name).model_dump() for name in _SECTIONS}
     made: dict[str, list[Job]] = {}
     for job in file.jobs:
         made.setdefault(job.sweep or job.name, []).append(job)
     after = {job.name: job.after for job in (*file.known, *file.jobs)}
     for at in entries:
         jobs = _tried(at.entry, made[at.entry.name])
-        found = dict.fromkeys(_of_folders(at, jobs[0], groups, after))
+        found = dict.fromkeys(_of_folders(at, jobs[0], after))
         found |= dict.fromkeys(_of_keys(at))
         for job in jobs if at.entry.train is not None and not found else ():
             if len(found) < MAX_PROBLEMS:
-                found |= dict.fromkeys(_of_config(at, job, plain))
+                found |= dict.fromkeys(_of_config(at, job))
         yield from found or _of_milestones(at, jobs)
 
 
@@ -253,15 +246,14 @@ def _tried(entry: Entry, jobs: list[Job]) -> list[Job]:
     """Return jobs that are right only if all of an entry are: of intervals, those at both ends."""
     if entry.sweep is None or entry.sweep.count is None:
         return jobs
-    ranges = {key: form_of(values)[1] for key, values in entry.sweep.ranges.items()}
-    ends = [{key: values[end] for key, values in ranges.items()} for end in (0, -1)]
+    ranges = entry.sweep.ranges.items()
+    ends = [{key: values[end] for key, (_, values) in ranges} for end in (0, -1)]
     return [jobs[0].with_settings(settings_of(entry, settings)) for settings in ends]
 
 
-def _of_folders(
-    at: _Place, job: Job, groups: Groups, after: Mapping[str, tuple[str, ...]]
-) -> Iterator[Problem]:
+def _of_folders(at: _Place, job: Job, after: Mapping[str, tuple[str, ...]]) -> Iterator[Problem]:
     """Yield each `{NAME.dir}` of an entry whose job is not sure to have ended before `job`."""
+    groups = at.file.groups
     named = [(where, name) for where, text in at.entry.texts() for name in FOLDER.findall(text)]
     reached, waiting = set(), list(job.after if named else ())
     while waiting:
@@ -338,14 +330,8 @@ def _of_team(at: _Place, where: KeyPath, values: list[Any]) -> Iterator[Problem]
         yield at.problem(text, f"no {beside}, or no team", *where)
 
 
-def _of_config(at: _Place, job: Job, plain: Mapping[str, Mapping[str, Any]]) -> Iterator[Problem]:
+def _of_config(at: _Place, job: Job) -> Iterator[Problem]:
     """Yield what is wrong with the configuration that a training leads to."""
-    # Sections without an override are frozen models, which are not validated again.
-    data = {name: getattr(at.file.base, name) for name in Config.model_fields}
-    for word, value in job.overrides.items():
-        section, _, name = word.partition(".")
-        changed = data[section] if isinstance(data.get(section), dict) else plain.get(section, {})
-        data[section] = {**changed, name: value}
     # Of the rows of a list, this job's is that of its number.
     row = job.name.rpartition("-")[2]
     places: dict[str, KeyPath] = {"train.save_every_s": ("defaults", "save_every_s")}
@@ -355,7 +341,7 @@ def _of_config(at: _Place, job: Job, plain: Mapping[str, Mapping[str, Any]]) -> 
         if len(where) < 4 or where[-2] == row
     }
     try:
-        validated(YamlSource(name=at.source.name, data=data))
+        config_of(at.file.base, job)
     except ConfigError as error:
         for problem in error.problems:
             where = places.get(problem.key or "", (*at.path, "train"))

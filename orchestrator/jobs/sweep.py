@@ -12,12 +12,15 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any, Final
 
+from orchestrator.config.load import config_from_data
 from orchestrator.config.schema import Config
-from orchestrator.jobs.entries import MAX_JOBS, Entry, Interval, Sweep, form_of, with_numbers
+from orchestrator.config.team import with_team_alone
+from orchestrator.jobs.entries import MAX_JOBS, Entry, Sweep, with_numbers
 from orchestrator.jobs.model import Job, Milestones
 from workers.settings import CommandSpec, Scalar
 from workers.units import GIB
@@ -29,25 +32,6 @@ _AS_TYPED: Final = (
     "priority", "retries", "nodes", "card", "pack", "preempt", "parks", "hours",
 )  # fmt: skip
 _MEMBER: Final = re.compile(r"-\d{1,5}$", re.ASCII)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobFile:
-    """Entries that have been found right, and what they are read with."""
-
-    origin: str
-    entries: tuple[Entry, ...]
-    """With what the file says for all of them."""
-    save_every_s: float | None
-    """Of trainings, as the file says."""
-    base: Config
-    """Of cluster.yaml."""
-    lines: Mapping[str, int] = field(default_factory=dict)
-    """Line of each entry by its name."""
-    known: tuple[Job, ...] = ()
-    """Jobs that the queue has already."""
-    jobs: tuple[Job, ...] = ()
-    """What the entries make, in their order (`expand`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,31 +48,63 @@ class Groups:
     """How many jobs the file makes; above `MAX_JOBS` not all of them have names."""
 
 
-def groups_of(file: JobFile) -> Groups:
-    """Return what each name means.
+@dataclass(frozen=True, kw_only=True)
+class JobFile:
+    """Entries that have been found right, and what they are read with."""
 
-    Raises:
-        graphlib.CycleError: Entries go round in a circle.
-    """
-    found: dict[str, tuple[str, ...]] = {}
-    for job in file.known:
-        found[job.name] = (job.name,)
-        if job.sweep is not None:
-            found[job.sweep] = (*found.get(job.sweep, ()), job.name)
-    followed: dict[str, tuple[str, ...]] = {}
-    count = 0
-    for entry in _in_order(file.entries):
-        several = [lead for lead in entry.leads if found.get(lead, (lead,)) != (lead,)]
-        lead = several[0] if several and entry.each else None
-        if lead is not None:
-            followed[entry.name] = (lead, *followed.get(lead, ()))
-        size = entry.sweep.size if entry.sweep else len(found[lead]) if lead else None
-        count += 1 if size is None else size
-        numbers = range(0 if count > MAX_JOBS else size or 0)
-        names = (entry.name,) if size is None else tuple(f"{entry.name}-{n}" for n in numbers)
-        found |= {name: (name,) for name in names}
-        found[entry.name] = names
-    return Groups(jobs=found, followed=followed, count=count)
+    origin: str
+    entries: tuple[Entry, ...]
+    """With what the file says for all of them."""
+    save_every_s: float | None
+    """Of trainings, as the file says."""
+    base: Config
+    """Of cluster.yaml."""
+    lines: Mapping[str, int] = field(default_factory=dict)
+    """Line of each entry by its name."""
+    known: tuple[Job, ...] = ()
+    """Jobs that the queue has already."""
+
+    @cached_property
+    def groups(self) -> Groups:
+        """What each name means.
+
+        Raises:
+            graphlib.CycleError: Entries go round in a circle.
+        """
+        found: dict[str, tuple[str, ...]] = {}
+        for job in self.known:
+            found[job.name] = (job.name,)
+            if job.sweep is not None:
+                found[job.sweep] = (*found.get(job.sweep, ()), job.name)
+        followed: dict[str, tuple[str, ...]] = {}
+        count = 0
+        for entry in _in_order(self.entries):
+            several = [lead for lead in entry.leads if found.get(lead, (lead,)) != (lead,)]
+            lead = several[0] if several and entry.each else None
+            if lead is not None:
+                followed[entry.name] = (lead, *followed.get(lead, ()))
+            size = entry.sweep.size if entry.sweep else len(found[lead]) if lead else None
+            count += 1 if size is None else size
+            numbers = range(0 if count > MAX_JOBS else size or 0)
+            names = (entry.name,) if size is None else tuple(f"{entry.name}-{n}" for n in numbers)
+            found |= {name: (name,) for name in names}
+            found[entry.name] = names
+        return Groups(jobs=found, followed=followed, count=count)
+
+    @cached_property
+    def jobs(self) -> tuple[Job, ...]:
+        """What the entries make, in their order. The same file gives the same names and ids."""
+        return tuple(job for entry in self.entries for job in self._jobs_of(entry))
+
+    def _jobs_of(self, entry: Entry) -> Iterator[Job]:
+        names, leads = self.groups.jobs[entry.name], self.groups.followed.get(entry.name, ())
+        members = _members_of(entry.sweep) if entry.sweep else [{}]
+        for n, (name, settings) in enumerate(zip(names, itertools.cycle(members), strict=False)):
+            job = _job(self, entry, name, {lead: self.groups.jobs[lead][n] for lead in leads})
+            job = job.with_settings(settings_of(entry, settings))
+            content = {it.name: getattr(job, it.name) for it in fields(job) if it.name != "origin"}
+            text = json.dumps(content, sort_keys=True, default=asdict)
+            yield replace(job, id=hashlib.blake2b(text.encode(), digest_size=8).hexdigest())
 
 
 def _in_order(entries: Sequence[Entry]) -> list[Entry]:
@@ -102,27 +118,6 @@ def _in_order(entries: Sequence[Entry]) -> list[Entry]:
     return [named[name] for name in order if name in named]
 
 
-def expand(file: JobFile) -> tuple[Job, ...]:
-    """Return the jobs of the file in its order. The same file gives the same names and ids."""
-    groups = groups_of(file)
-    return tuple(job for entry in file.entries for job in _jobs_of(file, entry, groups))
-
-
-def _jobs_of(file: JobFile, entry: Entry, groups: Groups) -> list[Job]:
-    """Return the jobs of one entry."""
-    names, leads = groups.jobs[entry.name], groups.followed.get(entry.name, ())
-    members = _members_of(entry.sweep) if entry.sweep else [{}]
-    jobs = []
-    for n, (name, settings) in enumerate(zip(names, itertools.cycle(members), strict=False)):
-        follows = {lead: groups.jobs[lead][n] for lead in leads}
-        job = _job(file, entry, groups.jobs, name, follows)
-        job = job.with_settings(settings_of(entry, settings))
-        content = {it.name: getattr(job, it.name) for it in fields(job) if it.name != "origin"}
-        text = json.dumps(content, sort_keys=True, default=asdict)
-        jobs.append(replace(job, id=hashlib.blake2b(text.encode(), digest_size=8).hexdigest()))
-    return jobs
-
-
 def settings_of(entry: Entry, typed: Mapping[str, Any]) -> dict[str, Any]:
     """Return what was typed by key under the keys that are meant, and as the values."""
     if entry.train is None:
@@ -133,23 +128,22 @@ def settings_of(entry: Entry, typed: Mapping[str, Any]) -> dict[str, Any]:
 def _members_of(sweep: Sweep) -> list[dict[str, Any]]:
     """Return the settings of each member, as typed; of method optuna those of none."""
     if sweep.method == "grid":
-        grid = itertools.product(*(form_of(values)[1] for values in sweep.ranges.values()))
+        grid = itertools.product(*(values for _, values in sweep.ranges.values()))
         return [dict(zip(sweep.ranges, values, strict=True)) for values in grid]
     if sweep.method == "list":
         return sweep.rows
     if sweep.method == "optuna":
         return [{}]
     return [
-        {key: _drawn(values, f"{sweep.seed}:{n}:{key}") for key, values in sweep.ranges.items()}
+        {key: _drawn(*form, f"{sweep.seed}:{n}:{key}") for key, form in sweep.ranges.items()}
         for n in range(sweep.size)
     ]
 
 
-def _drawn(values: list[Any] | Interval, key: str) -> Scalar:
+def _drawn(kind: str, bounds: list[Any], key: str) -> Scalar:
     """Return a value that depends on `key` alone: one more key or member changes no other."""
     digest = hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     share = int.from_bytes(digest, "big") / 2**64
-    kind, bounds = form_of(values)
     if kind == "choice":
         chosen: Scalar = bounds[int(share * len(bounds))]
         return chosen
@@ -166,16 +160,10 @@ def dotted_key(key: str) -> str:
     return key if "." in key else f"train.{key}"
 
 
-def _job(
-    file: JobFile,
-    entry: Entry,
-    groups: Mapping[str, tuple[str, ...]],
-    name: str,
-    followed: Mapping[str, str],
-) -> Job:
+def _job(file: JobFile, entry: Entry, name: str, followed: Mapping[str, str]) -> Job:
     """Return one job without settings; `followed`: of each sweep the member that it follows."""
     overrides: dict[str, Any] = {}
-    command, steps = None, None
+    command, steps, groups = None, None, file.groups.jobs
     if entry.train is not None:
         overrides = {"workload.name": "train", "train.checkpoints": "head"}
         if file.save_every_s is not None:
@@ -197,10 +185,8 @@ def _job(
             outputs=entry.outputs,
         )
     leads = (followed.get(lead, lead) for lead in entry.leads)
-    line, sampled = file.lines.get(entry.name), entry.sweep
-    if sampled is not None and sampled.method != "optuna":
-        sampled = None
-    ranges = settings_of(entry, sampled.ranges) if sampled else {}
+    line = file.lines.get(entry.name)
+    sampled = entry.sweep if entry.sweep and entry.sweep.method == "optuna" else None
     typed = {key: getattr(entry, key) for key in _AS_TYPED}
     if isinstance(team := overrides.get("train.team"), list):
         typed["nodes"] = tuple(team)
@@ -208,7 +194,7 @@ def _job(
         name=name,
         id="",
         sweep=None if name == entry.name else entry.name,
-        ranges={key: form_of(values) for key, values in ranges.items()},
+        ranges=settings_of(entry, sampled.ranges) if sampled else {},
         seed=sampled.seed if sampled else 0,
         overrides=overrides,
         command=command,
@@ -223,6 +209,32 @@ def _job(
     return job.with_texts(
         lambda text: FOLDER.sub(lambda it: f"{{{followed.get(it[1], it[1])}.dir}}", text)
     )
+
+
+def config_of(base: Config, job: Job, **fixed: object) -> Config:
+    """Return the configuration of a run with what a job says, and `fixed`, by dotted keys.
+
+    `ConfigError` if that is not valid.
+    """
+    data: dict[str, Any] = base.model_dump()
+    for dotted, value in {**job.overrides, **fixed}.items():
+        section, _, key = dotted.partition(".")
+        data[section] = {**data.get(section, {}), key: value}
+    return config_from_data(data, f"job {job.name}")
+
+
+def job_config(base: Config, job: Job) -> Config:
+    """Return the configuration of a job's workers: that of the run, with what the job says. A team
+    has whole cards, and what leads a divided model follows from these.
+
+    `ConfigError` if that is not valid; of a job file `spec` has refused it before.
+    """
+    # On any node; and the state of a training must be able to move to another PC.
+    workers = sum(node.workers for node in base.nodes.values())
+    fixed: dict[str, object] = {} if job.is_team else {"train.slots": workers}
+    if job.command is None:
+        fixed |= {"workload.name": "train", "train.checkpoints": "head"}
+    return with_team_alone(config_of(base, job, **fixed))
 
 
 def _milestones(entry: Entry) -> Milestones | None:

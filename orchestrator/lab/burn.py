@@ -60,20 +60,15 @@ _WORDS: Final = {True: "pass", False: "fail", None: "not_judged"}
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
-    """One of the three."""
+class PlannedRun:
+    """One run of a phase."""
 
-    number: int
+    phase: int
     title: str
+    """What people call it."""
     purpose: tuple[str, ...]
     """Checks without which it has no verdict."""
-
-
-PHASES: Final = (
-    Phase(1, "caps and precision", ("memory", "errors", "results")),
-    Phase(2, "heat", ("errors", "temperature")),
-    Phase(3, "full load", ("memory", "errors")),
-)
+    config: Config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,11 +99,11 @@ def judge(worker: WorkerCourse) -> Findings:
     }
 
 
-def verdict_of(phase: Phase, findings: Findings, *, is_whole: bool) -> bool | None:
-    """Return the verdict on a worker in a phase: nothing failed, its purpose judged, and ended."""
+def verdict_of(run: PlannedRun, findings: Findings, *, is_whole: bool) -> bool | None:
+    """Return the verdict on a worker in a run: nothing failed, its purpose judged, and ended."""
     if any(is_good is False for is_good, _ in findings.values()):
         return False
-    return True if is_whole and all(findings[check][0] for check in phase.purpose) else None
+    return True if is_whole and all(findings[check][0] for check in run.purpose) else None
 
 
 def _memory(held: Sequence[float], cap_bytes: int | None) -> tuple[bool | None, str]:
@@ -185,21 +180,6 @@ def workers_of(folder: Path, length_s: float) -> Iterator[WorkerCourse]:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedRun:
-    """One run of a phase."""
-
-    phase: Phase
-    config: Config
-    dtype: str | None = None
-    """The number type that is tried; `None` where each node keeps its own."""
-
-    @property
-    def title(self) -> str:
-        """What people call it."""
-        return ", ".join(filter(None, [self.phase.title, self.dtype]))
-
-
 def planned_runs(
     config: Config, devices: Collection[str], heat_s: float, wanted: Collection[int]
 ) -> tuple[PlannedRun, ...]:
@@ -217,16 +197,16 @@ def planned_runs(
         "verify": {"share": max(config.verify.share, _CHECKED_SHARE)},
         "nodes": {name: {**node, "dtype": None} for name, node in nodes.items()},
     }
-    runs = []
+    runs, purpose = list[PlannedRun](), ("memory", "errors", "results")
     for dtype in _TYPES["cuda" if "cuda" in devices else "cpu"]:
         precise_s, own = min(heat_s, _PRECISION_S), {**workload, "dtype": dtype}
         precise = _changed(config, precise_s, workload=own, **caps)
-        runs.append(PlannedRun(phase=PHASES[0], dtype=dtype, config=precise))
+        runs.append(PlannedRun(1, f"caps and precision, {dtype}", purpose, precise))
     hot = _changed(config, heat_s, workload=workload, nodes=nodes, compute_share_mode="none")
-    runs.append(PlannedRun(phase=PHASES[1], config=hot))
+    runs.append(PlannedRun(2, "heat", ("errors", "temperature"), hot))
     full = _changed(config, min(heat_s, config.run.duration_s))
-    runs.append(PlannedRun(phase=PHASES[2], config=full))
-    return tuple(run for run in runs if run.phase.number in wanted)
+    runs.append(PlannedRun(3, "full load", ("memory", "errors"), full))
+    return tuple(run for run in runs if run.phase in wanted)
 
 
 def _changed(config: Config, length_s: float, **changes: Any) -> Config:  # noqa: ANN401 - sections
@@ -251,7 +231,7 @@ def burn(
     is_whole = True
     for run in planned:
         length = format_duration(run.config.run.duration_s)
-        say(f"Phase {run.phase.number} of 3, {run.title}: {length}")
+        say(f"Phase {run.phase} of 3, {run.title}: {length}")
         environment = make_environment(run.config)
         # The lines about scaling are printed by the first run only.
         environment = replace(environment, lines=()) if rows else environment
@@ -292,11 +272,11 @@ def judged(run: PlannedRun, run_id: str, worker: WorkerCourse, *, is_whole: bool
     """Return a worker as JSON knows it: its verdict in a run, each check, and why it is no pass."""
     findings, speeds = judge(worker), worker.known("tflops")
     return {
-        "phase": run.phase.number,
+        "phase": run.phase,
         "title": run.title,
         "run_id": run_id,
         "slot": worker.row["slot"],
-        "verdict": _WORDS[verdict_of(run.phase, findings, is_whole=is_whole)],
+        "verdict": _WORDS[verdict_of(run, findings, is_whole=is_whole)],
         **{check: _WORDS[is_good] for check, (is_good, _) in findings.items()},
         "tflops": fmean(speeds) if speeds else None,
         "reasons": [

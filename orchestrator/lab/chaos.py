@@ -1,13 +1,12 @@
 """`run --chaos`: workers are killed, run out of memory and lose their nodes, by a seed.
 
 A fleet around the run's fleet ends processes and nodes; out-of-memory is raised inside the worker
-(`workers/workloads/chaos.py`). The supervisor does not know of either. Starts nothing again but the
+(`workers/engine/chaos.py`). The supervisor does not know of either. Starts nothing again but the
 nodes that it ended, and judges no run: states and counters do.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -152,10 +151,7 @@ class Chaos:
         """Place a worker, whose steps run out of memory if the plan says so."""
         self._nodes[spec.slot] = spec.node
         if self._plan.oom_rate > 0:
-            faults = {"seed": self._seed, "oom_rate": self._plan.oom_rate}
-            settings = {**spec.workload.settings, "chaos": json.dumps(faults)}
-            name = f"workers.workloads.chaos:{spec.workload.name}"
-            spec = replace(spec, workload=replace(spec.workload, name=name, settings=settings))
+            spec = replace(spec, oom_rate=self._plan.oom_rate, chaos_seed=self._seed)
         self._inner.place(spec, num_cpus, num_gpus)
 
     def abandon(self, slot: str) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, Final
 
 from orchestrator.config.load import dump_config
@@ -31,8 +32,8 @@ from orchestrator.record.summary import summary_text
 from orchestrator.run.environment import in_rehearsal, on_this_machine
 from workers.files import replace_whole
 from workers.learned_limits import default_path
-from workers.settings import ASSUMED_CONTEXT_BYTES
-from workers.tuning.messages import ArmSpec, Refused, Turn, fork_context, run_arm
+from workers.settings import ASSUMED_CONTEXT_BYTES, WorkerSpec
+from workers.tuning.messages import Refused, Turn, fork_context, run_arm
 from workers.units import MIB
 
 #: How long a tuning takes that is given no budget, and a rehearsal of one.
@@ -60,14 +61,14 @@ class ArmError(Exception):
 class _Arm:
     """One process, or several that work at the same time."""
 
-    def __init__(self, spec: ArmSpec, copies: int = 1) -> None:
+    def __init__(self, spec: WorkerSpec, log: Path, copies: int) -> None:
         context = fork_context()
         self._members = []
         for _ in range(copies):
             ours, theirs = context.Pipe()
             # Not a daemon: those may have no children, and a loader has some. It ends when the
             # connection does.
-            process = context.Process(target=run_arm, args=(theirs, spec), name=spec.spec.slot)
+            process = context.Process(target=run_arm, args=(theirs, spec, log), name=spec.slot)
             process.start()
             theirs.close()
             self._members.append((ours, process))
@@ -189,19 +190,18 @@ class Tuning:
         self._write(subject, chosen_of(possible), is_whole=is_whole)
         return is_whole
 
-    def _spec_of(self, trial: Trial | None) -> ArmSpec:
-        """Return the arm of a lever, or of the baseline."""
+    def _arm_of(self, trial: Trial | None) -> _Arm:
+        """Start the arm of a lever, or of the baseline."""
         name, changes = ("baseline", {}) if trial is None else (trial.name, trial.changes)
-        return ArmSpec(
-            spec=replace(self._spec, slot=f"tune/{name}"),
-            log=self.folder / "arms.log",
-            settings={**self._own, **changes} if self.trains else {},
-        )
+        settings = {**self._own, **changes} if self.trains else {}
+        workload = replace(self._spec.workload, settings=settings)
+        spec = replace(self._spec, slot=f"tune/{name}", workload=workload)
+        return _Arm(spec, self.folder / "arms.log", 1 if trial is None else trial.copies)
 
     def _baseline(self) -> Turn:
         """Return a turn of the baseline, whose process is started if there is none."""
         try:
-            self._arm = self._arm or _Arm(self._spec_of(None))
+            self._arm = self._arm or self._arm_of(None)
             self._turns.append(self._arm.turn())
             return self._turns[-1]
         except ArmError as error:
@@ -224,7 +224,7 @@ class Tuning:
         until_s = now_s + share * (self._shared_s - now_s)
         if now_s >= self._last_s:
             return
-        arm = _Arm(self._spec_of(trial), trial.copies)
+        arm = self._arm_of(trial)
         try:
             while trial.rounds < _MOST_ROUNDS and time.monotonic() < (
                 until_s if trial.rounds >= LEAST_ROUNDS else self._last_s

@@ -19,18 +19,16 @@ from typing import Any, Final
 import psutil
 
 from orchestrator.errors import NothingStoredError
-from orchestrator.record.codec import from_json
 from orchestrator.record.command_file import any_waits
 from orchestrator.record.events import StoredEvent, read_events
 from orchestrator.record.jobs import QUEUE_NAME, QueueSnapshot, queue_snapshot
 from orchestrator.record.model import Snapshot
 from orchestrator.record.store import (
-    COMMANDS_KNOWN,
     STORE_NAME,
-    CommandRecord,
     RunFacts,
     RunStatus,
     SlotRecord,
+    from_json,
     reading,
 )
 from workers.files import read_small
@@ -103,7 +101,6 @@ class StoredRun(RunStatus):
     def snapshot(self) -> Snapshot:
         """The last picture of the run, for every watcher."""
         facts, updated_at_unix_s = self.facts, self.updated_at_unix_s
-        rows = tuple(record.row for record in self.slots)
         return Snapshot(
             run_id=facts.run_id,
             started_at=facts.started_at_unix_s,
@@ -112,9 +109,8 @@ class StoredRun(RunStatus):
             duration_s=facts.duration_s,
             nodes_planned=facts.nodes_planned,
             nodes_seen=self.nodes_seen,
-            rows=rows,
+            rows=tuple(record.row for record in self.slots),
             notices=self.notices,
-            restart_count=sum(row.restarts for row in rows),
         )
 
 
@@ -140,16 +136,11 @@ def read_run(folder: Path) -> StoredRun:
         return StoredRun(folder=folder, facts=facts, slots=records, **known)
 
 
-def read_answers(folder: Path, identity: str | None = None) -> dict[str, Mapping[str, Any]]:
-    """Return what the last commands of the user were answered, by their ids; or only the one with
-    this id, where it was answered.
-    """
-    where = "" if identity is None else "WHERE id = :id"
-    query = f"SELECT value FROM commands {where} ORDER BY rowid DESC LIMIT :most"  # noqa: S608
+def read_answer(folder: Path, identity: str) -> Mapping[str, Any] | None:
+    """Return what the command of the user with this id was answered; `None`: nothing yet."""
     with reading(folder) as store:
-        lines = store.execute(query, {"id": identity, "most": COMMANDS_KNOWN}).fetchall()
-        commands = [from_json(CommandRecord, text) for (text,) in reversed(lines)]
-    return {command.id: command.answer for command in commands}
+        found = store.execute("SELECT value FROM commands WHERE id = ?", (identity,)).fetchone()
+        return None if found is None else dict(json.loads(found[0])["answer"])
 
 
 def head_of(folder: Path) -> psutil.Process | None:

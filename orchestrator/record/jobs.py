@@ -7,17 +7,16 @@ follows (`jobs/queue.py`) or lay anything out (`view/jobs.py`).
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
 from orchestrator.errors import NothingStoredError
-from orchestrator.jobs.model import IN_LINE, ON_CARD, JobState, Standing
-from orchestrator.jobs.queue import Queue, QueueFacts
-from orchestrator.record.codec import from_json
+from orchestrator.jobs.model import IN_LINE, ON_CARD, JobState, Sent, Standing
+from orchestrator.jobs.queue import Queue, QueueFacts, heard
 from orchestrator.record.model import Row
-from orchestrator.record.store import reading
+from orchestrator.record.store import from_json, reading
 
 QUEUE_NAME: Final = "jobs"
 """The folder of a queue in its run folder: commands to it, and the files of its jobs."""
@@ -58,24 +57,35 @@ def queue_of(folder: Path) -> Queue:
 
 
 def queue_snapshot(
-    folder: Path, rows: Iterable[Row], now_s: float, *, is_alive: bool = True
+    folder: Path,
+    rows: Iterable[Row],
+    now_s: float,
+    *,
+    is_alive: bool = True,
+    sent: Sequence[Sent] = (),
 ) -> QueueSnapshot | None:
     """Return the queue of a run folder as it is now; `None` where the run has none.
 
-    `is_alive`: its head is at work. Without it no job is, and what it expected is void.
-    `ArchiveError`: it cannot be read, or is of another version.
+    `is_alive`: its head is at work. Without it no job is, and what it expected is void. `sent` is
+    what its users have sent, and the head may not have taken yet. `ArchiveError`: it cannot be
+    read, or is of another version.
     """
     if not (folder / QUEUE_NAME).is_dir():
         return None
-    queue, outlook = _stored(folder)
-    standings = []
-    for each in queue.standings.values():
-        if is_alive and each.state in IN_LINE and each.job.name in outlook:
-            reason, start_s = outlook[each.job.name]
+    stored, outlook = _stored(folder)
+    queue, standings = heard(stored, sent, now_s), []
+    for name, each in queue.standings.items():
+        if name not in stored.standings:
+            why = "submitted, and not taken by the head yet"
+            standings.append(replace(each, reason=why))
+        elif is_alive and each.state in IN_LINE and name in outlook:
+            reason, start_s = outlook[name]
             standings.append(replace(each, reason=reason, expected_start_s=start_s))
         elif not is_alive and each.state in ON_CARD:
-            why = "its head is not running"
-            standings.append(replace(each, state=JobState.PARKED, reason=why))
+            state, why = JobState.PARKED, "its head is not running"
+            if each.recalled_to is JobState.HELD:
+                state, why = JobState.HELD, each.reason
+            standings.append(replace(each, state=state, reason=why))
         else:
             standings.append(each)
     return QueueSnapshot(

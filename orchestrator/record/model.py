@@ -265,9 +265,13 @@ class Snapshot:
     rows: tuple[Row, ...] = ()
     notices: tuple[str, ...] = ()
     """One-line warnings shown with the header, such as "pc2 has not joined"."""
-    restart_count: int = 0
     jobs: str | None = None
     """How the jobs of a queue stand, in a line; `None`: the run is no queue."""
+
+    @property
+    def restart_count(self) -> int:
+        """Processes that were replaced, of all slots."""
+        return sum(row.restarts for row in self.rows)
 
     @property
     def remaining_s(self) -> float:

@@ -18,13 +18,15 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, TypeVar, cast
+
+from pydantic import TypeAdapter
 
 from orchestrator.core.slot import NOTHING_ASKED, UserOrders
 from orchestrator.errors import ArchiveError, NothingStoredError
 from orchestrator.jobs.queue import Queue
-from orchestrator.record.codec import as_json, from_json
 from orchestrator.record.events import harmless
 from orchestrator.record.model import FIELDS, Row, Snapshot, finite
 from workers.settings import PolicyState
@@ -42,10 +44,6 @@ each time.
 """
 SAMPLES_KEPT: Final = 3_000
 """Samples that wait while nothing can be written; beyond them the oldest go."""
-COMMANDS_KNOWN: Final = 1_000
-"""Answers that a head remembers, its predecessors' included: an id that comes again gets the same
-one.
-"""
 
 _PATIENCE_S: Final = 0.1
 """How long another program's lock may delay the head."""
@@ -91,6 +89,7 @@ _DAMAGE: Final = (
 #: A table and the key of one of its rows.
 _Key: TypeAlias = tuple[str, str | int]
 _Sample: TypeAlias = tuple[str | int | float | None, ...]
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,19 +148,6 @@ class RunStatus:
     """
     team_generation: int = 0
     """The last in which a member of a team was named to lead it; 0: none was."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CommandRecord:
-    """A command of the user, with what it was answered."""
-
-    id: str
-    at_unix_s: float
-    do: str
-    slots: tuple[str, ...]
-    by: str
-    amount_bytes: int | None
-    answer: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,9 +232,20 @@ class RunStore:
         """Take why jobs in line wait, and when they may start: for viewers alone."""
         self._put("run", "outlook", dict(told))
 
-    def command(self, record: CommandRecord) -> None:
-        """Take a command of the user; what it changes of a slot is in the slot's record."""
-        self._put("commands", record.id, record)
+    def command(self, identity: str, told: Mapping[str, Any]) -> None:
+        """Take a command of the user with its `answer`; what it changes of a slot is in the slot's
+        record.
+        """
+        self._put("commands", identity, dict(told))
+
+    def has_command(self, identity: str) -> bool:
+        """Say whether this head or one before it has taken a command with this id."""
+        if ("commands", identity) in self._waiting:
+            return True
+        query, found = "SELECT 1 FROM commands WHERE id = ?", None
+        with suppress(sqlite3.Error, OSError):  # `commit` says why
+            found = self._connected(_PATIENCE_S).execute(query, (identity,)).fetchone()
+        return found is not None
 
     def team(self, generation: int) -> None:
         """Take the generation of a team whose leader is to be named next."""
@@ -256,13 +253,11 @@ class RunStore:
         self._status = replace(self._status, team_generation=newest)
         self._put("run", "status", self._status)
 
-    def is_due(self, now_unix_s: float) -> bool:
-        """Say whether it is time for a sample; also when the clock of the machine was set back."""
-        return not 0.0 <= now_unix_s - self._sampled_at_unix_s < SAMPLE_EVERY_S
-
     def update(self, snapshot: Snapshot, *, at_once: bool = False) -> None:
         """Take the run as it is now with a sample of every slot, `at_once` or once a second."""
-        if not at_once and not self.is_due(snapshot.now_unix_s):
+        passed_s = snapshot.now_unix_s - self._sampled_at_unix_s
+        # It is below 0 where the clock of the machine was set back.
+        if not at_once and 0.0 <= passed_s < SAMPLE_EVERY_S:
             return
         self._sampled_at_unix_s = snapshot.now_unix_s
         self._status = replace(
@@ -363,6 +358,27 @@ class RunStore:
         if connection is not None:
             with suppress(sqlite3.Error):
                 connection.close()
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:  # noqa: ANN401 - a dataclass
+    return TypeAdapter(kind)
+
+
+def as_json(value: object) -> str:
+    """Return a dataclass as JSON in ASCII, without what has its default value.
+
+    In ASCII a name of a file that is no UTF-8 comes back, too.
+    """
+    kind: Any = type(value)
+    fields = _adapter(kind).dump_python(value, mode="json", exclude_defaults=True)
+    return json.dumps(fields, separators=(",", ":"))
+
+
+def from_json(kind: type[_Value], text: str) -> _Value:
+    """Return a dataclass that `as_json` has written; `ValueError`: it is none of this kind."""
+    adapter: TypeAdapter[_Value] = _adapter(cast("Any", kind))
+    return adapter.validate_python(json.loads(text))
 
 
 def _text(value: Any) -> str:  # noqa: ANN401 - a record, or what JSON knows

@@ -41,6 +41,14 @@ class AttemptsSeen:
         """How often, by the slot of a team's member."""
         self._since_s: dict[tuple[str, str], float] = {}
         """Of a slot, since when its node is away, it has no room, or it is given up."""
+        self._slots: Mapping[str, Slot] = {}
+        self._there: Mapping[str, Standing] = {}
+        """Jobs that have all of their slots."""
+        self._now_s = 0.0
+        self.stranded: dict[str, str] = {}
+        """Slots of divided models that cannot go on, each with why: the other member is given up or
+        lost.
+        """
 
     def begin(self, slot: str) -> None:
         """Forget the attempt before."""
@@ -55,75 +63,50 @@ class AttemptsSeen:
 
         `standings` are of these jobs alone. A job whose node has only just gone is left out.
         """
-        there = {name: each for name, each in standings.items() if slots.keys() >= set(each.places)}
-        found = {name: self._seen(each, there, slots, now_s) for name, each in there.items()}
+        self._slots, self._now_s = slots, now_s
+        self._there = {
+            name: each for name, each in standings.items() if slots.keys() >= set(each.places)
+        }
+        self.stranded = {}
+        found = {name: self._seen(each) for name, each in self._there.items()}
         return {name: seen for name, seen in found.items() if seen is not None}
 
-    def given_up(
-        self, standing: Standing, slots: Mapping[str, Slot], now_s: float
-    ) -> Iterator[str]:
+    def given_up(self, standing: Standing) -> Iterator[str]:
         """Yield the slots of a team that begin anew."""
-        members = [slots[name] for name in standing.places if name in slots]
+        members = [self._slots[name] for name in standing.places if name in self._slots]
         failed = [slot.slot for slot in members if slot.phase is Phase.QUARANTINED]
         for slot in members:
-            lasts_s = self._lasts_s("given up", slot.slot, now_s, holds=slot.slot in failed)
+            lasts_s = self._lasts_s("given up", slot.slot, holds=slot.slot in failed)
             times = self._begun_anew.get(slot.slot, 0)
             may_begin = len(failed) < len(members) and not standing.job.is_divided
             if may_begin and lasts_s > min(_AGAIN_MOST_S, _AGAIN_S * 2**times):
                 self._begun_anew[slot.slot] = times + 1
                 yield slot.slot
 
-    def stranded(
-        self, standing: Standing, slots: Mapping[str, Slot], now_s: float
-    ) -> dict[str, str]:
-        """Return the slots of a divided model that cannot go on, each with why: the other member is
-        given up or lost.
-        """
-        if not (standing.job.is_divided and slots.keys() >= set(standing.places)):
-            return {}
+    def _seen(self, standing: Standing) -> AttemptStatus | None:
+        """Return what is seen of a job on a card; `None` while its node has only just gone."""
+        job, members = standing.job, [self._slots[name] for name in standing.places]
         gone = {
             slot.slot: f"{slot.slot}: {slot.reason}"
-            for slot in map(slots.__getitem__, standing.places)
-            if slot.phase is Phase.QUARANTINED or self._is_lost(slot, standing.job, now_s)
+            for slot in (members if job.is_divided else ())
+            if slot.phase is Phase.QUARANTINED or self._is_lost(slot, job)
         }
-        why = next(iter(gone.values()), None)
-        return {} if why is None else dict.fromkeys(standing.places.keys() - gone.keys(), why)
-
-    def _seen(
-        self,
-        standing: Standing,
-        standings: Mapping[str, Standing],
-        slots: Mapping[str, Slot],
-        now_s: float,
-    ) -> AttemptStatus | None:
-        """Return what is seen of a job on a card; `None` while its node has only just gone."""
-        rests = (
-            standing.recalled_to is not None
-            or is_finished(slots[name] for name in standing.places)
-            or bool(self.stranded(standing, slots, now_s))
-        )
+        if gone:
+            why = next(iter(gone.values()))
+            self.stranded |= dict.fromkeys(standing.places.keys() - gone.keys(), why)
+        rests = standing.recalled_to is not None or is_finished(members) or bool(gone)
         found = {
-            card: self._seen_in(slots[name], card, standing, standings, slots, now_s, rests=rests)
-            for name, card in standing.places.items()
+            card: self._seen_in(slot, card, standing, rests=rests)
+            for card, slot in zip(standing.places.values(), members, strict=True)
         }
-        if standing.job.is_divided:
-            return _of_divided(found)
-        return _of_team(found) if standing.job.is_team else next(iter(found.values()))
+        return _of_members(job, found) if job.is_team else next(iter(found.values()))
 
     def _seen_in(
-        self,
-        slot: Slot,
-        card: str,
-        standing: Standing,
-        standings: Mapping[str, Standing],
-        slots: Mapping[str, Slot],
-        now_s: float,
-        *,
-        rests: bool,
+        self, slot: Slot, card: str, standing: Standing, *, rests: bool
     ) -> AttemptStatus | None:
         """Return the same of one of its slots; `rests`: it is to."""
         name, progress, status = slot.slot, slot.training.progress, slot.status
-        is_lost = self._is_lost(slot, standing.job, now_s)
+        is_lost = self._is_lost(slot, standing.job)
         if _is_away(slot) and not is_lost:
             return None
         if status is not None and status.memory is not None:
@@ -131,13 +114,11 @@ class AttemptsSeen:
             context_bytes = 0 if slot.device is None else slot.device.context_bytes
             peak_bytes = status.memory.peak_bytes + context_bytes
             self._peak_bytes[name] = max(peak_bytes, self._peak_bytes.get(name, 0))
-        starved_s = self._lasts_s("starved", name, now_s, holds=slot.state in STARVED)
+        starved_s = self._lasts_s("starved", name, holds=slot.state in STARVED)
         has_no_room = starved_s > _NO_ROOM_S
         cause, text, exit_code = _end(slot, standing.job)
         has_failed = cause is Cause.OUT_OF_MEMORY
-        taken = None
-        if has_no_room or has_failed:
-            taken = self._others_on(slot, card, standings, slots)
+        taken = self._others_on(slot, card) if has_no_room or has_failed else None
         if taken is not None and has_failed:
             cause, text = Cause.CARD_TAKEN, taken
         step, steps, eta_s = progress.train_step, progress.train_steps, progress.eta_s
@@ -163,25 +144,18 @@ class AttemptsSeen:
             sha256=progress.weights_sha256,
         )
 
-    def _is_lost(self, slot: Slot, job: Job, now_s: float) -> bool:
+    def _is_lost(self, slot: Slot, job: Job) -> bool:
         """Say whether the node of a slot has been away for so long that the job ends there."""
-        away_s = self._lasts_s("away", slot.slot, now_s, holds=_is_away(slot))
-        return away_s >= node_lost_s(job)
+        return self._lasts_s("away", slot.slot, holds=_is_away(slot)) >= node_lost_s(job)
 
-    def _lasts_s(self, what: str, slot: str, now_s: float, *, holds: bool) -> float:
+    def _lasts_s(self, what: str, slot: str, *, holds: bool) -> float:
         """Return for how long something holds of a slot."""
         if holds:
-            return now_s - self._since_s.setdefault((what, slot), now_s)
+            return self._now_s - self._since_s.setdefault((what, slot), self._now_s)
         self._since_s.pop((what, slot), None)
         return 0.0
 
-    def _others_on(
-        self,
-        slot: Slot,
-        card: str,
-        standings: Mapping[str, Standing],
-        slots: Mapping[str, Slot],
-    ) -> str | None:
+    def _others_on(self, slot: Slot, card: str) -> str | None:
         """Return what other programs hold of the card of a slot that found too little memory there.
 
         `None`: its jobs could have their budgets, or nothing tells.
@@ -195,9 +169,9 @@ class AttemptsSeen:
         if device is None or memory is None or memory.device_used_bytes is None:
             return None
         others_bytes, wanted_bytes = memory.device_used_bytes, 0
-        places = [(it, each) for each in standings.values() for it in each.places.items()]
+        places = [(it, each) for each in self._there.values() for it in each.places.items()]
         for (name, at), there in places:
-            other = slots[name]
+            other = self._slots[name]
             if other.device is None or other.device.uuid != device.uuid:
                 continue
             if other.status is not None and other.status.memory is not None:
@@ -218,35 +192,16 @@ def _has_ended(seen: AttemptStatus) -> bool:
     return seen.cause is not None or seen.is_at_rest or seen.node_lost
 
 
-def _of_divided(found: Mapping[str, AttemptStatus | None]) -> AttemptStatus | None:
-    """Return what is seen of two members that divide a model, of which this is seen by their cards,
-    that of the leader first: what the leader tells. It ends with the cause of the one that failed.
-    """
-    leader, lender = found.values()
-    if leader is None or lender is None:
-        return None  # a node has only just gone
-    told = leader
-    if not (_has_ended(leader) and _has_ended(lender)):
-        told = replace(told, cause=None, is_at_rest=False, node_lost=False)
-    elif leader.cause is None and lender.cause is not Cause.DONE:
-        text = lender.text if lender.cause is not None else leader.text
-        told = replace(told, cause=lender.cause, text=text, exit_code=lender.exit_code)
-    return replace(
-        told,
-        cards=JOINT.join(found),
-        peak_bytes=(leader.peak_bytes or 0) + (lender.peak_bytes or 0) or None,
-        out_of_memory=leader.out_of_memory + lender.out_of_memory,
-        has_no_room=leader.has_no_room or lender.has_no_room,
-        taken=leader.taken or lender.taken,
-    )
+def _of_members(job: Job, found: Mapping[str, AttemptStatus | None]) -> AttemptStatus | None:
+    """Return what is seen of a team, of whose members this is seen by their cards.
 
-
-def _of_team(found: Mapping[str, AttemptStatus | None]) -> AttemptStatus | None:
-    """Return what is seen of a team, of whose members this is seen by their cards: what the one
-    tells that is furthest. It ends when none goes on.
+    Of members that divide the samples of a step it is what the one tells that is furthest; of two
+    that divide the model what the leader tells, whose card is first, with the cause of the one that
+    failed. It ends when none goes on.
     """
     known = {card: seen for card, seen in found.items() if seen is not None}
-    if not known:
+    is_whole = len(known) == len(found)
+    if not known or (job.is_divided and not is_whole):
         return None
 
     def rank(card: str) -> tuple[bool, bool, bool, int]:
@@ -254,18 +209,25 @@ def _of_team(found: Mapping[str, AttemptStatus | None]) -> AttemptStatus | None:
         is_done = seen.cause is Cause.DONE
         return is_done, not _has_ended(seen), seen.cause is None, seen.step or 0
 
-    cards = sorted(known, key=rank, reverse=True)
-    told, all_seen = known[cards[0]], [*known.values()]
-    is_whole = len(known) == len(found)
+    cards = [*known] if job.is_divided else sorted(known, key=rank, reverse=True)
+    all_seen = [known[card] for card in cards]
+    told, *others = all_seen
+    peaks_bytes = [seen.peak_bytes or 0 for seen in all_seen]
+    taken = [seen.taken for seen in all_seen]
+    holds = any if job.is_divided else all
+    failed = next((it for it in others if it.cause is not Cause.DONE), None)
     if not (is_whole and all(map(_has_ended, all_seen))):
         told = replace(told, cause=None, is_at_rest=False, node_lost=False)
+    elif job.is_divided and told.cause is None and failed is not None:
+        text = told.text if failed.cause is None else failed.text
+        told = replace(told, cause=failed.cause, text=text, exit_code=failed.exit_code)
     return replace(
         told,
         cards=JOINT.join(cards),
-        peak_bytes=max(seen.peak_bytes or 0 for seen in all_seen) or None,
+        peak_bytes=(sum if job.is_divided else max)(peaks_bytes) or None,
         out_of_memory=sum(seen.out_of_memory for seen in all_seen),
-        has_no_room=is_whole and all(seen.has_no_room for seen in all_seen),
-        taken=told.taken if is_whole and all(seen.taken for seen in all_seen) else None,
+        has_no_room=is_whole and holds(seen.has_no_room for seen in all_seen),
+        taken=next(filter(None, taken)) if is_whole and holds(taken) else None,
     )
 
 

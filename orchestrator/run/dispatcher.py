@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Final
 
@@ -26,6 +26,7 @@ from orchestrator.control.queue import NoMessageError, message_of
 from orchestrator.core.placement import NodeBudget, SlotPlan, Target, node_budget, plan_slots
 from orchestrator.core.slot import Slot
 from orchestrator.errors import ConfigError, UsageError
+from orchestrator.jobs.lifecycle import SAVES, Event
 from orchestrator.jobs.model import (
     ENDED,
     ON_CARD,
@@ -38,16 +39,9 @@ from orchestrator.jobs.model import (
     Standing,
     World,
 )
-from orchestrator.jobs.queue import (
-    COMMAND_LEASE_S,
-    Event,
-    Queue,
-    decide,
-    only_ends,
-    outlook,
-)
+from orchestrator.jobs.queue import COMMAND_LEASE_S, Queue, decide, only_ends, outlook
 from orchestrator.jobs.sampler import settings_for
-from orchestrator.jobs.sweep import FOLDER
+from orchestrator.jobs.sweep import FOLDER, job_config
 from orchestrator.record.command_file import Incoming
 from orchestrator.record.command_file import Row as CommandRow
 from orchestrator.record.events import EventLog
@@ -57,7 +51,7 @@ from orchestrator.record.store import RunStore
 from orchestrator.run.attempts_seen import AttemptsSeen
 from orchestrator.run.background import Background
 from orchestrator.run.job_files import JobFiles
-from orchestrator.run.prediction import job_config, least_room_of
+from orchestrator.run.prediction import least_room_of
 from orchestrator.view.jobs import summary_line
 from workers.command.code import CODE
 from workers.command.launch import ATTEMPT, JOB_DIR, RESUME
@@ -87,7 +81,7 @@ class Dispatcher:
     events: EventLog
     store: RunStore
     queue: Queue
-    """As it is now; each turn stores what has changed."""
+    """As it was stored, and acted upon, last."""
     stays: bool = False
     """Whether the run goes on when nothing is left to do."""
     before_unix_s: float | None = None
@@ -97,24 +91,20 @@ class Dispatcher:
     """Why nothing can be decided now: the queue cannot be stored."""
 
     def __post_init__(self) -> None:
-        self._acted = self.queue
-        """As it was stored, and acted upon, last."""
-        self._events: list[Event] = []
-        """Of the turns since then: the queue may not be stored."""
-        self._rows: list[CommandRow] = []
-        """Of commands: those that were taken since then."""
         self._at_s = max((each.since_s for each in self.queue.standings.values()), default=0.0)
         self._unix_s = self._at_s
+        self._away_s = 0.0
+        """The longest time between two turns since the queue was stored last."""
         self._incoming = Incoming(self.folder)
         self._has_looked = False
         """Whether commands were read: a queue that is over may get more of them."""
-        self._unplanned: dict[str, str] = {}
-        """Jobs on a card whose slot cannot be made, and why."""
+        self._unplanned: dict[str, AttemptStatus] = {}
+        """The ends of jobs on a card whose slots cannot be made."""
         self._outlook_at_s = 0.0
         self._files = JobFiles(self.folder, one_machine=self.target.one_machine, events=self.events)
         self._plans = JobPlans(
-            self.config,
-            self.target,
+            config=self.config,
+            target=self.target,
             run_id=self.folder.parent.name,
             folder_of=self._files.of,
         )
@@ -125,8 +115,6 @@ class Dispatcher:
                 if self.target.device != "cpu" and self.config.nodes[card.node].gpus
             }
         )
-        self._stranded: dict[str, str] = {}
-        """Slots on a card that rest until their job has left it, each with why."""
         self._threads = Background(1, "prediction")
         self._choosing: tuple[Job, Future[dict[str, int]]] | None = None
         """A member of a sweep with its settings, and what it needs at least of a card."""
@@ -150,8 +138,8 @@ class Dispatcher:
 
     def rests(self) -> dict[str, str]:
         """Return why slots do not work whose job has no place on a card, or is to leave it."""
-        found = dict(self._stranded)
-        for standing in self._acted.standings.values():
+        found = dict(self._attempts.stranded)
+        for standing in self.queue.standings.values():
             to, why = standing.recalled_to, standing.reason
             if standing.state not in ON_CARD or to is JobState.HELD:  # a slot says HELD itself
                 found |= dict.fromkeys(standing.places, why)
@@ -165,27 +153,29 @@ class Dispatcher:
         """Take in what has happened and what users ask, decide, and return the slots in which an
         attempt begins.
 
-        What is returned, and what `rests` says, is stored. While that cannot be, nothing more is
-        decided.
+        What is returned, and what `rests` says, is stored. While that cannot be, nothing changes:
+        each turn decides anew.
         """
         # A clock that is set back must not stop all that waits for a time.
         self._at_s, self._unix_s = self._at_s + max(0.0, now_unix_s - self._unix_s), now_unix_s
-        away_s = 0.0 if self.before_unix_s is None else now_unix_s - self.before_unix_s
+        if self.before_unix_s is not None:
+            self._away_s = max(self._away_s, now_unix_s - self.before_unix_s)
         self.before_unix_s = now_unix_s
         try:
-            if self.problem is None:
-                world = self._world(slots, nodes)
-                sent, chosen = tuple(self._sent()), dict(self._chosen())
-                world = replace(world, sent=sent, chosen=chosen, away_s=away_s)
-                self._take(*decide(self.queue, world))
-                if self._at_s - self._outlook_at_s >= _OUTLOOK_EVERY_S:
-                    self._outlook_at_s = self._at_s
-                    self.store.outlook(outlook(self.queue, world))
-            begins = (*self._stored(), *self._again(slots))
+            rows, refused = self._incoming.rows(), list[Event]()
+            sent, chosen = tuple(_sent(rows, refused)), dict(self._chosen())
+            world = replace(
+                self._world(slots, nodes), sent=sent, chosen=chosen, away_s=self._away_s
+            )
+            queue, events = decide(self.queue, world)
+            if self._at_s - self._outlook_at_s >= _OUTLOOK_EVERY_S:
+                self._outlook_at_s = self._at_s
+                self.store.outlook(outlook(queue, world))
+            begins = (*self._stored(queue, [*refused, *events], rows), *self._again())
         except OSError as error:
             self.problem = f"the queue of jobs cannot be stored: {error}"
             return ()
-        self.problem, self._has_looked = None, True
+        self.problem, self._has_looked, self._away_s = None, True, 0.0
         return begins
 
     def note_ends(self, slots: Mapping[str, Slot], nodes: Collection[str]) -> None:
@@ -193,28 +183,24 @@ class Dispatcher:
         started again by the next head. Commands are not heard any more.
         """
         with suppress(OSError):
-            self._take(*only_ends(self.queue, self._world(slots, nodes)))
-            tuple(self._stored())
+            tuple(self._stored(*only_ends(self.queue, self._world(slots, nodes))))
 
-    def _take(self, queue: Queue, events: tuple[Event, ...]) -> None:
-        self.queue = queue
-        self._events += events
-
-    def _stored(self) -> Iterator[SlotPlan]:
-        """Store the queue as it is now, and yield the slots in which an attempt begins.
+    def _stored(
+        self, queue: Queue, events: Sequence[Event], rows: Sequence[CommandRow] = ()
+    ) -> Iterator[SlotPlan]:
+        """Store what a turn has decided, and yield the slots in which an attempt begins.
 
         Raises:
-            OSError: It is not stored; the next call tries again.
+            OSError: It is not stored.
         """
-        self.store.queue(self.queue)
+        self.store.queue(queue)
         if not self.store.commit():
             raise OSError(self.store.problem)
-        self._incoming.remove(self._rows)
-        for event in self._events:
+        self._incoming.remove(rows)
+        for event in events:
             self.events.write(event.name, event.job, **event.details)
-        self._rows, self._events = [], []
-        before, self._acted = self._acted.standings, self.queue
-        for name, now in self.queue.standings.items():
+        before, self.queue = self.queue.standings, queue
+        for name, now in queue.standings.items():
             was = before.get(name)
             if now.state in _NEEDS_NO_STATE and was is not None and was.state is not now.state:
                 self._files.drop_state(name)
@@ -223,16 +209,12 @@ class Dispatcher:
                     self._attempts.begin(slot)
                 yield from self._planned(now)
 
-    def _again(self, slots: Mapping[str, Slot]) -> Iterator[SlotPlan]:
+    def _again(self) -> Iterator[SlotPlan]:
         """Yield members of teams that were given up, while others go on."""
         for standing in self._on_card().values():
-            if standing.job.is_team and standing.recalled_to is None:
-                begin = set(self._attempts.given_up(standing, slots, self._at_s))
-                yield from (
-                    plan
-                    for plan in (self._planned(standing) if begin else ())
-                    if plan.spec.slot in begin
-                )
+            may_begin = standing.job.is_team and standing.recalled_to is None
+            if may_begin and (begin := set(self._attempts.given_up(standing))):
+                yield from (it for it in self._planned(standing) if it.spec.slot in begin)
 
     def _chosen(self) -> Iterator[tuple[str, tuple[Settings, int | None] | str]]:
         """Yield the settings of the next member of a sweep that wants some, once its memory is
@@ -255,43 +237,17 @@ class Dispatcher:
         least = {} if future.exception() is not None else future.result()
         yield job.name, (job.settings, least.get(job.name))
 
-    def _sent(self) -> Iterator[Sent]:
-        """Yield all that users ask."""
-        self._rows = self._incoming.rows()
-        for row in self._rows:
-            try:
-                yield from message_of(row.content)
-            except NoMessageError as error:
-                self.events.write("job_message_refused", reason=str(error))
-
     def _world(self, slots: Mapping[str, Slot], nodes: Collection[str]) -> World:
         local = datetime.fromtimestamp(self._unix_s).astimezone()
-        on_card = self._on_card()
-        seen = self._attempts.look(on_card, slots, self._at_s)
-        self._stranded = {
-            slot: why
-            for standing in on_card.values()
-            for slot, why in self._attempts.stranded(standing, slots, self._at_s).items()
-        }
+        seen = self._attempts.look(self._on_card(), slots, self._at_s)
         return World(
             now_s=self._at_s,
             minute_of_day=60 * local.hour + local.minute,
             cards=self._plans.cards(nodes),
-            seen={**seen, **self._never_begun()},
+            seen=seen | self._unplanned,
             left=dict(self._left()),
             disk_full=self._disk_full(),
         )
-
-    def _never_begun(self) -> Mapping[str, AttemptStatus]:
-        """Return the end of each job whose slot cannot be made."""
-        return {
-            name: AttemptStatus(
-                attempt=self.queue.standings[name].attempt,
-                cause=Cause.BAD_CONFIG,
-                text=why,
-            )
-            for name, why in self._unplanned.items()
-        }
 
     def _left(self) -> Iterator[tuple[str, tuple[JobState, str]]]:
         """Yield what is known of the files of jobs that are SAVING."""
@@ -316,7 +272,9 @@ class Dispatcher:
         try:
             return tuple(self._plans.plans_of(standing))
         except ConfigError as error:
-            self._unplanned[standing.job.name] = str(error)
+            self._unplanned[standing.job.name] = AttemptStatus(
+                attempt=standing.attempt, cause=Cause.BAD_CONFIG, text=str(error)
+            )
             return ()
 
     def headline(self, rows: Sequence[Row]) -> str:
@@ -332,9 +290,9 @@ class Dispatcher:
     def notices(self) -> Iterator[str]:
         """Yield a line for what a person may want to do something about."""
         yield from filter(None, (self.problem, self._incoming.problem))
-        for name, why in self._files.problems.items():
-            if self.queue.standings[name].state not in ENDED:
-                yield f"job {name}: {why}"
+        for name, standing in self.queue.in_states({JobState.SAVING}).items():
+            if standing.reason != SAVES:
+                yield f"job {name}: {standing.reason}"
         for card, (until_s, why) in self.queue.facts.closed.items():
             if self._at_s < until_s:
                 yield f"{card} gets no job: {why}"
@@ -350,27 +308,32 @@ class Dispatcher:
                 yield f"job {name}: {standing.state}: {standing.reason}"
 
 
+def _sent(rows: Sequence[CommandRow], refused: list[Event]) -> Iterator[Sent]:
+    """Yield all that users ask; what is no message is `refused`."""
+    for row in rows:
+        try:
+            yield from message_of(row.content)
+        except NoMessageError as error:
+            refused.append(Event("job_message_refused", None, {"reason": str(error)}))
+
+
+@dataclass(frozen=True, kw_only=True)
 class JobPlans:
     """The cards of a run, and the plans of its jobs: budgets and reservations, and the folders of
     other jobs in commands and settings.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        target: Target,
-        run_id: str,
-        folder_of: Callable[[str], Path],
-    ) -> None:
-        """Make none yet; `folder_of` is by the name of a job."""
-        self._config = config
-        self._target = target
-        self._run_id = run_id
-        self._folder_of = folder_of
-        self.budgets = {
-            name: node_budget(name, node, config) for name, node in config.nodes.items()
-        }
+    config: Config
+    target: Target
+    run_id: str
+    folder_of: Callable[[str], Path]
+    """By the name of a job."""
+
+    @cached_property
+    def budgets(self) -> dict[str, NodeBudget]:
         """By node."""
+        nodes = self.config.nodes.items()
+        return {name: node_budget(name, node, self.config) for name, node in nodes}
 
     def cards(self, nodes: Collection[str]) -> tuple[Card, ...]:
         """Return the cards of the configuration, closed where the node is not one of `nodes`."""
@@ -383,7 +346,7 @@ class JobPlans:
                 speed=_speed(node.gpu, self.budgets[name]),
                 closed=None if name in nodes else f"{name} is not there",
             )
-            for name, node in self._config.nodes.items()
+            for name, node in self.config.nodes.items()
             for index in range(max(1, node.gpus))
         )
 
@@ -394,10 +357,10 @@ class JobPlans:
             ConfigError: Its configuration is not possible any more.
         """
         job = standing.job.with_texts(
-            lambda text: FOLDER.sub(lambda named: str(self._folder_of(named[1])), text)
+            lambda text: FOLDER.sub(lambda named: str(self.folder_of(named[1])), text)
         )
-        config = job_config(self._config, job)
-        plans = {plan.spec.slot: plan for plan in plan_slots(config, self._target)}
+        config = job_config(self.config, job)
+        plans = {plan.spec.slot: plan for plan in plan_slots(config, self.target)}
         for slot, card in standing.places.items():
             node, _, index = card.partition(":")
             plan = plans[f"{node}/{index or 0}"]
@@ -420,10 +383,10 @@ class JobPlans:
             duty=None if duty is None or duty >= 1 else duty,
             # The same on every card of a machine: how a sum is split decides on its last bit.
             workers_on_host=sum(max(1, each.gpus) for each in self.budgets.values())
-            if self._target.one_machine
+            if self.target.one_machine
             else max(1, share.gpus),
             workload=replace(plan.spec.workload, seed=seed),
-            run_id=self._run_id,
+            run_id=self.run_id,
             command=job.command and self._command(job, job.command, standing.attempt, node),
         )
         return replace(
@@ -444,10 +407,10 @@ class JobPlans:
             env[RESUME] = "1"
         if job.code is not None:
             env[CODE] = job.code
-        if self._target.one_machine:
-            env[JOB_DIR] = str(self._folder_of(job.name))
+        if self.target.one_machine:
+            env[JOB_DIR] = str(self.folder_of(job.name))
         # The head's own PC cannot be cut off from it.
-        is_remote = not self._target.one_machine and node != self._config.head_node
+        is_remote = not self.target.one_machine and node != self.config.head_node
         return replace(command, lease_s=COMMAND_LEASE_S if is_remote else None, env=env)
 
 

@@ -87,7 +87,7 @@ def checkpoints_of(
         copies = Path(stack.enter_context(place))
         try:
             with connected(config.cluster.address, config.cluster.auth):
-                from orchestrator.cluster.checkpoint_copy import copied  # noqa: PLC0415 - loads ray
+                from orchestrator.cluster.node_tasks import copied  # noqa: PLC0415 - loads ray
 
                 paths = copied(node, run_id, slot, names, copies)
         except NoClusterError as failure:

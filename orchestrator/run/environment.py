@@ -17,13 +17,12 @@ import psutil
 
 from orchestrator.cluster.connect import connected
 from orchestrator.cluster.local_cluster import rehearsed
-from orchestrator.cluster.raylets import RayletPlan
 from orchestrator.config.gpu_specs import by_formula
 from orchestrator.config.load import config_from_data, config_from_text
 from orchestrator.config.schema import MOST_GIB, Config, NodeConfig
 from orchestrator.config.team import with_team_alone
 from orchestrator.core.fleet import Fleet
-from orchestrator.core.placement import SlotPlan, Target, node_budget, plan_slots
+from orchestrator.core.placement import SlotPlan, Target, plan_slots
 from orchestrator.errors import PreflightError
 from orchestrator.record.store import RunFacts
 from orchestrator.run.scaling import REHEARSAL_SCALE, Scaled, scale_config
@@ -75,16 +74,15 @@ class Environment:
     @property
     def fleet(self) -> AbstractContextManager[Fleet]:
         """What connects, or starts and connects, when it is entered."""
-        config, head = self.config, self.config.head_node
+        config = self.config
         if self.mode is Mode.CLUSTER:
             return connected(config.cluster.address, config.cluster.auth)
-        budgets = {name: node_budget(name, node, config) for name, node in config.nodes.items()}
-        names = sorted(budgets, key=lambda name: name != head)
+        nodes = sorted(config.nodes.items(), key=lambda item: item[0] != config.head_node)
         return rehearsed(
-            [
-                RayletPlan(name=name, cpus=budgets[name].cpus_total, gpus=budgets[name].gpus)
-                for name in names
-            ]
+            {
+                name: {"num_cpus": node.workers * node.cpus_per_worker, "num_gpus": node.gpus}
+                for name, node in nodes
+            }
         )
 
 

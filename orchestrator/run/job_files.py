@@ -49,8 +49,6 @@ class JobFiles:
         self._threads = Background(2, "job-files")
         self._under_way: dict[tuple[str, int], tuple[Future[None], float]] = {}
         """Of an attempt, and when it began."""
-        self.problems: dict[str, str] = {}
-        """By job, why its folder is not filled."""
 
     def of(self, name: str) -> Path:
         """Return the folder of a job."""
@@ -75,13 +73,9 @@ class JobFiles:
             return None
         failure = future.exception()
         if failure is None:
-            self.problems.pop(job.name, None)
             return JobState.DONE, "done"
         reason = one_line(str(failure) or type(failure).__name__)
         reason = f"what it leaves cannot be written to {self.of(job.name)}: {reason}"
-        if job.name not in self.problems:
-            self._events.write("job_files_failed", job=job.name, reason=reason)
-        self.problems[job.name] = reason
         if isinstance(failure, NotExportedError):
             return JobState.FAILED, reason
         if now_s - began_s >= _AGAIN_S:
@@ -104,7 +98,10 @@ class JobFiles:
         place = self.of(job.name)
         place.mkdir(parents=True, exist_ok=True)
         if job.command is not None:
-            self._fetch(spec, place)
+            # It imports ray.
+            from orchestrator.cluster.node_tasks import copied  # noqa: PLC0415
+
+            copied(spec.node, str(spec.run_id), spec.slot, "**/*", place)
             return
         checkpoint, state = place / CHECKPOINT, self._state(spec.slot)
         # The keeper of states (`run_dir.py`) leaves a part where it could not write the rest.
@@ -120,13 +117,6 @@ class JobFiles:
                 part.replace(checkpoint)
         if spec.workload.settings.get("model") is not None:
             _export(spec, checkpoint, place / MODEL)
-
-    @staticmethod
-    def _fetch(spec: WorkerSpec, place: Path) -> None:
-        # It imports ray.
-        from orchestrator.cluster.checkpoint_copy import copied  # noqa: PLC0415
-
-        copied(spec.node, str(spec.run_id), spec.slot, "**/*", place)
 
 
 def ask_export(

@@ -22,25 +22,21 @@ class LearnedLimits:
 
     def __init__(self, store: LimitStore | None, events: EventLog) -> None:
         """Prepare; nothing is read yet. Without a store, nothing is read or kept at all."""
-        self._store = store
-        self._events = events
+        self._store, self._events = store, events
         self._latest: dict[str, StoredLimit] = {}
         """By slot."""
         self._told: str | None = None
         """The problem that the event log was told last."""
 
     def add_learned(self, plans: Sequence[SlotPlan], now_unix_s: float) -> tuple[SlotPlan, ...]:
-        """Return the slots with workers that know what earlier runs learned of their workload."""
-        store = self._store
-        if store is None:
+        """Return the slots with workers that know what earlier runs learned: each chooses what
+        holds for its workload and its card.
+        """
+        if self._store is None:
             return tuple(plans)
-        names = {plan.spec.workload.name for plan in plans}
-        candidates = {name: store.candidates(name, now_unix_s) for name in names}
-        self._tell(store)
-        return tuple(
-            replace(plan, spec=replace(plan.spec, learned=candidates[plan.spec.workload.name]))
-            for plan in plans
-        )
+        learned = self._store.all(now_unix_s)
+        self._tell(self._store.problem)
+        return tuple(replace(plan, spec=replace(plan.spec, learned=learned)) for plan in plans)
 
     def take(self, status: Status) -> None:
         """Take in what a worker has learned; `save` writes it."""
@@ -55,13 +51,12 @@ class LearnedLimits:
         if self._store is None or not self._latest:
             return
         # The last one remembered stays.
-        limits = sorted(self._latest.values(), key=lambda limit: -limit.learned.size)
-        self._store.remember(*limits)
+        self._store.remember(*sorted(self._latest.values(), key=lambda limit: -limit.learned.size))
         if self._store.problem is None:
             self._latest.clear()  # else the next time may do better
-        self._tell(self._store)
+        self._tell(self._store.problem)
 
-    def _tell(self, store: LimitStore) -> None:
-        if store.problem is not None and store.problem != self._told:
-            self._events.write("limits_unavailable", reason=store.problem)
-        self._told = store.problem
+    def _tell(self, problem: str | None) -> None:
+        if problem not in {None, self._told}:
+            self._events.write("limits_unavailable", reason=problem)
+        self._told = problem

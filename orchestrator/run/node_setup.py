@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from orchestrator.core.fleet import Fleet
 from orchestrator.core.placement import SlotPlan
-from orchestrator.errors import PreflightError, UsageError, one_line
+from orchestrator.errors import UsageError, one_line
 from orchestrator.record.events import EventLog
 from orchestrator.run.environment import Environment, Mode
 from workers.card_settings import WantedSettings
@@ -74,7 +74,7 @@ def cards_set(
     *,
     tell: Callable[[str], None],
     events: EventLog,
-    interrupted: Callable[[], bool] = lambda: False,
+    interrupted: Callable[[], bool],
 ) -> Iterator[None]:
     """Have cards set until the end of the block, on the nodes that are there, unless the user has
     `interrupted` that.
@@ -96,7 +96,5 @@ def cards_set(
             tell(one_line(line))
         events.write(event, node=node, text="; ".join(lines))
 
-    with with_cards_set(present, done, interrupted) as problems:
-        if problems:
-            raise PreflightError(problems)
+    with with_cards_set(present, done, interrupted):
         yield

@@ -18,10 +18,11 @@ from typing import Any, Final
 
 from orchestrator.config.load import config_from_data
 from orchestrator.config.schema import Config
-from orchestrator.config.team import members, with_team_alone
+from orchestrator.config.team import members
 from orchestrator.core.placement import NodeBudget, Target, plan_slots
 from orchestrator.errors import ConfigError, UsageError, one_line
 from orchestrator.jobs.model import SAME_STEP, Job, Submitted
+from orchestrator.jobs.sweep import job_config
 from orchestrator.run.child import ask_child, never
 from workers.command.code import code_of
 from workers.settings import ASSUMED_CONTEXT_BYTES, TeamSpec
@@ -38,39 +39,21 @@ _SURE: Final = 0.9
 DIVIDES: Final = "The training fits neither member alone: they divide the model (split: layers)"
 
 
-def job_config(base: Config, job: Job) -> Config:
-    """Return the configuration of a job's workers: that of the run, with what the job says. A team
-    has whole cards, and what leads a divided model follows from these.
-
-    `ConfigError` if that is not valid; `jobs/spec.py` has refused it before.
-    """
-    # On any node; and the state of a training must be able to move to another PC.
-    workers = sum(node.workers for node in base.nodes.values())
-    fixed: dict[str, object] = {} if job.is_team else {"train.slots": workers}
-    if job.command is None:
-        fixed |= {"workload.name": "train", "train.checkpoints": "head"}
-    data: dict[str, Any] = base.model_dump()
-    for dotted, value in {**job.overrides, **fixed}.items():
-        section, _, key = dotted.partition(".")
-        data[section] = {**data[section], key: value}
-    return with_team_alone(config_from_data(data, f"job {job.name}"))
-
-
 def memory_plan(
     config: Config,
+    target: Target,
     caps: Sequence[Mapping[str, Any]],
-    budgets_bytes: Sequence[int] | None = None,
     interrupted: Callable[[], bool] = never,
 ) -> dict[str, Any]:
-    """Return what a training takes under these caps, or `not_planned`. `budgets_bytes` of two
-    members divide the model, and the caps are theirs.
+    """Return what a training takes under these caps, or `not_planned`. Two members that divide the
+    model have caps of their own.
 
     Raises:
         UsageError: The section `train:` names what cannot be trained.
     """
     question = {"settings": config.train.model_dump(), "seed": config.workload.seed, "caps": caps}
-    if budgets_bytes is not None:
-        question["budgets_bytes"] = budgets_bytes
+    if (team := dividing(config, target)) is not None:
+        question |= {"caps": caps_of(team, config, target), "budgets_bytes": team.budgets_bytes}
     told = ask_child("workers.training.memory_plan", question, _TIMEOUT_S, interrupted)
     if isinstance(told, str):
         return {"not_planned": told}
@@ -95,18 +78,13 @@ def dividing(config: Config, target: Target) -> TeamSpec | None:
 
 def caps_of(team: TeamSpec, config: Config, target: Target) -> list[dict[str, Any]]:
     """Return the caps of the members of a team, as `memory_plan` wants them."""
-    gpus = {name: 0 if target.device == "cpu" else node.gpus for name, node in config.nodes.items()}
-    on_card = [bool(gpus[slot.partition("/")[0]]) for slot in team.members]
-    return [
-        {
-            "nodes": [slot],
-            "device": "cuda" if is_card else "cpu",
-            "cap_bytes": cap_about_bytes(budget_bytes, on_card=is_card),
-        }
-        for slot, budget_bytes, is_card in zip(
-            team.members, team.budgets_bytes, on_card, strict=True
-        )
-    ]
+    caps = []
+    for slot, budget_bytes in zip(team.members, team.budgets_bytes, strict=True):
+        on_card = target.device != "cpu" and config.nodes[slot.partition("/")[0]].gpus > 0
+        cap_bytes = cap_about_bytes(budget_bytes, on_card=on_card)
+        device = "cuda" if on_card else "cpu"
+        caps.append({"nodes": [slot], "device": device, "cap_bytes": cap_bytes})
+    return caps
 
 
 def caps_of_nodes(budgets: Sequence[NodeBudget]) -> list[dict[str, Any]]:
@@ -148,12 +126,12 @@ def _fits(config: Config, target: Target, interrupted: Callable[[], bool]) -> bo
     """
     team = plan_slots(config, target)[0].spec.team
     assert team is not None  # noqa: S101 - it has members
-    is_divided = config.train.split == "layers"
-    budgets_bytes = team.budgets_bytes if is_divided else None
-    told = memory_plan(config, caps_of(team, config, target), budgets_bytes, interrupted)
+    told = memory_plan(config, target, caps_of(team, config, target), interrupted)
     if "not_planned" in told:
         return None
-    return (all if is_divided else any)(cap["steps"][-1]["fits"] for cap in told["caps"])
+    return (all if config.train.split == "layers" else any)(
+        cap["steps"][-1]["fits"] for cap in told["caps"]
+    )
 
 
 def least_room_of(
@@ -190,11 +168,8 @@ def _least_bytes(config: Config, target: Target) -> int | None:
     """Return what the smallest step of a training takes, contexts included; `None`: unknown."""
     on_card = target.device != "cpu" and any(node.gpus for node in config.nodes.values())
     team = dividing(config, target)
-    if team is None:
-        caps = [{"device": "cuda" if on_card else "cpu", "cap_bytes": _NO_CAP_BYTES}]
-    else:
-        caps = caps_of(team, config, target)
-    told = memory_plan(config, caps, None if team is None else team.budgets_bytes)
+    caps = [{"device": "cuda" if on_card else "cpu", "cap_bytes": _NO_CAP_BYTES}]
+    told = memory_plan(config, target, caps)
     if "not_planned" in told:
         return None
     context_bytes = ASSUMED_CONTEXT_BYTES if on_card else 0
@@ -219,25 +194,11 @@ def on_target(
 
 
 def submitted(jobs: Iterable[Job], config: Config, target: Target) -> tuple[Submitted, ...]:
-    """Return the records of jobs that are submitted here and now, to a run on `target`.
+    """Return the records of jobs that are submitted here and now, to a run on `target`: with the
+    time, the folder of a command, and its code.
 
-    `UsageError` where a job names what cannot be trained.
-    """
-    ready = prepared(jobs, None if target.one_machine else config.head_node)
-    known = [job for job in ready if not job.awaits_settings]
-    least = least_room_of(known, config, target)
-    return tuple(
-        Submitted(at_s=job.submitted_at_unix_s, job=job, least_bytes=least.get(job.name))
-        for job in ready
-    )
-
-
-def prepared(jobs: Iterable[Job], head_node: str | None) -> tuple[Job, ...]:
-    """Return jobs as they are submitted here and now: with the time, the folder of a command, and
-    its code.
-
-    The folders of jobs are on the head's PC. Where other PCs work too, `head_node` is its name: a
-    job that names the folder of another then runs there.
+    The folders of jobs are on the head's PC. Where other PCs work too, a job that names the folder
+    of another runs there. `UsageError` where a job names what cannot be trained.
     """
     codes: dict[str, str | None] = {}  # to hash a folder takes too long to do it for each job
 
@@ -248,8 +209,8 @@ def prepared(jobs: Iterable[Job], head_node: str | None) -> tuple[Job, ...]:
         if command is not None:
             texts += [*command.argv, *command.env.values(), command.cwd or ""]
         anywhere = not job.nodes and not job.is_team
-        if head_node is not None and anywhere and any(".dir}" in text for text in texts):
-            now = replace(now, nodes=(head_node,))
+        if not target.one_machine and anywhere and any(".dir}" in text for text in texts):
+            now = replace(now, nodes=(config.head_node,))
         if command is None or ".dir}" in (command.cwd or ""):
             return now
         cwd = str(Path.cwd() / Path(command.cwd or "").expanduser())
@@ -257,4 +218,9 @@ def prepared(jobs: Iterable[Job], head_node: str | None) -> tuple[Job, ...]:
             codes[cwd] = code_of(cwd) if Path(cwd).is_dir() else None
         return replace(now, command=replace(command, cwd=cwd), code=codes[cwd])
 
-    return tuple(map(of_here, jobs))
+    ready = [*map(of_here, jobs)]
+    least = least_room_of([job for job in ready if not job.awaits_settings], config, target)
+    return tuple(
+        Submitted(at_s=job.submitted_at_unix_s, job=job, least_bytes=least.get(job.name))
+        for job in ready
+    )

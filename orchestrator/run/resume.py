@@ -8,16 +8,14 @@ The processes that were at work when the head ended have ended with it. Does not
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from orchestrator.config.schema import Config
-from orchestrator.control.slots import Answer
 from orchestrator.core.slot import HeadState, Phase, Rules, Slot
 from orchestrator.core.training import Training
-from orchestrator.errors import NothingStoredError, UsageError
-from orchestrator.record.archive import LEAST_TO_RESUME_S, StoredRun, read_answers
+from orchestrator.errors import UsageError
+from orchestrator.record.archive import LEAST_TO_RESUME_S, StoredRun
 from orchestrator.record.store import SlotRecord
 from orchestrator.run.environment import STARTING, Environment, Mode, ground_of
 from workers.messages import WorkerState
@@ -37,8 +35,6 @@ class Past:
     """Whether its records are incomplete already."""
     team_generation: int = 0
     """The last in which a member of a team was named to lead it."""
-    answers: Mapping[str, Answer] = field(default_factory=dict)
-    """Of the last commands of the user, by their ids."""
 
 
 def rules_of(config: Config, past: Past) -> Rules:
@@ -108,11 +104,7 @@ def environment_of(
 
 def past_of(stored: StoredRun) -> Past:
     """Return the run's state so far. Quarantined slots start again: that is part of resuming."""
-    answers: dict[str, Answer] = {}
-    with suppress(NothingStoredError):
-        answers = {it: Answer(**told) for it, told in read_answers(stored.folder).items()}
     return Past(
-        answers=answers,
         elapsed_s=stored.elapsed_s,
         updated_at_unix_s=stored.updated_at_unix_s,
         incomplete=stored.incomplete,

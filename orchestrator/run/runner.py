@@ -35,7 +35,7 @@ from orchestrator.errors import (
     one_line,
 )
 from orchestrator.jobs.model import Submitted
-from orchestrator.jobs.queue import Queue
+from orchestrator.jobs.queue import Queue, heard
 from orchestrator.record.archive import StoredRun
 from orchestrator.record.events import EVENTS_NAME, EventLog
 from orchestrator.record.folders import command_for, go_on_command
@@ -47,13 +47,14 @@ from orchestrator.run import node_setup, resume, run_dir
 from orchestrator.run.dispatcher import Dispatcher
 from orchestrator.run.earlier import fetch_weights
 from orchestrator.run.environment import Environment, Mode, settled
-from orchestrator.run.notify_urls import URLS_VARIABLE, notify_urls
 from orchestrator.run.prediction import DIVIDES, divided_where_needed
 from orchestrator.run.resume import Past
 from orchestrator.run.supervisor import Clock, Outlets, Supervisor
 from orchestrator.run.terminal import (
+    URLS_VARIABLE,
     Interrupts,
     Screen,
+    notify_urls,
     own_screen,
     show_report,
     start_notify,
@@ -352,7 +353,7 @@ class _Record:
         # What was stored for another target is of these same jobs, and is replaced.
         queue = queue_of(self.folder) if self.queue is None else Queue()
         submitted = options.jobs(environment.config, environment.target) if options else ()
-        self.queue = queue.with_submitted(submitted)
+        self.queue = heard(queue, submitted, time.time())
         self.outlets.store.queue(self.queue)
         if not self.outlets.store.commit():
             raise OrchestratorError(str(self.outlets.store.problem))

@@ -22,7 +22,6 @@ from orchestrator.control.slots import (
     EFFECTS,
     Answer,
     CommandRefusedError,
-    NoCommandError,
     command_of,
     events_of,
 )
@@ -38,8 +37,6 @@ from orchestrator.record.events import EventLog
 from orchestrator.record.model import Snapshot
 from orchestrator.record.output import OutputFiles
 from orchestrator.record.store import (
-    COMMANDS_KNOWN,
-    CommandRecord,
     RunFacts,
     RunStore,
     SlotRecord,
@@ -53,7 +50,7 @@ from orchestrator.run.snapshot import Meter, row_of
 from orchestrator.run.team import Team, is_finished
 from orchestrator.view.live import Watcher
 from workers.learned_limits import LimitStore
-from workers.messages import Begin, Orders, Status
+from workers.messages import Begin, Status
 
 #: How long one wait for a status may last: Ctrl-C and times may be late by so much.
 _WAIT_S = 0.1
@@ -91,10 +88,6 @@ class Clock:
         """Seconds since 1970, for a person to read; may jump."""
         return time.time()
 
-    def sleep(self, duration_s: float) -> None:
-        """Return after this many seconds."""
-        time.sleep(duration_s)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outlets:
@@ -106,10 +99,6 @@ class Outlets:
     watchers: Sequence[Watcher]
     events: EventLog
     store: RunStore
-
-    def are_due(self, now_unix_s: float) -> bool:
-        """Say whether anyone is to be shown the run now."""
-        return bool(self.watchers) or self.store.is_due(now_unix_s)
 
     def show(self, snapshot: Snapshot) -> None:
         """Show the run as it is now, and take a sample of it if one is due."""
@@ -168,7 +157,7 @@ class Supervisor:
         self.learned_limits = LearnedLimits(self.limits, self.outlets.events)
         self.checkpoints = CheckpointKeeper(self.folder / STATES)
         self.output = OutputFiles(self.folder)
-        self.commands = Commands(self.folder, self.outlets, self.clock, self.past.answers)
+        self.commands = Commands(self.folder, self.outlets, self.clock)
         plans = self.learned_limits.add_learned(self.plans, self.clock.unix_s())
         self._plans = {plan.spec.slot: plan for plan in plans}
         self._rules = rules_of(self.config, self.past)
@@ -181,10 +170,6 @@ class Supervisor:
         self._outbox: list[tuple[str, slots.Command]] = []
         self._changed = dict.fromkeys(self._slots)
         """Slots that have changed, or whose actor has answered, since the last turn was stored."""
-        self._cards_changed = False
-        """Whether a slot has come into another phase since cards were judged."""
-        self._ordered: dict[str, Orders] = {}
-        """What was ordered last of each slot that has an actor."""
         if self.dispatcher is not None:
             rests = self.dispatcher.rests()
             for name, slot in self._slots.items():
@@ -267,7 +252,6 @@ class Supervisor:
                 *(() if self.dispatcher is None else self.dispatcher.notices()),
             ),
             jobs=None if self.dispatcher is None else self.dispatcher.headline(rows),
-            restart_count=sum(slot.restarts for slot in self._slots.values()),
         )
 
     def shortfalls(self) -> tuple[str, ...]:
@@ -311,8 +295,6 @@ class Supervisor:
         self._quarantine_cards(now_s)
         self._begin_counting()
         self._send_out()
-        if not self._ordered:
-            self.clock.sleep(_WAIT_S)  # nothing is polled, so the next wait would come back at once
         if self._is_time_to("save", now_s):
             self.learned_limits.save()
         self._show()
@@ -430,7 +412,7 @@ class Supervisor:
         self._recorded[name] = told
 
     def _order(self, name: str, slot: Slot) -> None:
-        """Tell the fleet what is wanted of the slot now, if it is not what was wanted before."""
+        """Tell the fleet what is wanted of the slot now."""
         begin = piece = None
         if slot.needs_begin:
             start = self._plans[name].spec.workload.settings.get("from")
@@ -442,14 +424,11 @@ class Supervisor:
         lease_bytes = self._shares.grant(slot)
         of_team = self._plans[name].spec.team
         team = None if of_team is None else self._teams[of_team.members].orders
-        wanted = lifecycle.orders_of(slot, lease_bytes, begin, kept=kept, copy=piece, team=team)
-        if wanted != self._ordered.get(name):
-            self._ordered[name] = wanted
-            self.fleet.order(name, wanted)
+        wanted = lifecycle.orders_of(slot, lease_bytes, begin)
+        self.fleet.order(name, replace(wanted, kept=kept, copy=piece, team=team))
 
     def _show(self) -> None:
-        is_time = self._is_time_to("show", self.clock.monotonic_s())
-        if is_time and self.outlets.are_due(self.clock.unix_s()):
+        if self._is_time_to("show", self.clock.monotonic_s()):
             self.outlets.show(self.snapshot())
 
     def _begin_counting(self) -> None:
@@ -487,9 +466,8 @@ class Supervisor:
 
     def _quarantine_cards(self, now_s: float) -> None:
         # Jobs come and go on a card: those that have failed say nothing about the next one.
-        if self.dispatcher is not None or not self._cards_changed:
+        if self.dispatcher is not None:
             return
-        self._cards_changed = False
         cards = circuit_breaker.by_card(self._plans, self._slots)
         for card, reason in circuit_breaker.cards_to_quarantine(cards, now_s, self._rules).items():
             self.outlets.events.write("card_quarantined", card=card, reason=reason)
@@ -546,10 +524,9 @@ class Supervisor:
         if after.status is not None and after.news_at_s not in {None, before.news_at_s}:
             self._meters[name].add(after.status)
             self.learned_limits.take(after.status)
-        if after.phase is not before.phase:
-            self._cards_changed = True
-            if after.phase in _OVER:  # the queue is to know of an end before the store does
-                self._done_at_s["dispatch"] = float("-inf")
+        if after.phase is not before.phase and after.phase in _OVER:
+            # The queue is to know of an end before the store does.
+            self._done_at_s["dispatch"] = float("-inf")
         for command in commands:
             match command:
                 case slots.Note():
@@ -567,7 +544,6 @@ class Supervisor:
                 spec = replace(listening_at(plan.spec, address), run_id=self.facts.run_id)
                 self.fleet.place(spec, plan.num_cpus, plan.num_gpus)
             case slots.Abandon():
-                self._ordered.pop(name, None)
                 self.fleet.abandon(name)
 
     def _drain(self) -> None:
@@ -597,17 +573,11 @@ class Supervisor:
 class Commands:
     """Those of one run."""
 
-    def __init__(
-        self, folder: Path, outlets: Outlets, clock: Clock, answers: Mapping[str, Answer]
-    ) -> None:
-        """Read those of a run folder.
-
-        `answers` are those that earlier heads gave, by the ids of the commands.
-        """
+    def __init__(self, folder: Path, outlets: Outlets, clock: Clock) -> None:
+        """Read those of a run folder."""
         self._incoming = Incoming(folder)
         self._outlets = outlets
         self._clock = clock
-        self._answers = dict(answers)
         self._taken: list[Row] = []
 
     @property
@@ -633,35 +603,27 @@ class Commands:
         self._taken, now_unix_s = self._incoming.rows(), self._clock.unix_s()
         for row in self._taken:
             is_late = row.until_unix_s is not None and row.until_unix_s < now_unix_s
-            if row.id in self._answers or is_late:
+            if is_late or self._outlets.store.has_command(row.id):
                 continue
+            told: dict[str, Any] = {"do": "", "slots": (), "by": "", "amount_bytes": None}
             try:
                 command = command_of(row.content)
-            except NoCommandError as error:
-                self._record(row.id, {}, Answer(ok=False, id=row.id, error=str(error)))
-                continue
-            try:
+                told |= asdict(command)
                 events = events_of(command, slots, plans, nodes, is_ending=is_ending, queued=queued)
                 answer = Answer(ok=True, id=row.id, effect=EFFECTS[command.do])
             except CommandRefusedError as error:
                 events, answer = (), Answer(ok=False, id=row.id, error=str(error))
             yield from events
-            self._record(row.id, asdict(command), answer)
+            self._record({**told, "id": row.id}, answer)
 
     def note_stored(self) -> None:
         """Have what was received not come again, once it is stored with its answers."""
         self._incoming.remove(self._taken)
         self._taken = []
 
-    def _record(self, identity: str, told: Mapping[str, Any], answer: Answer) -> None:
-        self._answers[identity] = answer
-        if len(self._answers) > COMMANDS_KNOWN:
-            del self._answers[next(iter(self._answers))]
-        command = {"do": "", "slots": (), "by": "", "amount_bytes": None, **told, "id": identity}
-        at_unix_s = self._clock.unix_s()
-        self._outlets.store.command(
-            CommandRecord(**command, at_unix_s=at_unix_s, answer=asdict(answer))
-        )
+    def _record(self, command: Mapping[str, Any], answer: Answer) -> None:
+        stored = {**command, "at_unix_s": self._clock.unix_s(), "answer": asdict(answer)}
+        self._outlets.store.command(answer.id, stored)
         slot = command["slots"][0] if len(command["slots"]) == 1 else None
         said = {"effect": answer.effect} if answer.ok else {"refused": answer.error}
         self._outlets.events.write("command", slot=slot, **command, **said)

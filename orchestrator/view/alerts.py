@@ -112,8 +112,8 @@ KINDS: Final[Mapping[str, Kind]] = {
     "JobFailed": Kind("critical", 0.0, _RETRY),
 }
 
-#: (run, name, subject) of all that is wrong -> when it was first seen, in Unix seconds.
-Since: TypeAlias = Mapping[tuple[str, str, str], float]
+#: Name and subject of all that is wrong with a run -> when it was first seen, in Unix seconds.
+Since: TypeAlias = Mapping[tuple[str, str], float]
 _Wrong: TypeAlias = Iterator[tuple[str, str, str | None, str]]
 """Name, subject and node of alerts, and what is wrong."""
 
@@ -126,10 +126,10 @@ def alerts(
     `since` is the second value of the call before. It is empty at the first look: what must last
     for some time is counted from that look.
     """
-    run_id, seen, told = frame.run.facts.run_id, dict[tuple[str, str, str], float](), []
+    seen, told = dict[tuple[str, str], float](), []
     for part in (_of_run, _of_slots, _of_cards, _of_queue):
         for name, subject, node, text in part(frame):
-            key, kind = (run_id, name, subject), KINDS[name]
+            key, kind = (name, subject), KINDS[name]
             seen[key] = since.get(key, now_unix_s)
             alert = Alert(
                 name=name,

@@ -54,7 +54,6 @@ _SAMPLED: Final = (*_OF_SLOT, *(key for key, _ in _BESIDE.values()))
 
 _Between: TypeAlias = tuple[float, float] | None
 """From when to when samples are shown; `None`: there are none."""
-_Found: TypeAlias = Mapping[str, Buckets]
 
 
 def course_of_all(folder: Path, last_s: float = math.inf) -> Json:
@@ -74,9 +73,7 @@ def courses_of(
     events, and the last lines that their workers printed. As `course_of_all` otherwise.
     """
     between, only = _between(folder, last_s), slots[0] if len(slots) == 1 else None
-    found: Mapping[str, _Found] = {}
-    if between is not None:
-        found = history.courses(folder, _SAMPLED, *between, parts, only)
+    found = {} if between is None else history.courses(folder, _SAMPLED, *between, parts, only)
     told: dict[str, Json] = {}
     for slot in slots:
         events = read_events(folder, slot=slot, limit=_EVENTS_MOST)
@@ -90,7 +87,9 @@ def courses_of(
     return told
 
 
-def _course(between: _Between, found: _Found, named: Mapping[str, tuple[str, float]]) -> Json:
+def _course(
+    between: _Between, found: Mapping[str, Buckets], named: Mapping[str, tuple[str, float]]
+) -> Json:
     """Return a chart of each value that was sampled, with the times that all of them have."""
     first, last = between or (0.0, 1.0)
     times = [buckets.at_unix_s for buckets in found.values()][:1]
@@ -114,7 +113,7 @@ def _between(folder: Path, last_s: float) -> _Between:
     return max(first, last - last_s), last
 
 
-def _chart(key: str, found: _Found, label: str, times: float) -> Json:
+def _chart(key: str, found: Mapping[str, Buckets], label: str, times: float) -> Json:
     """Return one chart, with what is beside it; empty where nothing was sampled.
 
     The band is left out where it would be the line itself.

@@ -139,7 +139,7 @@ def _job_row(standing: Standing, snapshot: QueueSnapshot) -> TableRow:
     }
     tone = STATE_TONES[state]
     reason = "" if works or state is JobState.DONE else clean(exception_line(standing.reason))
-    return row_of(_COLUMNS, name, texts, {}, {"state": tone}, reason, tone)
+    return row_of(_COLUMNS, name, texts, {"state": tone}, reason, tone)
 
 
 def _where(standing: Standing, snapshot: QueueSnapshot) -> str | None:
@@ -160,9 +160,9 @@ def _figure(value: float | None) -> str:
 
 def _time(standing: Standing, snapshot: QueueSnapshot) -> str | None:
     """Return when a job ended, how long it takes or has taken, or when it may start."""
-    now_s, ended_s, start_s = snapshot.now_s, standing.ended_at_s, standing.expected_start_s
+    now_s, start_s = snapshot.now_s, standing.expected_start_s
     if standing.state in ENDED:
-        return None if ended_s is None else f"ended {_moment(ended_s, now_s)}"
+        return f"ended {_moment(standing.since_s, now_s)}"
     if standing.state in ON_CARD:
         left_s = _left_s(standing, snapshot)
         lasts_s = now_s - standing.since_s
@@ -212,7 +212,7 @@ def job_object(standing: Standing, snapshot: QueueSnapshot) -> dict[str, Any]:
     here_s = now_s - standing.since_s
     ran_s = standing.ran_s + (here_s if standing.state in ON_CARD else 0.0)
     parked_s = standing.parked_s + (here_s if standing.state is JobState.PARKED else 0.0)
-    ended_s = now_s if standing.ended_at_s is None else standing.ended_at_s
+    ended_s = standing.since_s if standing.state in ENDED else now_s
     rows = snapshot.rows_of(standing)
     row = rows[0] if rows else None
     redone = None if row is None else row.progress.redone_steps

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, TypeAlias
+from typing import Final
 
 from orchestrator.core.slot import HeadState, SlotState
 from orchestrator.record.model import (
@@ -40,36 +40,38 @@ STATE_TONES: Final[Mapping[SlotState, Tone]] = {
 #: Of a slot in one of these states, a reason only says more; of the others, it says what is wrong.
 _QUIET_STATES = frozenset({WorkerState.RUNNING, WorkerState.DONE, WorkerState.STOPPED})
 
-_Shown: TypeAlias = tuple[str | None, Tone]
-"""The text of a cell, `None` where it is unknown, and its tone."""
+
+def _cell(text: str | None, tone: Tone = Tone.PLAIN) -> Cell:
+    """Return a cell, which is dim where nothing is known."""
+    return Cell(tone=Tone.DIM) if text is None else Cell(text=clean(text) or MISSING, tone=tone)
 
 
-def _state(row: Row) -> _Shown:
-    return row.state.value, STATE_TONES[row.state]
+def _state(row: Row) -> Cell:
+    return _cell(row.state.value, STATE_TONES[row.state])
 
 
-def _card(row: Row) -> _Shown:
+def _card(row: Row) -> Cell:
     # "NVIDIA GeForce RTX 3090" -> "RTX 3090": the maker's name is the same on every line.
     name = (row.gpu_name or "").removeprefix("NVIDIA ").removeprefix("GeForce ")
-    return name or row.device, Tone.PLAIN
+    return _cell(name or row.device)
 
 
-def _success(row: Row) -> _Shown:
+def _success(row: Row) -> Cell:
     rate = row.counts.success_rate
     is_low = rate is not None and rate < LOW_SUCCESS_RATE
-    return share_pct(rate), Tone.BAD if is_low else Tone.PLAIN
+    return _cell(share_pct(rate), Tone.BAD if is_low else Tone.PLAIN)
 
 
-def _verify(row: Row) -> _Shown:
+def _verify(row: Row) -> Cell:
     checks, errors = row.counts.verify_checks, row.counts.verify_errors
     if not checks and not errors:
-        return None, Tone.PLAIN  # a workload that checks nothing has not passed any check
-    return f"{number(checks)}/{number(errors)}", Tone.BAD if errors else Tone.PLAIN
+        return _cell(None)  # a workload that checks nothing has not passed any check
+    return _cell(f"{number(checks)}/{number(errors)}", Tone.BAD if errors else Tone.PLAIN)
 
 
-def _eta(row: Row) -> _Shown:
+def _eta(row: Row) -> Cell:
     left_s = finite(row.progress.eta_s)
-    return None if left_s is None else clock(left_s), Tone.PLAIN
+    return _cell(None if left_s is None else clock(left_s))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,7 @@ class SlotColumn(Column):
     """Significant digits of the largest number; 0 shows whole numbers."""
     warns: bool = False
     """Whether a number above 0 is worth a look."""
-    shown: Callable[[Row], _Shown] | None = None
+    shown: Callable[[Row], Cell] | None = None
     """Makes the cell; `None` for words and numbers as they are."""
 
     @property
@@ -192,7 +194,7 @@ def cards_table(snapshot: Snapshot) -> Table:
     rows = []
     for ((node, card), workers), row, cells in zip(cards.items(), asked, by_card, strict=True):
         total = replace(snapshot, rows=tuple(workers)).tflops_total
-        texts = {"node": node, "card": _card(row)[0], "workers": len(workers)}
+        texts = {"node": node, "card": _card(row).text, "workers": len(workers)}
         own = row_of(_CARDS, f"{node}/{card}", {**texts, "tflops": _tflops(total)})
         rows.append(replace(own, cells=(*own.cells, *cells)))
     columns = (*_CARDS, *(column for column, _ in drawn))
@@ -235,20 +237,10 @@ def _time(snapshot: Snapshot) -> Iterator[str]:
 
 def _drawn(column: SlotColumn, rows: Sequence[Row]) -> tuple[Column, list[Cell]]:
     """Return a column, whose title has the unit of bytes, and its cells of these rows."""
-    keys, title, shown = column.keys, column.title, column.shown
-    if shown is None and column.numeric:
-        title, told = _figures(column, rows)
-    else:
-        told = [shown(row) if shown else (row.value(keys[0]), Tone.PLAIN) for row in rows]
-    cells = [
-        Cell(tone=Tone.DIM) if text is None else Cell(text=clean(text) or MISSING, tone=tone)
-        for text, tone in told
-    ]
-    return replace(column, title=title), cells
-
-
-def _figures(column: SlotColumn, rows: Sequence[Row]) -> tuple[str, list[_Shown]]:
-    """Return the title of a column of numbers, and what it shows of each row."""
+    if (shown := column.shown) is not None:
+        return column, [shown(row) for row in rows]
+    if not column.numeric:
+        return column, [_cell(row.value(column.keys[0])) for row in rows]
     title, times, decimals = column.title, 1.0, 0
     numbers = [[finite(row.value(key)) for key in column.keys] for row in rows]
     known = [value for of_row in numbers for value in of_row if value is not None]
@@ -262,9 +254,9 @@ def _figures(column: SlotColumn, rows: Sequence[Row]) -> tuple[str, list[_Shown]
         name, unit_bytes = ("GiB", GIB) if largest >= GIB else ("MiB", MIB)
         title, times = f"{name} {title}", 1 / unit_bytes
         decimals = decimals_for((largest * times,), significant=3)
-    told: list[_Shown] = []
+    cells = []
     for of_row in numbers:
         texts = [None if value is None else number(value * times, decimals) for value in of_row]
         text = "/".join(each or MISSING for each in texts) if any(texts) else None
-        told.append((text, Tone.WARN if column.warns and any(of_row) else Tone.PLAIN))
-    return title, told
+        cells.append(_cell(text, Tone.WARN if column.warns and any(of_row) else Tone.PLAIN))
+    return replace(column, title=title), cells

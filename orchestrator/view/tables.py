@@ -99,18 +99,14 @@ def row_of(
     columns: Sequence[Column],
     key: str,
     values: Mapping[str, Any],
-    texts: Mapping[str, str | None] = MappingProxyType({}),
     tones: Mapping[str, Tone] = MappingProxyType({}),
     reason: str = "",
     tone: Tone = Tone.PLAIN,
 ) -> TableRow:
-    """Return a row; what is known of its cells is under the keys of the columns.
-
-    A cell shows its entry in `texts`, else its value. `None` is unknown.
-    """
+    """Return a row; what its cells show is under the keys of the columns, and `None` is unknown."""
     cells = []
     for column in columns:
-        told = texts.get(column.key) if column.key in texts else values.get(column.key)
+        told = values.get(column.key)
         text = number(told) if isinstance(told, int) else str("" if told is None else told)
         tone_of_cell = tones.get(column.key, Tone.PLAIN)
         cells.append(Cell(text=clean(text or "") or MISSING, tone=tone_of_cell))

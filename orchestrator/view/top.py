@@ -20,8 +20,8 @@ from orchestrator.errors import ArchiveError
 from orchestrator.view.alerts import Alert
 from orchestrator.view.cells import SEPARATOR, clean, clock, shorten
 from orchestrator.view.document import event_line, mark
-from orchestrator.view.health import header_lines
 from orchestrator.view.jobs import current, jobs_table
+from orchestrator.view.live import header_lines
 from orchestrator.view.look import Look, Watch
 from orchestrator.view.slots import cards_table, slots_table
 from orchestrator.view.tables import Column, Table, TableRow, row_of
@@ -206,5 +206,5 @@ def _alerts_table(alerts: Sequence[Alert], now_unix_s: float) -> Table:
         held_s = max(0.0, now_unix_s - alert.since_unix_s)
         texts = {"severity": alert.severity, "for": clock(held_s), "text": alert.text}
         tones = {"severity": alert.tone}
-        rows.append(row_of(_ALERTS, alert.subject, {}, texts, tones, alert.what_to_do))
+        rows.append(row_of(_ALERTS, alert.subject, texts, tones, alert.what_to_do))
     return Table(name="alerts", columns=_ALERTS, rows=tuple(rows))

@@ -6,8 +6,7 @@
 A turn is one bench in a process of its own, in this tree or in the one that it is compared with, in
 the order A B B A. Each turn is written down when it ends, with the commit: a second call measures
 what is missing. A figure holds while the files that its gate names are unchanged, so turns of
-another commit with the same files count. Suite times and counts of tests are taken as well; they
-decide nothing here.
+another commit with the same files count.
 """
 
 from __future__ import annotations
@@ -19,12 +18,11 @@ import statistics
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from benches.common import ROOT, Result, progress
 from workers.files import replace_whole
@@ -106,14 +104,8 @@ GATES: Mapping[str, Gate] = {
     ),
 }
 
-#: The two calls of pytest in `make test`.
-_SUITE = (
-    ("-n", "auto", "--dist", "loadfile", "-m", "not alone and not gpu"),
-    ("-m", "alone or gpu"),
-)
 
-
-def run(only: Sequence[str], against: str, rounds: int, out: str, suite: bool) -> Result:
+def run(only: Sequence[str], against: str, rounds: int, out: str) -> Result:
     """Measure what is missing in `out`; `against` is another checkout, or empty."""
     sides = {"this": ROOT} | ({"parent": Path(against).resolve()} if against else {})
     book = Path(out) if Path(out).is_absolute() else ROOT / out
@@ -138,10 +130,6 @@ def run(only: Sequence[str], against: str, rounds: int, out: str, suite: bool) -
             broken += [f"{name}, {side}: {each}" for each in turns[-1]["broken"]]
             _write(book, kept)
             progress(f"{name}, {side}: {turns[-1]['figure']}")
-    if suite:
-        for tree_of in sides.values():
-            kept.setdefault("suite", []).append(_suite(tree_of))
-            _write(book, kept)
     rows = [_row(name, kept["gates"].get(name, []), sides) for name in only]
     missed = [
         f"{row['gate']} is {row['ratio']:.3f} of the parent's, under {LEAST_RATIO}"
@@ -159,7 +147,10 @@ def _order(sides: Sequence[str], rounds: int) -> list[str]:
 
 def _turn(name: str, tree: Path) -> dict[str, Any]:
     load, began_s = os.getloadavg()[0], time.monotonic()
-    done = _python(tree, "scripts/bench.py", *GATES[name].words)
+    done = subprocess.run(
+        [sys.executable, "scripts/bench.py", *GATES[name].words], cwd=tree,
+        env=os.environ | {"PYTHONPATH": str(tree)}, stdout=subprocess.PIPE, text=True, check=False,
+    )  # fmt: skip
     took_s = round(time.monotonic() - began_s, 1)
     stands = {"commit": _git(tree, "rev-parse", "--short", "HEAD"), "took_s": took_s, "load": load}
     try:
@@ -181,29 +172,6 @@ def _row(
     ours, theirs = medians["this"], medians.get("parent")
     ratio = ours / theirs if ours is not None and theirs else None
     return {"gate": name, "this": ours, "parent": theirs, "ratio": ratio, "turns": len(turns)}
-
-
-def _suite(tree: Path) -> dict[str, Any]:
-    """Run both parts of the suite; return how long each took, and the tests of each folder."""
-    took_s = []
-    for words in _SUITE:
-        began_s = time.monotonic()
-        _python(tree, "-m", "pytest", "-q", *words, said=sys.stderr)
-        took_s.append(round(time.monotonic() - began_s))
-    listed = _python(tree, "-m", "pytest", "-q", "--collect-only").stdout.splitlines()
-    tests = Counter(line.split("/")[1].split("::")[0] for line in listed if "::" in line)
-    commit = _git(tree, "rev-parse", "--short", "HEAD")
-    return {"commit": commit, "took_s": took_s, "load": os.getloadavg()[0], "tests": dict(tests)}
-
-
-def _python(
-    tree: Path, *words: str, said: int | IO[str] = subprocess.PIPE
-) -> subprocess.CompletedProcess[str]:
-    """Run Python in a tree, with the packages of that tree."""
-    return subprocess.run(
-        [sys.executable, *words], cwd=tree, env=os.environ | {"PYTHONPATH": str(tree)},
-        stdout=said, text=True, check=False,
-    )  # fmt: skip
 
 
 def _files(tree: Path, files: Sequence[str]) -> dict[str, str]:

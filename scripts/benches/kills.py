@@ -25,7 +25,6 @@ from typing import Any
 from benches.common import Result, percentile, progress
 from benches.outside import WITNESS, Ledger, Scene, within
 from orchestrator.cluster.local_cluster import rehearsed
-from orchestrator.cluster.raylets import RayletPlan
 from orchestrator.errors import ArchiveError
 from orchestrator.record.events import read_events
 
@@ -43,7 +42,7 @@ def run(kills: int, seed: int) -> Result:
     broken: list[str] = []
     kept: str | None = None
     try:
-        with rehearsed([RayletPlan(name="bare", cpus=1, gpus=0)]):
+        with rehearsed({"bare": {"num_cpus": 1, "num_gpus": 0}}):
             sets = [f"--set={key}={value}" for key, value in _SETS.items()]
             head = scene.start("run", "--json", "--rehearse", "--duration", "24h", *sets)
             try:

@@ -22,12 +22,10 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-import torch
-
 from benches import pressure_caps
 from benches.common import PATIENCE_S, Child, ChildDiedError, Result, progress, told_by
 from benches.pressure_caps import COURSES, Course, KernelCap
-from benches.pressure_job import Scouted, scout
+from benches.pressure_job import MEMORY_BYTES, Scouted, scout
 from workers import oom
 from workers.resilience.adaptive_size import AdaptiveSize
 from workers.settings import FailureKind
@@ -86,21 +84,22 @@ class _Run:
         except Exception as error:
             if oom.classify(error).kind not in {FailureKind.DEFINITE, FailureKind.PROBABLE}:
                 raise
-        self.host.give_back()  # not in the handler, whose exception holds the tensors
+        gc.collect()  # not in the handler, whose exception holds the tensors
         return False, None
 
 
-def _ours(run: _Run, *, sees: bool) -> None:
+def _ours(run: _Run) -> None:
+    """Take steps as the engine sizes them, told what is free before each and its peak after it."""
     sizes = AdaptiveSize(run.largest, exact_samples=True, clock=run.host.clock_s)
     while not run.over():
-        size = sizes.next(run.host.free_bytes() if sees else None)
+        size = sizes.next(run.host.free_bytes())
         if size is None:
             run.idle_s += _IDLE_S
             run.host.wait(_IDLE_S)
             continue
         good, peak_bytes = run.attempt(size)
         if good:
-            sizes.succeeded(size, peak_bytes if sees else None)
+            sizes.succeeded(size, peak_bytes)
         else:
             sizes.failed(size)
 
@@ -131,8 +130,7 @@ def _ideal(run: _Run) -> None:
     longest_s = known.fixed_s + known.unit_s * known.fits
     while not run.over():
         now, ahead = (
-            known.memory_bytes
-            * pressure_caps.least_between(run.course, run.at_s, run.at_s + span_s)
+            MEMORY_BYTES * pressure_caps.least_between(run.course, run.at_s, run.at_s + span_s)
             for span_s in (0.0, longest_s)
         )
         # What the process has come to hold beside the job is gone, whatever the course says.
@@ -140,15 +138,9 @@ def _ideal(run: _Run) -> None:
         run.attempt(known.largest_within(left_bytes / (1 + _IDEAL_MARGIN)))
 
 
-#: By name. "ours" is told the free memory before each step and the peak after it, "blind" is ours
-#: and told neither.
 CONTESTANTS: Mapping[str, Callable[[_Run], None]] = {
-    "ours": lambda run: _ours(run, sees=True),
-    "blind": lambda run: _ours(run, sees=False),
-    "accelerate": _accelerate,
-    "toma": _toma,
-    "ideal": _ideal,
-}
+    "ours": _ours, "accelerate": _accelerate, "toma": _toma, "ideal": _ideal,
+}  # fmt: skip
 #: Loaded before the cap is set: what a module takes is not the job's.
 _MODULES = {"accelerate": "accelerate.utils", "toma": "toma"}
 
@@ -186,29 +178,18 @@ def contest(
     connection.send((row, run.job.last_loss))
 
 
-def run(
-    device: str,
-    seconds: float,
-    rounds: int,
-    seed: int,
-    contestants: Sequence[str],
-    memory_mib: float | None = None,
-) -> Result:
-    """Let the contestants take turns; exit with code 2 if one, or the card, is not here."""
+def run(seconds: float, rounds: int, seed: int, contestants: Sequence[str]) -> Result:
+    """Let the contestants take turns; exit with code 2 if one is not here."""
     missing = [
         name for name in OTHERS if name in contestants and importlib.util.find_spec(name) is None
     ]
     if missing:
         progress(f"not installed: {', '.join(missing)}; type: pip install '.[bench]'")
         raise SystemExit(2)
-    if device == "cuda" and not torch.cuda.is_available():
-        progress(f"torch {torch.__version__} sees no CUDA card here; type: --device cpu")
-        raise SystemExit(2)
     try:
-        most_bytes = memory_mib and int(memory_mib * MIB)
-        scouted: Scouted = told_by("the scout", scout, device, most_bytes, within_s=PATIENCE_S)
+        scouted: Scouted = told_by("the scout", scout, within_s=PATIENCE_S)
     except ChildDiedError as error:
-        return Result(bench="pressure", figures={"device": device}, broken=[str(error)])
+        return Result(bench="pressure", figures={}, broken=[str(error)])
     for point in scouted.points:
         progress(
             "{items:>8.0f} items: {items_per_s:,.0f} a second, {peak_mib:.1f} MiB".format(**point)
@@ -240,18 +221,12 @@ def _take_turn(
     contestant: str, course: Course, seconds: float, scouted: Scouted
 ) -> tuple[dict[str, Any], float]:
     """Run one contestant under its course; return its row and its last loss."""
-    memory_bytes = scouted.memory_bytes
     child = Child(contestant, contest, contestant, course, seconds, scouted)
     with contextlib.closing(child) as one:
         pid, base_bytes = one.receive(PATIENCE_S)
-        standing = (
-            pressure_caps.neighbour(memory_bytes, int(course[0][1] * memory_bytes))
-            if scouted.device == "cuda"
-            else contextlib.closing(KernelCap(pid, base_bytes))
-        )
-        with standing as cap:
+        with contextlib.closing(KernelCap(pid, base_bytes)) as cap:
             told: tuple[dict[str, Any], float] = pressure_caps.follow(
-                one, cap, course, seconds, memory_bytes
+                one, cap, course, seconds, MEMORY_BYTES
             )
     return told
 
@@ -259,8 +234,7 @@ def _take_turn(
 def _job_figures(scouted: Scouted) -> dict[str, Any]:
     speeds = [point["items_per_s"] for point in scouted.points]
     return {
-        "device": scouted.device, "name": scouted.device_name,
-        "memory_mib": scouted.memory_bytes / MIB, "tables_rows": scouted.rows,
+        "name": scouted.device_name, "memory_mib": MEMORY_BYTES / MIB, "tables_rows": scouted.rows,
         "sizes": [dict(point) for point in scouted.points],
         "larger_is_faster": all(slower < faster for slower, faster in itertools.pairwise(speeds)),
         "largest_that_fits": scouted.fits, "others_begin_at": int(_BEYOND * scouted.fits),

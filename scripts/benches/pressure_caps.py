@@ -1,10 +1,8 @@
-"""The memory that a job is left over a minute, and what moves its cap: the kernel's limit, or a
-second tenant.
+"""The memory that a job is left over a minute, and what moves its cap.
 
-Two courses of free memory, as shares of what there is when no other program wants any. On a CPU the
-cap is the soft `RLIMIT_DATA` of the job's process, moved from outside by prlimit(2), at any moment
-of the job's step. On a card it is memory that a neighbour process really takes and frees; it cannot
-take what the job holds.
+Two courses of free memory, as shares of what there is when no other program wants any. The cap is
+the soft `RLIMIT_DATA` of the job's process, moved from outside by prlimit(2), at any moment of the
+job's step.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from random import Random
 from typing import Any
@@ -22,7 +19,6 @@ from typing import Any
 import psutil
 
 from benches.common import PATIENCE_S, Child
-from workers.units import MIB
 
 #: (second, share of all memory), the first at second 0; a share holds until the next.
 Course = list[tuple[float, float]]
@@ -34,11 +30,6 @@ _GAMES = ((0.25, 0.42, 0.22), (0.62, 0.80, 0.30))
 #: A game takes its memory over this share of the course, in parts: it loads, and ends at once.
 _LOADING = 0.04
 _LOADING_PARTS = 10
-#: The neighbour holds blocks of this share of all that the job may have, and not under torch's
-#: smallest segment.
-_BLOCK_SHARE = 1 / 64
-_LEAST_BLOCK_BYTES = 20 * MIB
-_RETRY_S = 0.005
 
 
 def game(draw: Random, seconds: float) -> Course:
@@ -136,23 +127,7 @@ class KernelCap:
             self._job.rlimit(psutil.RLIMIT_DATA, (soft, self._hard))
 
 
-@dataclass(frozen=True, slots=True)
-class NeighbourCap:
-    """A program that is told what to leave, as a second tenant of the card."""
-
-    connection: Connection
-
-    def clock_s(self) -> float:
-        return time.monotonic()
-
-    def leave(self, size_bytes: int) -> None:
-        with contextlib.suppress(BrokenPipeError):
-            self.connection.send(size_bytes)
-
-
-def follow(
-    one: Child, cap: KernelCap | NeighbourCap, course: Course, seconds: float, whole_bytes: int
-) -> Any:  # noqa: ANN401 - whatever it tells
+def follow(one: Child, cap: KernelCap, course: Course, seconds: float, whole_bytes: int) -> Any:  # noqa: ANN401 - whatever it tells
     """Start a contestant, move its cap along the course, and return what it tells at the end."""
     cap.leave(int(course[0][1] * whole_bytes))
     began_s = cap.clock_s()
@@ -165,7 +140,7 @@ def follow(
     return one.receive(PATIENCE_S)
 
 
-def _told_before(connection: Connection, cap: KernelCap | NeighbourCap, until_s: float) -> bool:
+def _told_before(connection: Connection, cap: KernelCap, until_s: float) -> bool:
     """Wait for a moment of the course; tell whether the contestant has something to say before."""
     moved_s, seen_s = time.monotonic(), cap.clock_s()
     while (left_s := until_s - cap.clock_s()) > 0:
@@ -176,49 +151,3 @@ def _told_before(connection: Connection, cap: KernelCap | NeighbourCap, until_s:
         elif time.monotonic() - moved_s > PATIENCE_S:
             raise TimeoutError(f"nothing has run for {PATIENCE_S:.0f} s")
     return False
-
-
-@contextlib.contextmanager
-def neighbour(most_bytes: int, first_bytes: int) -> Iterator[NeighbourCap]:
-    """Run the neighbour, once it holds all but what the job is left first; the job must hold
-    nothing it could free.
-
-    RuntimeError: it ended before, did not come up, or the card has less free than the job is left
-    at most.
-    """
-    with contextlib.closing(
-        Child("the neighbour", _be_neighbour, most_bytes, first_bytes)
-    ) as tenant:
-        free_bytes = int(tenant.receive(PATIENCE_S))
-        if free_bytes < most_bytes:
-            raise RuntimeError(
-                f"beside the job's own state and two contexts the card has {free_bytes / MIB:.0f} "
-                f"MiB free, and the course needs {most_bytes / MIB:.0f}; end what else runs on it, "
-                "or lower --memory-mib"
-            )
-        yield NeighbourCap(tenant.pipe)
-
-
-def _be_neighbour(connection: Connection, most_bytes: int, left_bytes: int) -> None:
-    """Hold so much of the card that the job is left what was last said."""
-    import torch
-
-    block_bytes = max(_LEAST_BLOCK_BYTES, int(most_bytes * _BLOCK_SHARE) // (2 * MIB) * 2 * MIB)
-    torch.zeros(1, device="cuda")  # its own context first: that is not part of what is shared out
-    free_bytes, _ = torch.cuda.mem_get_info()
-    blocks: list[torch.Tensor] = []
-    said = False
-    while True:
-        wanted = max(0, -((left_bytes - free_bytes) // block_bytes))
-        if len(blocks) > wanted:
-            del blocks[wanted:]
-            torch.cuda.empty_cache()
-        with contextlib.suppress(torch.OutOfMemoryError):
-            while len(blocks) < wanted:
-                blocks.append(torch.empty(block_bytes, dtype=torch.uint8, device="cuda"))
-        if not said:
-            connection.send(free_bytes)
-            said = True
-        # While the job holds what is wanted here, ask again soon; else wait for a message.
-        if connection.poll(_RETRY_S if len(blocks) < wanted else None):
-            left_bytes = connection.recv()

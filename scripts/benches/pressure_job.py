@@ -1,4 +1,4 @@
-"""The job under pressure: a real training step on which larger is faster, its device, its measures.
+"""The job under pressure: a real training step on which larger is faster, its cap, its measures.
 
 It is one of a deep & cross network (arXiv 1708.05123): a dense Adam sweeps over all embedding
 tables, however small the batch, and each item's activations take memory. How large the tables are
@@ -43,9 +43,6 @@ _UNUSED_BUDGET_BYTES = 256 * MIB
 #: MiB at once.
 _INTERNED = 60_000
 _PROT_NONE, _MAP_FIXED_NOREPLACE = 0, 0x100000  # of mmap(2)
-#: More than a CUDA context takes. What is left of it widens the allocator's cap; the neighbour
-#: stays where it is.
-_CONTEXT_BYTES = 1024 * MIB
 #: Of the largest size that fits: the size that runs at half of the speed of an endlessly large one.
 #: The simulator's regime where memory is precious has it at 1000 items of 2 GiB, on levels up to 8
 #: GiB.
@@ -53,31 +50,26 @@ _HALF_SPEED_SHARE = 0.42
 #: Parameters, gradients and moments, as multiples of the memory of a step.
 _LEAST_STATE, _MOST_STATE = 1 / 8, 3.0
 #: Small, so that a step takes a tenth of a second and a minute has hundreds of them.
-_CPU_BYTES = 48 * MIB
-#: Of a card's memory: leaves room for the largest tables, two contexts and a desktop.
-_CARD_SHARE = 1 / 6
+MEMORY_BYTES = 48 * MIB
 _STEPS = 7
 _SMALL_ITEMS = 16
 #: Of the largest size that fits: where the throughput is measured.
 _SHARES = (1 / 16, 1 / 8, 1 / 4, 3 / 8, 1 / 2, 3 / 4, 1.0)
 
 
-class _CpuHost:
+class Host:
     """The process's data size against `RLIMIT_DATA`, which is moved from outside.
 
     Its clock is the process's own processor time, on one thread, so that other load on the machine
     costs no contestant anything. On an idle machine it goes as fast as any.
     """
 
-    fused = False  # which Adam: the one that takes no memory of its own, or the default
-
-    def __init__(self, _most_bytes: int) -> None:
+    def __init__(self) -> None:
         self._process = psutil.Process()
         # Sets malloc up: what is freed is the kernel's at once, and small things have room at the
         # limit. Its own cap, which holds only where it is asked for, is not used.
-        device = open_device(lone_worker(budget_bytes=_UNUSED_BUDGET_BYTES))
-        self.name, self.torch_device = device.info.name, device.torch_device
-        self.clock_s, self.give_back = time.process_time, gc.collect
+        self.name = open_device(lone_worker(budget_bytes=_UNUSED_BUDGET_BYTES)).info.name
+        self.clock_s = time.process_time
         torch.set_num_threads(1)
 
     def wait(self, seconds: float) -> None:
@@ -85,9 +77,6 @@ class _CpuHost:
         until_s = time.process_time() + seconds
         while time.process_time() < until_s:
             pass
-
-    def await_work(self) -> None:
-        """Do nothing: a processor's call has returned, and `clock_s` has counted it."""
 
     def base_bytes(self) -> int:
         return status_bytes("VmData")
@@ -123,47 +112,6 @@ class _CpuHost:
 
     def _limits(self, limits: tuple[int, int] | None = None) -> tuple[int, int]:
         return self._process.rlimit(psutil.RLIMIT_DATA, limits)
-
-
-class _CudaHost:
-    """torch's allocator on a card whose other tenant comes and goes; the surface of `_CpuHost`.
-
-    Each step gives its pool back. A neighbour on Linux can only take what is free, so a job that
-    keeps its pool would never meet pressure (and the game would not start). All contestants pay
-    alike.
-    """
-
-    fused = True
-
-    def __init__(self, most_bytes: int) -> None:
-        self._device = open_device(
-            lone_worker(budget_bytes=most_bytes + _CONTEXT_BYTES, device="cuda")
-        )
-        self.name, self.torch_device = self._device.info.name, self._device.torch_device
-        self.clock_s, self.wait = time.monotonic, time.sleep
-        self.await_work = torch.cuda.synchronize
-        self.base_bytes: Callable[[], int] = torch.cuda.memory_reserved
-        self.free_bytes, self.give_back = self._device.free_bytes, self._device.release
-
-    def measured(self, step: Callable[[], None]) -> int:
-        torch.cuda.reset_peak_memory_stats()
-        before_bytes = torch.cuda.memory_reserved()
-        step()
-        peak_bytes = torch.cuda.max_memory_reserved() - before_bytes
-        torch.cuda.empty_cache()
-        return peak_bytes
-
-    def settle(self, step: Callable[[], object]) -> None:
-        step()
-        self.give_back()
-
-    def lift(self) -> None:
-        """Do nothing: the bench ends the neighbour."""
-
-
-Host = _CpuHost | _CudaHost
-#: By device; each is opened with all that the job may ever hold.
-HOSTS: Mapping[str, type[Host]] = {"cpu": _CpuHost, "cuda": _CudaHost}
 
 
 def _fence_heap() -> None:
@@ -209,8 +157,8 @@ class Job:
         torch.manual_seed(0)
         self._rows = rows
         self._host = host
-        self._network = _Network(rows).to(host.torch_device)
-        self._adam = torch.optim.Adam(self._network.parameters(), lr=1e-3, fused=host.fused)
+        self._network = _Network(rows)
+        self._adam = torch.optim.Adam(self._network.parameters(), lr=1e-3)
         self.sweeps_s: list[float] = []  # what Adam took in each good step
         self.last_loss = float("nan")
         # Adam makes its moments in its first step; a library, what it keeps.
@@ -232,32 +180,28 @@ class Job:
         return statistics.median(times_s[1:])
 
     def _train(self, items: int) -> None:
-        rows = torch.randint(self._rows, (items, _FEATURES), device=self._host.torch_device)
+        rows = torch.randint(self._rows, (items, _FEATURES))
         labels = (rows.sum(dim=1) % 2).float()
         # Gradients stay where they are: they belong to the state and not to the step.
         self._adam.zero_grad(set_to_none=False)
         loss = functional.binary_cross_entropy_with_logits(self._network(rows), labels)
         loss.backward()  # type: ignore[no-untyped-call]  # torch has no types here
-        self._host.await_work()
         began_s = self._host.clock_s()
         self._adam.step()
-        self._host.await_work()
         self.sweeps_s.append(self._host.clock_s() - began_s)
-        self.last_loss = float(loss.detach())  # waits for the card
+        self.last_loss = float(loss.detach())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scouted:
     """How the job behaves here without pressure.
 
-    A step may take `memory_bytes` when no other program wants memory; `fits` is the largest size
+    A step may take `MEMORY_BYTES` when no other program wants memory; `fits` is the largest size
     that takes no more, on tables of so many rows. An item adds `unit_bytes`; a step lasts `fixed_s`
     and `unit_s` an item. `points` by size: items, items_per_s, step_ms, peak_mib.
     """
 
-    device: str
     device_name: str
-    memory_bytes: int
     rows: int
     fits: int
     unit_bytes: float
@@ -266,7 +210,7 @@ class Scouted:
     points: Sequence[Mapping[str, float]]
 
     def open(self) -> tuple[Host, Job]:
-        host = HOSTS[self.device](self.memory_bytes + self.rows * _ROW_BYTES)
+        host = Host()
         return host, Job(self.rows, host)
 
     def largest_within(self, limit_bytes: float) -> int:
@@ -283,24 +227,18 @@ class Scouted:
         return int(many + (limit_bytes - more_bytes) / self.unit_bytes)
 
 
-def scout(connection: Connection, device: str, memory_bytes: int | None) -> None:
-    """Send a `Scouted`, from a process of its own: on a card, what it holds is gone with it.
-
-    `memory_bytes`: what a step may take; `None`: a share of the card that leaves room for tables.
-    """
-    if memory_bytes is None:
-        card = torch.cuda.get_device_properties(0).total_memory if device == "cuda" else 0
-        memory_bytes = int(card * _CARD_SHARE) or _CPU_BYTES
+def scout(connection: Connection) -> None:
+    """Send a `Scouted`, from a process of its own."""
     few, more, most = (
-        max(16, int(memory_bytes * state / _ROW_BYTES))
+        max(16, int(MEMORY_BYTES * state / _ROW_BYTES))
         for state in (_LEAST_STATE, 0.5, _MOST_STATE)
     )
-    host = HOSTS[device](memory_bytes + most * _ROW_BYTES)
+    host = Host()
     job = Job(more, host)
     items = _SMALL_ITEMS
-    while (peak_bytes := job.step(items)) < memory_bytes / 4:
+    while (peak_bytes := job.step(items)) < MEMORY_BYTES / 4:
         items *= 2
-    fits = int(memory_bytes / peak_bytes * items)
+    fits = int(MEMORY_BYTES / peak_bytes * items)
     unit_s = (job.step_s(fits) - job.step_s(fits // 4)) / (fits - fits // 4)
     more_s = job.step_s(_SMALL_ITEMS)
     del job
@@ -324,8 +262,8 @@ def scout(connection: Connection, device: str, memory_bytes: int | None) -> None
     fixed_bytes = high["peak_mib"] * MIB - unit_bytes * high["items"]
     connection.send(
         Scouted(
-            device=device, device_name=host.name, memory_bytes=memory_bytes, rows=rows,
-            fits=int((memory_bytes - fixed_bytes) / unit_bytes), unit_bytes=unit_bytes,
+            device_name=host.name, rows=rows,
+            fits=int((MEMORY_BYTES - fixed_bytes) / unit_bytes), unit_bytes=unit_bytes,
             fixed_s=max(0.0, high["step_ms"] / 1e3 - unit_s * high["items"]), unit_s=unit_s,
             points=points,
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from dataclasses import replace
 from typing import Any, Final
 
 import pytest
@@ -89,14 +88,6 @@ def test_what_stops_before_its_time_begins_anew() -> None:
     ):
         told, since = alerts(frame_at(second, state=state), second, since)
         assert bool(told) is is_told, second
-
-
-def test_another_run_begins_with_nothing() -> None:
-    _, since = alerts(frame_at(0, state=WorkerState.BACKOFF), 0.0)
-    other = frame_at(0, state=WorkerState.BACKOFF)
-    facts = replace(other.run.facts, run_id="20231115-000000-0b77")
-    other = replace(other, run=replace(other.run, facts=facts))
-    assert alerts(other, 300.0, since)[0] == ()
 
 
 def test_the_severest_comes_first_and_text_is_harmless() -> None:

@@ -67,12 +67,6 @@ def test_the_page_of_export_runs(run_of_adapters: Path, command: Command) -> Non
     }  # fmt: skip
 
 
-def checkpoint(state_dir: Path, content: bytes) -> None:
-    folder = state_dir / "state" / RUN / "pc1" / "0"
-    folder.mkdir(parents=True)
-    (folder / "generation-0.pt").write_bytes(content)
-
-
 @pytest.mark.parametrize(
     ("mode", "slot", "code", "said"),
     [
@@ -92,23 +86,30 @@ def test_without_checkpoints_the_sentence_says_why(
     assert [path.name for path in nowhere.iterdir()] == ["runs"]
 
 
+RUNS = ("run", "--local", "--workload", "train", "--set")
+EXPORT = ("export", RUN, "pc1/0", "--to", "out")
+
+
 @pytest.mark.parametrize(
-    ("more", "said"),
-    [((), "generation-0.pt is not used: "), (("--best",), "pc1/0 has no best.pt in")],
-    ids=["damaged", "the last is not the best"],
+    ("typed", "said"),
+    [
+        (EXPORT, "generation-0.pt is not used: "),
+        ((*EXPORT, "--best"), "pc1/0 has no best.pt in"),
+        ((*RUNS, f"train.from={RUN}/pc1/0"), "generation-0.pt is not used: it has only 2 bytes"),
+    ],
+    ids=["damaged", "the last is not the best", "damaged start"],
 )
 def test_what_cannot_be_used_is_a_sentence(
-    nowhere: Path, state_dir: Path, command: Command, more: tuple[str, ...], said: str
+    nowhere: Path, state_dir: Path, command: Command, typed: tuple[str, ...], said: str
 ) -> None:
     make_run()
-    checkpoint(state_dir, b"PK")
-    done = command("export", RUN, "pc1/0", "--to", "out", *more)
+    folder = state_dir / "state" / RUN / "pc1" / "0"
+    folder.mkdir(parents=True)
+    (folder / "generation-0.pt").write_bytes(b"PK")
+    done = command(*typed)
     assert (done.returncode, done.stdout) == (2, "")
     assert said in " ".join(done.stderr.split())
     assert not Path("out").exists()
-
-
-RUNS = ("--local", "--workload", "train", "--set")
 
 
 @pytest.mark.parametrize(
@@ -126,15 +127,7 @@ def test_a_start_that_is_not_there_is_refused(
     nowhere: Path, command: Command, start: str, said: str
 ) -> None:
     make_run()
-    done = command("run", *RUNS, f"train.from={start}")
+    done = command(*RUNS, f"train.from={start}")
     assert said in " ".join(done.stderr.split())
     assert done.returncode == 2
     assert [path.name for path in Path("runs").iterdir()] == [RUN]
-
-
-def test_a_damaged_checkpoint_is_refused(nowhere: Path, state_dir: Path, command: Command) -> None:
-    make_run()
-    checkpoint(state_dir, b"PK")
-    done = command("run", *RUNS, f"train.from={RUN}/pc1/0")
-    assert done.returncode == 2
-    assert "generation-0.pt is not used: it has only 2 bytes" in " ".join(done.stderr.split())

@@ -23,8 +23,6 @@ from orchestrator.jobs.model import (
     Job,
     JobOrder,
     JobState,
-    QueueHeld,
-    Sent,
     Standing,
     Submitted,
     UserOrder,
@@ -57,11 +55,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def begun(job: Job) -> Standing:
     return make_standing(job.name, "RUNNING", job=job, attempt=1, last_card="pc1")
-
-
-def taken(queue: Path) -> list[Sent]:
-    """Return what the head would take."""
-    return [record for message in waiting(queue) for record in message]
 
 
 @pytest.mark.usefixtures("folder")
@@ -100,7 +93,7 @@ def test_a_command_is_submitted_with_its_folder_and_code(command: Command, folde
     done = command("jobs", "submit", "--name", "ev", "--", "python", "train.py", "--lr", "3e-4")
     assert done.returncode == 0, done.stderr
     assert "submitted to run 20261126-010203-0b76: ev\n2 unfinished before it" in done.stdout
-    (record,) = taken(folder)
+    (record,) = waiting(folder)
     assert isinstance(record, Submitted)
     assert record.job.command is not None
     assert record.job.command.argv == ("python", "train.py", "--lr", "3e-4")
@@ -115,10 +108,13 @@ def test_a_job_that_was_not_taken_is_listed_and_its_name_is_taken(
     assert "not taken by the head yet" in command("jobs", "show", "ev").stdout
     again = command("jobs", "submit", "--name", "ev", "--", "false")
     assert again.returncode == 2
+    Path("lr.yaml").write_text("jobs: [{name: lr, command: 'x {n}', sweep: {over: {n: [1, 2]}}}]")
+    said = command("jobs", "submit", "lr.yaml").stderr
+    assert "lr.yaml:1: the queue has another job lr-0" in said
     Path("same.yaml").write_text("jobs: [{name: more, command: ['true']}]")
     command("jobs", "submit", "same.yaml")
     assert "in the queue already" in command("jobs", "submit", "same.yaml").stdout
-    assert len(taken(folder)) == 2
+    assert len(waiting(folder)) == 2
 
 
 @pytest.mark.parametrize("section", [0, 1])
@@ -145,7 +141,7 @@ def test_a_word_about_jobs_waits_for_the_head(
     command: Command, folder: Path, order: JobOrder
 ) -> None:
     said = command("jobs", order.value, "lr-1", "lr-0", "lr-1").stdout
-    records = [record for record in taken(folder) if isinstance(record, UserOrder)]
+    records = [record for record in waiting(folder) if isinstance(record, UserOrder)]
     assert [(one.order, one.job) for one in records] == [(order, "lr-1"), (order, "lr-0")]
     assert said.startswith(f"{order}: lr-1, lr-0, in the queue of run {RUN_ID}\n")
 
@@ -153,8 +149,19 @@ def test_a_word_about_jobs_waits_for_the_head(
 def test_hold_and_release_without_a_job_are_about_the_queue(command: Command, folder: Path) -> None:
     command("jobs", "hold")
     command("jobs", "release")
-    reasons = [record.reason for record in taken(folder) if isinstance(record, QueueHeld)]
-    assert [reason is None for reason in reasons] == [False, True]
+    records = [record for record in waiting(folder) if isinstance(record, UserOrder)]
+    assert [(one.order.value, one.job) for one in records] == [("hold", None), ("release", None)]
+
+
+@pytest.mark.usefixtures("folder")
+def test_the_list_shows_what_was_said_while_the_head_is_dead(command: Command) -> None:
+    command("jobs", "hold", "lr-0", "lr-1")
+    lines = command("jobs", "list").stdout.splitlines()
+    assert [line.split()[:2] for line in lines[1:3]] == [["lr-0", "HELD"], ["lr-1", "HELD"]]
+    command("jobs", "release", "lr-1")
+    command("jobs", "hold")
+    assert "lr-1  QUEUED" in (shown := command("jobs", "list").stdout)
+    assert "the queue is held: " in shown
 
 
 @pytest.mark.parametrize(
@@ -171,12 +178,15 @@ def test_hold_and_release_without_a_job_are_about_the_queue(command: Command, fo
         (("submit", "--prioritty", "3", "--", "echo", "hi"), "No such option"),
         (("submit", "python", "train.py", "--lr", "1"), "No such option: --lr"),
         (("submit", "--name", "x", "none.yaml"), "is a job file"),
+        (("submit", "--wait", "two.yaml"), "--wait is for one job"),
+        (("submit", "--wait", "--json", "--", "true"), "--wait is for one job"),
     ],
 )
 @pytest.mark.usefixtures("folder")
 def test_what_cannot_be_is_one_sentence(
     command: Command, words: tuple[str, ...], said: str
 ) -> None:
+    Path("two.yaml").write_text("jobs: [{name: a, command: [x]}, {name: b, command: [x]}]")
     done = command("jobs", *words)
     assert done.returncode == 2
     assert said in done.stderr + done.stdout
@@ -208,24 +218,6 @@ def test_what_the_head_expects_is_shown_of_jobs_that_wait(folder: Path) -> None:
     assert shown["lr-0"][0] != "must not be shown"
 
 
-OPTUNA = """\
-jobs:
-  - name: {}
-    train: {{preset: gpt-nano, steps: 9}}
-    sweep: {{method: optuna, count: 3, over: {{lr: {{log: [1e-5, 1e-3]}}}}}}
-  - {{name: after, command: [echo], after: [{}]}}
-"""
-
-
-@pytest.mark.usefixtures("folder")
-def test_several_jobs_cannot_be_waited_for(command: Command) -> None:
-    Path("two.yaml").write_text("jobs: [{name: a, command: [x]}, {name: b, command: [x]}]")
-    for words in (("two.yaml",), ("--json", "--", "true")):
-        done = command("jobs", "submit", "--wait", *words)
-        assert done.returncode == 2
-        assert "--wait is for one job" in done.stderr + done.stdout
-
-
 def test_an_interrupted_wait_leaves_the_job_as_it_is(folder: Path) -> None:
     words = [*COMMAND, "jobs", "submit", "--wait", "--name", "ev", "--", "true"]
     waits = subprocess.Popen(words, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -236,7 +228,9 @@ def test_an_interrupted_wait_leaves_the_job_as_it_is(folder: Path) -> None:
     out, said = ended(waits)
     assert (waits.returncode, out) == (130, "")
     assert "ev goes on without this; look at it: python -m orchestrator jobs show ev" in said
-    assert [record.job.name for record in taken(folder) if isinstance(record, Submitted)] == ["ev"]
+    assert [record.job.name for record in waiting(folder) if isinstance(record, Submitted)] == [
+        "ev"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -255,7 +249,7 @@ def test_a_wait_prints_what_the_job_prints_and_has_its_exit_code(
     waits = subprocess.Popen(words, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     output = OutputFiles(folder.parent)
     try:
-        (record,) = wait_for(lambda: taken(folder), "message")
+        (record,) = wait_for(lambda: waiting(folder), "message")
         assert isinstance(record, Submitted)
         store_queue(folder, begun(record.job))
         output._add(folder.parent / "output" / "ev.log", b"one\ntw")
@@ -269,15 +263,6 @@ def test_a_wait_prints_what_the_job_prints_and_has_its_exit_code(
         waits.kill()
     assert (waits.returncode, out) == (code, "two\nthree")
     assert said.splitlines()[-1].startswith("ev is ")
-
-
-@pytest.mark.usefixtures("folder")
-def test_a_sweep_whose_members_names_are_taken_is_refused(command: Command) -> None:
-    pytest.importorskip("optuna", reason="optuna is not installed (extra sweep)")
-    Path("lr.yaml").write_text(OPTUNA.format("lr", "lr"))
-    done = command("jobs", "submit", "lr.yaml")
-    assert done.returncode == 2
-    assert "lr.yaml:2: the queue has another job lr-0" in done.stderr
 
 
 @pytest.fixture

@@ -38,7 +38,6 @@ def snapshot_of(run_id: str) -> Snapshot:
         run_id=run_id,
         elapsed_s=125.0,
         duration_s=300.0,
-        restart_count=2,
         notices=("pc1 runs hot",),
     )
 
@@ -48,7 +47,7 @@ def written(runs: Path, run_id: str = RUN_ID, **changed: Any) -> RunStore:
     usual = {"duration_s": 300.0, "head_started": "1", "host": socket.gethostname()}
     store = begun_run(runs / run_id, replace(FACTS, run_id=run_id, **{**usual, **changed}))
     snapshot = snapshot_of(run_id)
-    store.slots([record(row=replace(snapshot.rows[0], restarts=2))])
+    store.slots([record(row=snapshot.rows[0])])
     fallen = {"to_state": "RESTARTING", "cause": "killed\x1b[2J"}
     add_event(store, event(name="state", slot="pc1/0", **fallen))
     add_event(store, event(name="state", slot="pc1/0", to_state="RUNNING", cause="steady"))

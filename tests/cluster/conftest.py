@@ -27,7 +27,17 @@ from orchestrator.errors import NothingStoredError
 from orchestrator.record.archive import read_run
 from orchestrator.record.store import STORE_NAME
 from tests.reaper import Reaper
-from tests.scene import COMMAND, PATIENCE_S, ROOT, computed, ended, python, ran, wait_for
+from tests.scene import (
+    COMMAND,
+    PATIENCE_S,
+    ROOT,
+    computed,
+    ended,
+    events_in,
+    python,
+    ran,
+    wait_for,
+)
 
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -70,14 +80,13 @@ class Head:
         )
         return Path(found.parent)
 
-    def events(self) -> list[dict[str, Any]]:
-        """What the event log says so far."""
-        return read_events(self.folder())
+    def events(self, name: str | None = None, **fields: object) -> list[dict[str, Any]]:
+        """What the event log says so far; or the events of a name, with these fields."""
+        return events_in(self.folder(), name, **fields)
 
     def opened(self, slot: str) -> list[int]:
         """The processes of a slot that have opened its device, in their order."""
-        opened = [event for event in self.events() if event["event"] == "device_opened"]
-        return [event["pid"] for event in opened if event["slot"] == slot]
+        return [event["pid"] for event in self.events("device_opened", slot=slot)]
 
     def progress(self) -> object:
         """What changes while a run gets on, and does not because it merely goes on."""
@@ -110,8 +119,8 @@ class Head:
         """Wait until this many slots have been RUNNING, by the events after the first `after`."""
 
         def enough() -> bool:
-            states = [event for event in self.events()[after:] if event["event"] == "state"]
-            running = {event["slot"] for event in states if event["to_state"] == "RUNNING"}
+            events = self.events()[after:]
+            running = {it["slot"] for it in events if it.get("to_state") == "RUNNING"}
             return len(running) >= workers
 
         self.wait(enough, f"{workers} running workers")
@@ -164,12 +173,6 @@ class Head:
         for stream in (self.process.stdout, self.process.stderr):
             if stream is not None:
                 stream.close()
-
-
-def read_events(folder: Path) -> list[dict[str, Any]]:
-    path = folder / "events.jsonl"
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("}")]
 
 
 def at_unix_s(event: dict[str, Any]) -> float:
@@ -353,10 +356,8 @@ def starting(folder: Path) -> Iterator[Starter]:
         finally:
             for head in heads:
                 head.close()
-    events = [
-        event for head in heads for each in head.runs.glob("*") for event in read_events(each)
-    ]
-    illegal = [event for event in events if event["event"] == "illegal_event"]
+    folders = (folder for head in heads for folder in head.runs.glob("*"))
+    illegal = [event for each in folders for event in events_in(each, "illegal_event")]
     assert illegal == [], "the lifecycle got an event that its table does not allow"
 
 

@@ -11,8 +11,8 @@ import pytest
 
 from orchestrator.record.folders import list_runs
 from tests.cards import script_cards, scripted_card
-from tests.cluster.conftest import SMALL, Starter, read_events
-from tests.scene import ended
+from tests.cluster.conftest import SMALL, Starter
+from tests.scene import ended, events_in
 from workers.readings import Throttle
 
 pytestmark = pytest.mark.ray
@@ -59,5 +59,7 @@ def test_a_hot_card_pauses_its_workers_and_fails_its_phase(start: Starter, short
         sensors = ("temperature_c", "margin_c", "power_w", "throttle_pct")
         assert [rows[slot][name] for name in sensors] == [87, 8, 341, 100]
     assert (rows["pc2/0"]["temperature_c"], rows["pc2/0"]["throttle_pct"]) == (61, 0)
-    alarms = [event for event in read_events(runs / run_id) if event["event"] == "alarm_raised"]
-    assert {event["slot"] for event in alarms} == {"pc1/0", "pc1/1"}
+    assert {event["slot"] for event in events_in(runs / run_id, "alarm_raised")} == {
+        "pc1/0",
+        "pc1/1",
+    }

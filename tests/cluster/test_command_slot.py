@@ -28,7 +28,6 @@ HEAD = """
 import contextlib, dataclasses, json, os, sys, time
 from pathlib import Path
 from orchestrator.cluster.local_cluster import rehearsed
-from orchestrator.cluster.raylets import RayletPlan
 from orchestrator.core.fleet import Told
 from tests.command.scenes import command_spec
 from workers.card_settings import WantedSettings
@@ -51,7 +50,7 @@ else:
     os.rename(name + ".new", name)
 time.sleep(600)
 '''
-with rehearsed([RayletPlan(name="pc1", cpus=5, gpus=1), RayletPlan(name="pc2", cpus=4, gpus=0)]) as fleet:
+with rehearsed({"pc1": {"num_cpus": 5, "num_gpus": 1}, "pc2": {"num_cpus": 4, "num_gpus": 0}}) as fleet:
     fleet.nodes()
     from orchestrator.cluster.node_tasks import with_cards_set  # Ray reads its settings when imported
     wanted = {"pc1": WantedSettings(node="pc1", cards=1, power_limit_w=280)}
@@ -59,11 +58,11 @@ with rehearsed([RayletPlan(name="pc1", cpus=5, gpus=1), RayletPlan(name="pc2", c
     note = lambda event, node, lines: done.append(f"{event} {node} {lines}")
     def limit_w():
         return json.loads(Path("cards.set").read_text())["CARD"]["power_limit_w"]
-    with with_cards_set(wanted, note):
+    with with_cards_set(wanted, note, lambda: False):
         during_w = limit_w()
     between_w = limit_w()
     stays = contextlib.ExitStack()
-    stays.enter_context(with_cards_set(wanted, note))
+    stays.enter_context(with_cards_set(wanted, note, lambda: False))
     tell("limits", [done[0], during_w, between_w, done[2], limit_w()])
     for name, node in (("first", "pc1"), ("second", "pc2"), ("third", "pc1")):
         spec = command_spec("-c", FORKS, slot=name, cwd=os.getcwd(), grace_s=1.0)

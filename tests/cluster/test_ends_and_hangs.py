@@ -21,7 +21,7 @@ from orchestrator.cluster.actor import WorkerActor
 from tests.command.scenes import is_gone
 from tests.scene import MIB, Patience, spec_of, wait_for
 from workers.engine import pieces
-from workers.messages import Begin, Cause, EndCause, Orders, Status, Verdict, WorkerEvent
+from workers.messages import Begin, EndCause, Orders, Status, WorkerEvent
 from workers.settings import Scalar, WorkerSpec
 from workers.workloads.base import StepResult, Workload, WorkloadContext
 
@@ -66,8 +66,6 @@ class Acts(Workload):
     def __init__(self, context: WorkloadContext) -> None:
         super().__init__(context)
         self.steps = 0
-        if os.environ["ACT"] == "raise in the constructor":
-            raise ValueError("no such table")
         if context.checkpoint is not None:
             Path("copy").write_bytes(context.checkpoint)
 
@@ -180,15 +178,6 @@ def test_what_ends_no_process_is_told_and_the_process_goes_on(
     assert first.device is not None
     assert again.device is not None
     assert again.device.pid == first.device.pid
-
-
-def test_a_constructor_that_fails_is_a_verdict(acting: Callable[[str], Slot]) -> None:
-    slot = acting("raise in the constructor")
-    status = slot.wait(lambda told: told.verdict is not Verdict.OK)
-    assert status.verdict_cause is Cause.EXCEPTION
-    assert "no such table" in status.reason
-    assert "no such table" in (status.error or "")
-    assert status.died is None
 
 
 def test_a_kill_of_the_keeper_is_told(acting: Callable[[str], Slot]) -> None:

@@ -21,7 +21,6 @@ import pytest
 import torch
 
 from orchestrator.cluster.local_cluster import rehearsed
-from orchestrator.cluster.raylets import RayletPlan
 from orchestrator.core.fleet import Fleet, Heard, Told, Unreached
 from orchestrator.errors import NoClusterError, UsageError
 from tests.cluster.conftest import actors
@@ -66,13 +65,14 @@ def cluster() -> Iterator[Cluster]:
         # Ray's workers import the workloads; the raylet hands its environment on to them.
         for folder in (ROOT, Path(__file__).parent):
             patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
-        nodes = [RayletPlan(name=NODE, cpus=32, gpus=0), RayletPlan(name=NARROW, cpus=1, gpus=0)]
-        with rehearsed(nodes) as owned:
+        nodes = {NODE: 32, NARROW: 1}
+        with rehearsed(
+            {it: {"num_cpus": cpus, "num_gpus": 0} for it, cpus in nodes.items()}
+        ) as owned:
             from orchestrator.cluster.ray_fleet import RayFleet
 
             joined = RayFleet(owned.address(), None)
-            with contextlib.closing(joined):
-                yield Cluster(owned, joined, Path(os.environ[STATE_DIR_VARIABLE]))
+            yield Cluster(owned, joined, Path(os.environ[STATE_DIR_VARIABLE]))
 
 
 class Stage:
@@ -193,18 +193,6 @@ def test_a_call_of_many_seconds_keeps_its_connection(cluster: Cluster) -> None:
     assert done.stdout.split() == ["answered"], done.stderr
 
 
-def test_each_slot_works_in_a_process_of_its_own_and_counts_up(stage: Stage) -> None:
-    slot, other = stage.place("one"), stage.place("other")
-    first, of_other = stage.at_work(slot), stage.at_work(other)
-    later = stage.status(
-        slot, lambda told: told.counts.steps_ok > first.counts.steps_ok, "more steps"
-    )
-    assert process_of(first) == process_of(later) != process_of(of_other)
-    assert later.counts.busy_s > first.counts.busy_s
-    assert later.wall_s > first.wall_s
-    assert [event.name for event in stage.events[slot]].count("device_opened") == 1
-
-
 def test_an_engine_that_cannot_be_made_is_unbuildable(stage: Stage) -> None:
     name = f"{NODE}/unbuildable"
     spec = SimpleNamespace(slot=name, node=NODE, device="cpu", command=None)
@@ -245,7 +233,7 @@ def test_an_abandoned_slot_is_gone_until_it_is_placed_again(stage: Stage) -> Non
 
 def test_checkpoints_come_in_pieces_from_their_node(cluster: Cluster, tmp_path: Path) -> None:
     """They come whole, while their files are replaced."""
-    from orchestrator.cluster.checkpoint_copy import copied
+    from orchestrator.cluster.node_tasks import copied
 
     run, slot, pattern = "20260101-000000-abcd", f"{NODE}/0", "generation-?.pt"
     place = cluster.state / "state" / run / slot

@@ -42,10 +42,7 @@ def test_a_queue_survives_the_death_of_worker_and_head(start: Starter, short_tmp
     name = str(night.trains())
     (pid,) = first.opened(name)
     os.kill(pid, 9)
-    first.wait(
-        lambda: [event for event in first.events() if event["event"] == "restored"],
-        "a process that goes on",
-    )
+    first.wait(lambda: first.events("restored"), "a process that goes on")
     first.wait(night.trains, "a checkpoint")
     first.kill()
     night.submit("--", "true")

@@ -1,4 +1,4 @@
-"""A job that goes on on another PC, through the real command on real Ray."""
+"""A job that is preempted and goes on on another PC, through the real command on real Ray."""
 
 from __future__ import annotations
 
@@ -9,20 +9,34 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.jobs.model import JobOrder, JobState
+from orchestrator.jobs.model import JobState
 from tests.cluster.conftest import Starter, undisturbed
 from tests.cluster.night import KEYS, LONG, RATES, RESTING_JOB, Night
 from tests.scene import ROOT, ended
 
 pytestmark = pytest.mark.ray
 
-#: As soon as the first one rests, the second has its card until it is cancelled.
-CROWDED = {
-    "jobs": [
-        {"name": "moved", "train": {**KEYS, "lr": RATES[0], "steps": LONG}},
-        {"name": "stays", "command": ["sleep", "100000"], "nodes": ["pc1"], "priority": -1},
-    ]
-}
+#: What ends within 15 s is waited for, and not preempted.
+LONGER = 5 * LONG
+
+#: Until the file is there; a shell's `sleep` ends with it.
+UNTIL = "until [ -e {} ]; do sleep 0.1; done"
+
+
+def urgent(folder: Path) -> dict[str, object]:
+    """Return jobs of which the last one takes the training's card once there is a file `begin`, and
+    keeps it until there is a file `end`. Until then the other card is taken, too.
+    """
+    begin, end = (["sh", "-c", UNTIL.format(name)] for name in ("begin", "end"))
+    return {
+        "defaults": {"cwd": str(folder)},
+        "jobs": [
+            {"name": "low", "train": {**KEYS, "lr": RATES[0], "steps": LONGER}, "priority": -1},
+            {"name": "first", "command": begin, "nodes": ["pc2"]},
+            {"name": "urgent", "after": ["first"], "command": end, "nodes": ["pc1"],
+             "priority": 1, "preempt": True},
+        ],
+    }  # fmt: skip
 
 
 @pytest.fixture
@@ -44,21 +58,23 @@ def two_pcs(start: Starter, short_tmp: Path) -> Iterator[Night]:
     ended(pcs)
 
 
-def test_a_moved_training_goes_on_from_the_heads_copy(two_pcs: Night) -> None:
-    head = two_pcs.begin(two_pcs.file_of(CROWDED))
-    head.wait(two_pcs.trains, "a checkpoint")
-    two_pcs.say(JobOrder.HOLD, "moved")
-    head.wait(lambda: two_pcs.standings()["stays"].card, "another job on its card")
-    assert two_pcs.standings()["moved"].last_card == "pc1"
-    two_pcs.say(JobOrder.RELEASE, "moved")
-    head.wait(lambda: two_pcs.standings()["moved"].sha256, "its end")
-    two_pcs.say(JobOrder.CANCEL, "stays")
+def test_a_preempted_training_goes_on_from_the_heads_copy_to_the_bit(
+    two_pcs: Night, short_tmp: Path
+) -> None:
+    head = two_pcs.begin(two_pcs.file_of(urgent(short_tmp)))
+    head.wait(lambda: two_pcs.trains() == "low", "a checkpoint")
+    assert two_pcs.standings()["low"].card == "pc1"
+    (short_tmp / "begin").touch()
+    head.wait(lambda: two_pcs.standings()["urgent"].card == "pc1", "another job on its card")
+    head.wait(lambda: head.events("restored"), "a training that goes on")
+    assert two_pcs.standings()["low"].card == "pc2"
+    (short_tmp / "end").touch()
 
     code, out, err = head.finish()
     assert code == 0, out + err
-    moved = two_pcs.standings()["moved"]
-    assert (moved.state, moved.last_card, moved.attempt) == (JobState.DONE, "pc2", 2)
-    restored = [event["step"] for event in head.events() if event["event"] == "restored"]
-    assert len(restored) == 1
-    assert 0 < restored[0] < LONG
-    assert moved.sha256 == undisturbed(KEYS, steps=LONG, lr=RATES[0])[0]
+    low = two_pcs.standings()["low"]
+    assert (low.state, low.last_card, low.failures) == (JobState.DONE, "pc2", 0)
+    (recalled,) = head.events("job_attempt_recalled", job="low")
+    assert recalled["reason"] == "makes room for urgent"
+    assert all(0 < event["step"] < LONGER for event in head.events("restored"))
+    assert low.sha256 == undisturbed(KEYS, steps=LONGER, lr=RATES[0])[0]

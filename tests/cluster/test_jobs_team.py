@@ -8,7 +8,6 @@ import json
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -31,10 +30,6 @@ def steps_of(head: Head) -> int:
     return max(row["train_step"] or 0 for row in rows) if together else 0
 
 
-def named(head: Head, name: str) -> list[dict[str, Any]]:
-    return [event for event in head.events() if event["event"] == name]
-
-
 def both(night: Night) -> Standing:
     return night.standings()["both"]
 
@@ -45,7 +40,7 @@ def test_a_team_is_one_job(start: Starter, short_tmp: Path, split: str) -> None:
     train = {**TRAIN, "split": split}
     head = night.begin(night.file_of({"jobs": [{"name": "both", "train": train}]}))
     head.wait(lambda: steps_of(head) > 5, "both members")
-    leader, step = named(head, "team_leader")[-1]["slot"], steps_of(head)
+    leader, step = head.events("team_leader")[-1]["slot"], steps_of(head)
     os.kill(head.opened(leader)[-1], signal.SIGKILL)
     head.wait(lambda: steps_of(head) > step, "both members again")
     assert (both(night).card, both(night).attempt) == ("pc1+pc2", 1)
@@ -60,8 +55,8 @@ def test_a_team_is_one_job(start: Starter, short_tmp: Path, split: str) -> None:
     assert {head.rows()[slot]["state"] for slot in SLOTS} == {"HELD"}
     night.say(JobOrder.RELEASE, "both")
     head.wait(lambda: both(night).attempt == 2, "another attempt")
-    restored = {"data": 2, "layers": 1}[split] + len(named(head, "restored"))
-    head.wait(lambda: len(named(head, "restored")) >= restored, "both members once more")
+    restored = {"data": 2, "layers": 1}[split] + len(head.events("restored"))
+    head.wait(lambda: len(head.events("restored")) >= restored, "both members once more")
     head.kill()
 
     code, out, err = night.begin(str(night.file)).finish()

@@ -119,8 +119,7 @@ def ten(session_reaper: Reaper) -> Iterator[Head]:
 
 def test_a_rehearsal_listens_on_loopback_and_keeps_its_token(ten: Head) -> None:
     def have_opened() -> bool:
-        opened = [event["slot"] for event in ten.events() if event["event"] == "device_opened"]
-        return len(set(opened)) == 10
+        return len({event["slot"] for event in ten.events("device_opened")}) == 10
 
     ten.wait(have_opened, "ten workers")
     own, folder = psutil.Process(ten.process.pid), ten.runs.parent

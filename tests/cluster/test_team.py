@@ -78,25 +78,11 @@ def undisturbed(start: Starter) -> Trained:
 
 
 @pytest.fixture(scope="module")
-def divided(start: Starter) -> Trained:
-    """The blocks of the model are divided; the process that lends memory is killed, then the leader's."""
-    head = start(
-        "--rehearse", "--duration", "30m", "--json", *TEAM, "--set=train.split=layers"
-    )  # fmt: skip
-    for slot in ("pc2/0", "pc1/0"):
-        at_step = steps_of(head)
-        head.wait(lambda at=at_step: together(head, at + 10), "both members")  # type: ignore[misc]
-        os.kill(head.opened(slot)[-1], signal.SIGKILL)
-    return finished(head)
-
-
-@pytest.fixture(scope="module")
 def disturbed(start: Starter) -> Trained:
     """The leader's process is killed, then the head, and the run goes on."""
     head = start("--rehearse", "--duration", "30m", "--json", *TEAM)
     head.wait(lambda: together(head, 10), "both members")
-    leader = [event["slot"] for event in head.events() if event["event"] == "team_leader"][-1]
-    at_step = steps_of(head)
+    leader, at_step = head.events("team_leader")[-1]["slot"], steps_of(head)
     os.kill(head.opened(leader)[-1], signal.SIGKILL)
     head.wait(lambda: together(head, at_step + 10), "both members again")
     head.kill()
@@ -112,19 +98,6 @@ def test_a_team_trains_as_one_process_does(undisturbed: Trained) -> None:
     assert sum(row["team_share_pct"] for row in rows.values()) == pytest.approx(100, abs=25)
     # A step that all make is one step.
     assert undisturbed.summary["steps_ok"] == KEYS["steps"]
-
-
-def test_a_model_that_is_divided_trains_as_one_process_does(
-    undisturbed: Trained, divided: Trained
-) -> None:
-    leader, lender = divided.rows["pc1/0"], divided.rows["pc2/0"]
-    assert (leader["state"], lender["state"]) == ("DONE", "DONE")
-    assert leader["train_step"] == lender["train_step"] == KEYS["steps"]
-    alone = undisturbed.rows["pc1/0"]["loss"]
-    assert leader["loss"] == pytest.approx(alone, abs=1e-6)
-    assert leader["team_share_pct"] + lender["team_share_pct"] == pytest.approx(100)
-    assert len(divided.named("process_ended")) == 2
-    assert divided.named("rolled_back")
 
 
 def test_neither_the_leader_nor_the_head_is_needed(

@@ -112,7 +112,7 @@ def test_crashed_and_leaking_workers_are_replaced(start: Starter, short_tmp: Pat
             for slot in ("pc1/0", "pc1/1")
         )
         given_up = all(rows[slot]["state"] == "QUARANTINED" for slot in ("pc2/0", "pc2/1"))
-        told = {event["slot"] for event in head.events() if event["event"] == "leak"}
+        told = {event["slot"] for event in head.events("leak")}
         replaced = (
             all(rows[slot]["restarts"] >= 1 for slot in ("pc1/2", "pc1/4"))
             and rows["pc1/4"]["state"] == "RUNNING"
@@ -123,12 +123,10 @@ def test_crashed_and_leaking_workers_are_replaced(start: Starter, short_tmp: Pat
         all_came_to_their_end, "two slots that are back, two replaced, one leak, one card"
     )
     assert summary["steps_error"] == 0
-    events = head.events()
     rows = {row["slot"]: row for row in summary["workers"]}
 
     def causes(slot: str) -> list[str]:
-        states = [e for e in events if e["event"] == "state" and e["slot"] == slot]
-        return [e["cause"] for e in states if e["to_state"] == "RESTARTING"]
+        return [it["cause"] for it in head.events("state", slot=slot, to_state="RESTARTING")]
 
     for slot in ("pc1/0", "pc1/1"):
         assert rows[slot]["restarts"] == 1, rows[slot]
@@ -146,17 +144,15 @@ def test_crashed_and_leaking_workers_are_replaced(start: Starter, short_tmp: Pat
     for cause in (*causes("pc1/2"), *causes("pc1/4")):
         assert "that its work does not need" in cause
         assert "was replaced" in cause
-    assert "EMERGENCY" not in {
-        e["to_state"] for e in events if e["event"] == "state" and e["slot"] == "pc1/4"
-    }
+    assert not head.events("state", slot="pc1/4", to_state="EMERGENCY")
     assert leaky["state"] in {"RUNNING", "RESTARTING"}
     assert slightly["restarts"] == 0
     assert slightly["state"] == "RUNNING"
-    told = [event["slot"] for event in events if event["event"] == "leak"]
+    told = [event["slot"] for event in head.events("leak")]
     assert {"pc1/2", "pc1/3"} <= set(told) <= {"pc1/2", "pc1/3", "pc1/4"}
     assert told.count("pc1/3") == 1
 
-    (given_up,) = [event for event in events if event["event"] == "card_quarantined"]
+    (given_up,) = head.events("card_quarantined")
     assert given_up["card"].startswith("pc2")
     for slot in ("pc2/0", "pc2/1"):
         assert rows[slot]["state"] == "QUARANTINED"

@@ -10,9 +10,9 @@ from pathlib import Path
 import psutil
 
 from orchestrator.cluster.connect import use_private_token
-from orchestrator.cluster.raylets import RayletPlan, Raylets
+from orchestrator.cluster.raylets import Raylets
 
-PLANS = (RayletPlan(name="pc1", cpus=56, gpus=1), RayletPlan(name="pc2", cpus=12, gpus=1))
+RESOURCES = {"pc1": {"num_cpus": 56, "num_gpus": 1}, "pc2": {"num_cpus": 12, "num_gpus": 1}}
 
 
 def main(folder: Path) -> None:
@@ -20,10 +20,10 @@ def main(folder: Path) -> None:
     use_private_token(folder)
     os.environ |= {"MALLOC_ARENA_MAX": "1", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
     os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
-    raylets = Raylets(PLANS, folder)
-    for plan in PLANS:
-        os.environ["ORCHESTRATOR_STATE_DIR"] = str(folder / "state" / plan.name)
-        raylets.start(plan.name)
+    raylets = Raylets(RESOURCES, folder)
+    for name in RESOURCES:
+        os.environ["ORCHESTRATOR_STATE_DIR"] = str(folder / "state" / name)
+        raylets.start(name)
     print(raylets.gcs_address, flush=True)  # noqa: T201 - for the test that started this
     sys.stdin.read()
     for process in psutil.Process().children(recursive=True):

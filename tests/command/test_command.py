@@ -14,7 +14,7 @@ import pytest
 from orchestrator.cluster.command_actor import CommandActor
 from orchestrator.jobs.causes import cause_of
 from tests.command.scenes import Slot, command_spec, told
-from tests.scene import ROOT, python
+from tests.scene import ROOT
 from workers.command import files
 from workers.command.launch import ATTEMPT
 from workers.messages import Cause, PrintedOutput, Verdict, WorkerState
@@ -52,6 +52,12 @@ def test_a_worker_leaves_the_settings_of_torch_to_it(monkeypatch: pytest.MonkeyP
     assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     # With another one than its own two, torch refuses to compute deterministically.
     assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+
+
+def test_a_program_that_ends_at_once_ends_with_its_own_code() -> None:
+    for number in range(8):
+        slot = Slot(command_spec(slot=f"job{number}", argv=("sh", "-c", "exit 3")))
+        assert slot.end().ended.exit_code == 3
 
 
 def test_second_start_is_told_to_resume() -> None:
@@ -382,17 +388,6 @@ def test_what_cannot_be_capped_is_said() -> None:
     assert slot.events["program_started"]["uncapped"] == (
         "true is no Python program: nothing caps its memory"
     )
-
-
-def test_worker_loads_no_torch(tmp_path: Path) -> None:
-    code = (
-        "import sys; sys.path.insert(0, sys.argv[1]);"
-        "from tests.command.scenes import command_spec;"
-        "from orchestrator.cluster.command_actor import CommandActor;"
-        "CommandActor(command_spec('-c', 'pass')); print('torch' in sys.modules)"
-    )
-    done = python("-c", code, str(ROOT), cwd=tmp_path)
-    assert done.stdout.strip() == "False", done.stderr
 
 
 def test_cap_holds_in_another_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

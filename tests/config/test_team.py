@@ -14,8 +14,8 @@ from orchestrator.core.node_commands import firewall_lines
 from orchestrator.core.placement import Target, idle_line, listening_at, plan_slots
 from orchestrator.errors import ConfigError
 from orchestrator.jobs.spec import parse
+from orchestrator.jobs.sweep import job_config
 from orchestrator.run.environment import in_rehearsal
-from orchestrator.run.prediction import job_config
 from orchestrator.run.scaling import REHEARSAL_SCALE, scale_config
 from tests.config.test_config_errors import problems_of
 from tests.factories import REFERENCE, config_of

@@ -9,8 +9,8 @@ import pytest
 
 from orchestrator.control.slots import (
     Command,
+    CommandRefusedError,
     Do,
-    NoCommandError,
     command_of,
     parse_bytes,
 )
@@ -45,7 +45,7 @@ def test_a_command_comes_through_as_it_was() -> None:
     ],
 )
 def test_what_is_no_command_is_refused_with_what_would_be_one(content: bytes, words: str) -> None:
-    with pytest.raises(NoCommandError, match=words):
+    with pytest.raises(CommandRefusedError, match=words):
         command_of(content)
 
 

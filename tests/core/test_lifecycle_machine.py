@@ -68,7 +68,6 @@ class Process:
     errors: int = 0
     holds: bool = False
     alive: bool = True
-    hangs: bool = False
 
 
 class Cluster:

@@ -109,24 +109,9 @@ def test_ray_knows_every_argument_and_name_of_a_node() -> None:
     done = ran([sys.executable, "-W", "ignore", "-c", READ_BY_RAY, json.dumps(argvs)])
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    common = {"num_gpus": 1, "disable_usage_stats": True}
     assert [read["labels"]["node"] for read in found["read"][2:]] == names
-    assert found["read"][:2] == [
-        {
-            **common,
-            "head": True,
-            "port": 6379,
-            "address": None,
-            "num_cpus": 56,
-            "labels": {"node": "pc1"},
-        },
-        {
-            **common,
-            "head": False,
-            "port": None,
-            "address": "10.0.0.1:6379",
-            "num_cpus": 12,
-            "labels": {"node": "pc2"},
-        },
-    ]
+    common = {"num_gpus": 1, "disable_usage_stats": True}
+    head = {"head": True, "port": 6379, "address": None, "num_cpus": 56, "labels": {"node": "pc1"}}
+    other = {"head": False, "port": None, "address": "10.0.0.1:6379", "num_cpus": 12}
+    assert found["read"][:2] == [common | head, common | other | {"labels": {"node": "pc2"}}]
     assert "--generate" in found["token_options"]

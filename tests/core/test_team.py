@@ -1,15 +1,14 @@
-"""Who leads a team: cases as a table, and a machine of deaths, cables, pauses and heads that crash."""
+"""Who leads a team: cases as a table, and what holds whatever is seen of its members."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from orchestrator.core.team import NO_STATE, Election, Member, elect
 from workers.messages import TeamState, TeamStatus
@@ -134,184 +133,51 @@ def test_waiting_has_a_bound_unless_a_state_would_be_lost(
     assert elect(waiting, members, NOW_S + until_s, PATIENCE_S).leader == leader
 
 
-@dataclass
-class Process:
-    """A member as it really is, and what the head has heard of it."""
-
-    incarnation: int = 0
-    is_up: bool = False
-    is_stopped: bool = False
-    is_held: bool = False
-    has_pc: bool = True
-    has_cable: bool = True
-    held: int | None = None
-    saved: int | None = None
-    generation: int | None = None
-    lost: int | None = None
-    told: TeamStatus | None = None
-    told_at_s: float = -math.inf
-    known_saved: float = NO_STATE
-    is_known: bool = True
+STEPS = st.none() | st.integers(0, 3)
+TOLD = st.none() | st.builds(
+    told, STEPS, st.sampled_from([None, 2, 3]), lost=st.sampled_from([None, None, 2, 3])
+)
 
 
-NAMES = st.sampled_from(["a", "b", "c"])
+@st.composite
+def members_of_three(draw: st.DrawFn) -> list[Member]:
+    """Members in any state that a head may see, up or not, heard or not."""
+    members = []
+    for slot in "abc":
+        team, gone = draw(TOLD), draw(st.sampled_from([None, None, "it is held"]))
+        drawn = {
+            "process": draw(st.integers(0, 1)),
+            "gone": gone,
+            "is_awaited": gone is not None and draw(st.booleans()),
+            "late_s": draw(st.sampled_from([-0.5, 1.0, 9.0])),
+            "stored_step": draw(st.sampled_from([NO_STATE, 0.0, 2.0, math.inf])),
+        }
+        members.append(member(slot, team, **drawn))
+    return members
 
 
-class Cluster(RuleBasedStateMachine):
-    """Three members that train, save, die and return, and the heads of their run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now_s = NOW_S
-        self.members = {name: Process() for name in "abc"}
-        self.election = Election(since_s=self.now_s)
-        self.led: dict[int, tuple[str, int]] = {}
-
-    @rule(name=NAMES, opens=st.booleans())
-    def comes_up(self, name: str, *, opens: bool) -> None:
-        """A process begins; it opens its training at once, or needs long for it."""
-        one = self.members[name]
-        if one.has_pc and not one.is_up:
-            one.is_up, one.is_stopped, one.held = True, False, None
-            one.generation = one.lost = one.told = None
-        if one.is_up and one.held is None and opens:
-            one.held = one.saved or 0
-        self._tells(name)
-
-    @rule(name=NAMES)
-    def dies(self, name: str) -> None:
-        one = self.members[name]
-        if one.is_up:
-            one.is_up, one.told = False, None
-            one.incarnation += 1
-
-    @rule(name=NAMES, disk_stays=st.booleans())
-    def pc_is_lost_or_returns(self, name: str, *, disk_stays: bool) -> None:
-        one = self.members[name]
-        self.dies(name)
-        one.has_pc = not one.has_pc
-        one.saved = one.saved if disk_stays else None
-
-    @rule(name=NAMES, what=st.sampled_from(["is_held", "is_stopped", "has_cable"]))
-    def changes(self, name: str, what: str) -> None:
-        """A member is held or stopped, or its cable is out; or that is over."""
-        setattr(self.members[name], what, not getattr(self.members[name], what))
-
-    @rule(steps=st.integers(1, 9), deaf=NAMES)
-    def trains(self, steps: int, deaf: str) -> None:
-        """All but one hear the orders; each leader and those that are with it go on."""
-        for name in self.members:
-            if name != deaf:
-                self._obeys(name)
-        for generation, (name, incarnation) in self.led.items():
-            leader = self.members[name]
-            is_same = (leader.generation, leader.incarnation) == (generation, incarnation)
-            if not is_same or not leader.is_up or leader.is_stopped or leader.held is None:
-                continue
-            before, leader.held = leader.held, leader.held + steps
-            for each in self.members.values():
-                if each is leader or each.generation != generation or not each.is_up:
-                    continue
-                if each.held == before and each.has_cable and leader.has_cable:
-                    each.held = leader.held
-                else:
-                    each.lost = generation
-
-    @rule(name=NAMES, tells=st.booleans())
-    def saves(self, name: str, *, tells: bool) -> None:
-        one = self.members[name]
-        if one.is_up and one.held:
-            one.saved = one.held
-        if tells:
-            self._tells(name)
-
-    @rule(seconds=st.sampled_from([0.1, 0.7, 3.0, 200.0]))
-    def time_passes(self, seconds: float) -> None:
-        """Those that are heard tell how they stand."""
-        self.now_s += seconds
-        for name in self.members:
-            self._tells(name)
-
-    @rule()
-    def head_crashes(self) -> None:
-        """All processes end with it; the next one knows the generation, and what was told."""
-        for name, one in self.members.items():
-            self.dies(name)
-            one.incarnation += 1
-            one.is_known = False
-        self.election = Election(generation=self.election.generation, since_s=self.now_s)
-
-    @invariant()
-    def looks(self) -> None:
-        """The head looks after each of these."""
-        before = self.election
-        seen = [self._seen(name, one) for name, one in self.members.items()]
-        self.election = now = elect(before, seen, self.now_s, PATIENCE_S)
+@given(
+    looks=st.lists(
+        st.tuples(members_of_three(), st.sampled_from([0.1, 0.7, 3.0, 200.0])), min_size=1
+    )
+)
+def test_each_generation_has_one_leader_that_is_up_and_has_the_newest_state(
+    looks: list[tuple[list[Member], float]],
+) -> None:
+    """Whatever is seen at each look."""
+    now, now_s = Election(since_s=NOW_S), NOW_S
+    for seen, later_s in looks:
+        now_s += later_s
+        before, now = now, elect(now, seen, now_s, PATIENCE_S)
         if now.generation == before.generation:
             assert now.leader in {None, before.leader}
-            return
+            continue
         assert now.generation == before.generation + 1
-        assert now.generation not in self.led
         leader = next(each for each in seen if each.slot == now.leader)
-        self.led[now.generation] = (leader.slot, leader.process)
         assert leader.gone is None
         assert leader.team is not None
-        assert now.address == leader.team.listens
+        assert (now.process, now.address) == (leader.process, leader.team.listens)
         able = [each for each in seen if each.gone is None and each.may_begin and each.late_s < 0]
-        assert leader.held_step >= max((each.held_step for each in able), default=0)
+        assert leader.held_step >= max(each.held_step for each in able)
         others = [each.stored_step for each in seen if each is not leader]
         assert leader.held_step > 0 or not any(0 < step < math.inf for step in others)
-
-    @precondition(lambda self: self.election.leader is not None)
-    @invariant()
-    def who_leads_was_named(self) -> None:
-        assert self.led[self.election.generation][0] == self.election.leader
-
-    def _obeys(self, name: str) -> None:
-        """A member hears who leads; a helper takes the leader's state."""
-        now, one = self.election, self.members[name]
-        if now.leader is None or not one.is_up or one.is_stopped or one.held is None:
-            return
-        leader = self.members[now.leader]
-        one.generation, one.lost = now.generation, None
-        if one is leader:
-            return
-        if leader.is_up and leader.has_cable and one.has_cable:
-            one.held = leader.held
-        else:
-            one.lost = now.generation
-
-    def _tells(self, name: str) -> None:
-        one = self.members[name]
-        if not one.is_up or one.is_stopped:
-            return
-        together = one.generation is not None and one.lost is None
-        one.told = TeamStatus(
-            state=TeamState.TOGETHER if together else TeamState.REJOINING,
-            listens=f"{name}:1",
-            generation=one.generation,
-            step=one.held,
-            lost=one.lost,
-        )
-        one.told_at_s, one.is_known = self.now_s, True
-        if one.saved is not None:
-            one.known_saved = one.saved
-
-    def _seen(self, name: str, one: Process) -> Member:
-        gone = None if one.is_up and one.told is not None else "its process has ended"
-        if one.is_held:
-            gone = "it is held"
-        return Member(
-            slot=name,
-            process=one.incarnation,
-            gone=gone,
-            may_begin=one.told is not None and one.told.step is not None and not one.is_held,
-            is_awaited=one.has_pc and not one.is_held and one.told is None,
-            late_s=self.now_s - one.told_at_s - 1.0,
-            stored_step=one.known_saved if one.is_known else math.inf,
-            team=one.told,
-        )
-
-
-Cluster.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
-TestCluster = Cluster.TestCase

@@ -1,6 +1,4 @@
-"""What a machine says of itself: this one as it is, and cards through a fake NVML and the real
-nvidia-ml-py.
-"""
+"""What a machine says of itself: this one as it is."""
 
 from __future__ import annotations
 

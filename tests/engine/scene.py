@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -60,9 +59,7 @@ def turns(
 
 def with_ooms(spec: WorkerSpec, rate: float) -> WorkerSpec:
     """Let a share of the workload's steps run out of memory, as `run --chaos` does."""
-    settings = {**spec.workload.settings, "chaos": json.dumps({"seed": 7, "oom_rate": rate})}
-    name = f"workers.workloads.chaos:{spec.workload.name}"
-    return replace(spec, workload=replace(spec.workload, name=name, settings=settings))
+    return replace(spec, oom_rate=rate, chaos_seed=7)
 
 
 def own(workload: type) -> str:
@@ -76,6 +73,11 @@ def events(statuses: Status | Sequence[Status], *names: str) -> list[WorkerEvent
     return [
         event for status in every for event in status.events if not names or event.name in names
     ]
+
+
+def failures(statuses: Sequence[Status]) -> int:
+    """Return how many parts ran out of memory."""
+    return sum(status.counts.steps_oom for status in statuses)
 
 
 def names(statuses: Status | Sequence[Status]) -> list[str]:

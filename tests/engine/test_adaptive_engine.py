@@ -8,11 +8,6 @@ counts it all the same.
 from __future__ import annotations
 
 import hashlib
-import subprocess
-import sys
-import threading
-import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,10 +15,9 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from tests.engine.scene import all_is_well, events, names, own, turns
+from tests.engine.scene import all_is_well, events, failures, names, own, turns
 from tests.in_child import InChild
 from tests.scene import MIB, spec_of
-from workers.devices.base import alone_on
 from workers.messages import Status, Verdict, WorkerState
 from workers.settings import Learned, LimitKey, PolicyState, WorkerSpec
 from workers.workloads.base import StepResult, Workload
@@ -80,10 +74,6 @@ class Squares(Matmul):
 
 def leases(*leases_bytes: int | None) -> list[dict[str, Any]]:
     return [{"lease_bytes": lease_bytes} for lease_bytes in leases_bytes]
-
-
-def failures(reports: Sequence[Status]) -> int:
-    return sum(report.counts.oom_count for report in reports)
 
 
 def share_held(report: Status) -> float:
@@ -224,37 +214,3 @@ def test_it_waits_for_its_share_and_gives_all_back(in_child: InChild) -> None:
     assert "resumed" in names(first)
     assert leased.memory.allocated_bytes <= 40 * MIB
     assert min(report.memory.allocated_bytes for report in (free[-1], last)) > 20 * MIB
-
-
-HOLDS_UNTIL_TOLD = """
-import sys
-from workers.devices.base import alone_on
-
-with alone_on("a device of this test"):
-    print("held", flush=True)
-    sys.stdin.readline()
-"""
-
-
-def test_who_opens_a_device_is_alone_and_a_dead_one_in_no_ones_way() -> None:
-    other = subprocess.Popen(
-        [sys.executable, "-c", HOLDS_UNTIL_TOLD],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert other.stdout.readline() == "held\n"
-    entered: list[float] = []
-
-    def enter() -> None:
-        with alone_on("a device of this test"):
-            entered.append(time.monotonic())
-
-    waiting = threading.Thread(target=enter, daemon=True)
-    waiting.start()
-    waiting.join(0.5)
-    assert entered == [], "the other process is still there"
-    other.kill()
-    other.communicate()
-    waiting.join(60)
-    assert len(entered) == 1

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
 from tests.engine import own_steps
-from tests.engine.scene import events, own, turns
+from tests.engine.scene import events, failures, own, turns
 from tests.in_child import InChild
 from tests.scene import MIB, spec_of
 from workers.messages import Cause, Status, Verdict, WorkerState
@@ -28,10 +27,6 @@ def spec(workload: type, **changes: object) -> WorkerSpec:
         "batch_floor": 1,
     }
     return spec_of(name=own(workload), **{**usual, "size_floor": 64, **changes})
-
-
-def failures(reports: Sequence[Status]) -> int:
-    return sum(report.counts.steps_oom for report in reports)
 
 
 def share_of_cap(report: Status) -> float:

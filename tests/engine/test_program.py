@@ -181,7 +181,7 @@ def test_a_spec_file_holds_all_that_a_worker_must_know(tmp_path: Path) -> None:
     path = write_spec(tmp_path, spec, 7, begin, copy)
     found = read_spec(path)
     expected = replace(begin, checkpoint=b"\0" * 8)
-    assert (found.spec, found.begin(), found.incarnation) == (spec, expected, 7)
+    assert (found.spec, found.begin, found.incarnation) == (spec, expected, 7)
     assert path.stat().st_mode & 0o777 == 0o600
     write_spec(tmp_path, spec, 8, Begin())
-    assert read_spec(path).begin() == Begin(), "a process without a copy gets none"
+    assert read_spec(path).begin == Begin(), "a process without a copy gets none"

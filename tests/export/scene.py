@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -66,6 +67,16 @@ def trained(
         )  # fmt: skip
 
     return run, request
+
+
+def course(settings: TrainSettings, *, cut: bool) -> Trainer:
+    """Train to the end, in parts and recomputed blocks that change if the batch is to be `cut`."""
+    draw = random.Random(5)  # noqa: S311 - sizes of parts
+    run = Trainer(find_task(settings, 3), settings, CPU, 3)
+    while not run.finished:
+        most = len(run.task.blocks(run.model))
+        run.micro_batch(draw.randint(1, 6) if cut else 6, draw.randint(0, most) if cut else 0)
+    return run
 
 
 class _Numbers:

@@ -7,6 +7,7 @@ cluster, so that a run of seconds needs no seconds to start Ray. `CONFIG` has it
 from __future__ import annotations
 
 import contextlib
+import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -55,6 +56,8 @@ class InProcessFleet:
 
     def wait(self, timeout_s: float) -> tuple[Heard, ...]:
         """Lets every engine work until it has something to tell, however long that takes."""
+        if not self._slots:
+            time.sleep(timeout_s)
         return tuple(slot.poll() for slot in self._slots.values())
 
     def abandon(self, slot: str) -> None:

@@ -10,8 +10,6 @@ too. The process of the tests itself never makes a context, so that it holds not
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeAlias
 
@@ -21,10 +19,10 @@ import torch
 from tests.engine.scene import begun, own, turn, turns
 from tests.gpu.scene import ON_A_CARD, spec_of
 from tests.scene import MIB
+from workers.devices import open_device
 from workers.messages import Cause, Status, Verdict, WorkerState
 from workers.settings import WorkerSpec
-from workers.workloads.base import StepResult, Workload, WorkloadContext
-from workers.workloads.matmul import Matmul
+from workers.workloads.base import StepResult, Workload
 
 pytestmark = ON_A_CARD
 
@@ -69,43 +67,25 @@ def test_a_device_assert_poisons_the_process_for_good(in_child: Callable[..., An
 # --- element types
 
 
-def products(spec: WorkerSpec) -> float:
-    """Return the largest error of one product relative to the largest element."""
-    from workers.devices.cuda import CudaDevice
-
-    device = CudaDevice(spec)
-    workload = Matmul(WorkloadContext(device=device.torch_device, dtype=device.torch_dtype, seed=3))
-    workload.hold(64 * MIB)
-    for _ in range(3):
-        workload.step(1024, 1)
-    tensors = workload._tensors
-    left, right = tensors._left.cpu().double(), tensors._right.cpu().double()
-    reference = left @ right
-    written = [result.cpu().double() for result in tensors._ring[:3]]
-    return max(
-        float((result - reference).abs().max() / reference.abs().max()) for result in written
-    )
+def error_of_a_product(spec: WorkerSpec) -> tuple[float, int]:
+    """Return the largest error of a product, relative to its largest element, and the generation of
+    the card.
+    """
+    device = open_device(spec)
+    factor = torch.randn(1024, 1024, device=device.torch_device, dtype=device.torch_dtype)
+    product, true = (factor @ factor).double(), factor.double() @ factor.double()
+    error = float((product - true).abs().max() / true.abs().max())
+    return error, torch.cuda.get_device_capability()[0]
 
 
-@pytest.fixture(scope="module")
-def errors(in_child: Callable[..., Any]) -> dict[str, float]:
-    return {dtype: in_child(products, spec_of(dtype=dtype)) for dtype in ("fp32", "tf32")}
-
-
-def test_tf32_is_really_used_where_there_is_one(errors: dict[str, float]) -> None:
+def test_tf32_is_really_used_where_there_is_one(in_child: Callable[..., Any]) -> None:
     """That products are right is for the checks of `test_card.py`."""
-    assert errors["fp32"] < 1e-5
-    name, *_ = subprocess.run(
-        [sys.executable, "-c", "import torch; print(torch.cuda.get_device_capability()[0])"],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.split()
-    if int(name) < 8:
+    error, generation = in_child(error_of_a_product, spec_of(dtype="fp32"))
+    assert error < 1e-5
+    if generation < 8:
         pytest.skip("tf32 begins with Ampere")
-    assert 10 * errors["fp32"] < errors["tf32"] <= 2e-3, (
-        "as precise as fp32: it was not switched on"
-    )
+    in_tf32, _ = in_child(error_of_a_product, spec_of(dtype="tf32"))
+    assert 10 * error < in_tf32 <= 2e-3, "as precise as fp32: it was not switched on"
 
 
 # --- what cannot work

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from tests.engine import own_steps
-from tests.engine.scene import own, turns
+from tests.engine.scene import failures, own, turns
 from tests.gpu.scene import ON_A_CARD, spec_of
-from workers.messages import Status, Verdict, WorkerState
+from workers.messages import Verdict, WorkerState
 from workers.settings import WorkerSpec
 
 pytestmark = ON_A_CARD
@@ -21,10 +21,6 @@ def spec(workload: type) -> WorkerSpec:
     return spec_of(
         name=own(workload), policy="adaptive", size=262_144, batch=1, batch_floor=1, size_floor=64
     )
-
-
-def failures(statuses: list[Status]) -> int:
-    return sum(status.counts.steps_oom for status in statuses)
 
 
 @pytest.mark.parametrize("workload", [own_steps.Squares, own_steps.Deep, own_steps.KeepsError])

@@ -12,6 +12,7 @@ import gc
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import psutil
@@ -25,8 +26,9 @@ from workers import oom
 from workers.devices import open_device
 from workers.messages import Status
 from workers.nvml import queries
-from workers.settings import FailureKind, WorkerSpec
+from workers.settings import FailureKind
 from workers.training.host_memory import wait_asleep
+from workers.training.memory_plan import MemoryPlanner
 from workers.training.settings import TrainSettings
 from workers.training.tasks import find_task
 from workers.training.trainer import Trainer
@@ -47,10 +49,7 @@ def told_of(in_child: Callable[..., Any], scenario: Callable[[], Found]) -> Foun
     return found
 
 
-def lone_spec(**different: Any) -> WorkerSpec:
-    return spec_of(
-        **{"device": DEVICE, "budget_bytes": BUDGET_BYTES, "floor_bytes": 4 * MIB, **different}
-    )
+lone_spec = partial(spec_of, device=DEVICE, budget_bytes=BUDGET_BYTES, floor_bytes=4 * MIB)
 
 
 def trainer_of(**levers: Any) -> Trainer:
@@ -203,3 +202,32 @@ def cores_of_a_wait() -> Found:
 def test_a_wait_does_not_spin(in_child: Callable[..., Any]) -> None:
     found = told_of(in_child, cores_of_a_wait)
     assert found["cores"] <= 0.3  # a wait that spins takes a whole core
+
+
+#: A small training in parts of four samples.
+SMALL: Found = {"preset": "gpt2-small", "batch": 8, "seq": 256, "steps": 4, "dropout": 0.1}
+
+
+def with_levers(levers: Found) -> Found:
+    """Train to the end; return what came out, and what it took."""
+    usual = {"recompute": "none", "deterministic": True, "ema_decay": 0.9}
+    settings = TrainSettings(**(SMALL | usual | levers))
+    task, losses = find_task(settings, 0), list[float]()
+    plan = MemoryPlanner(task, settings, on_card=True).plan(4, 0)
+    run = Trainer(task, settings, torch.device(DEVICE), 0)
+    torch.cuda.reset_peak_memory_stats()
+    while not run.finished:
+        if run.micro_batch(4).updated:
+            losses.append(run.course.losses[-1])
+    peak_bytes = torch.cuda.max_memory_allocated()
+    came_out = losses, run.weights_sha256()
+    return {"came_out": came_out, "peak_bytes": peak_bytes, "planned_bytes": plan.total_bytes}
+
+
+def test_what_waits_on_the_host_changes_no_bit(in_child: Callable[..., Any]) -> None:
+    plain = in_child(with_levers, {})
+    levered = in_child(with_levers, {"activations_on_host": True, "ema_on": "host"})
+    assert levered["came_out"] == plain["came_out"]
+    for found in (plain, levered):
+        assert found["planned_bytes"] == pytest.approx(found["peak_bytes"], rel=0.1)
+    assert levered["peak_bytes"] < 0.8 * plain["peak_bytes"]

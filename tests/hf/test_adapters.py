@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 import transformers
 from peft import PeftModel
 
-from tests.export.scene import CPU, gap, labelled, loaded, logits_of, trained
+from tests.export.scene import CPU, course, gap, labelled, loaded, logits_of, trained
 from tests.hf.folders import make_folder
 from workers.hf.export import export
 from workers.training.memory_plan import MemoryPlanner
@@ -31,15 +30,6 @@ def causal(folder: Path, **keys: Any) -> TrainSettings:
     usual = {"batch": 6, "seq": 24, "lr": 0.01, "precision": "fp32", "steps": 6, "adapter": "lora"}
     own = {"model": str(folder), "data": str(labelled(folder.parent)), "documents": "lines"}
     return TrainSettings.model_validate({"preset": "hf-causal", **own, **usual, **keys})
-
-
-def course(settings: TrainSettings, *, cut: bool) -> Trainer:
-    """Train to the end, in parts and recomputed blocks that change if the batch is to be `cut`."""
-    draw = random.Random(5)  # noqa: S311 - sizes of parts
-    run = Trainer(find_task(settings, 3), settings, CPU, 3)
-    while not run.finished:
-        run.micro_batch(draw.randint(1, 6) if cut else 6, draw.randint(0, 2) if cut else 0)
-    return run
 
 
 @pytest.mark.parametrize("weights", ["fp32", "nf4"])

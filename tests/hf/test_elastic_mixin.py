@@ -46,7 +46,7 @@ def _trained(
     loss: Any = summed,
     **arguments: Any,
 ) -> Any:
-    """Train eight samples of unequal lengths at once, of which `limit` fit; return losses and weights."""
+    """Train eight samples of unequal lengths at once, of which `limit` fit; return its losses."""
     warnings.simplefilter("ignore")
     from workers.hf import ElasticMixin
     from workers.hf.elastic_mixin import _Parts
@@ -83,12 +83,6 @@ def _trained(
         }
 
     bases = (ElasticMixin, library.Trainer) if elastic else (library.Trainer,)
-    losses = []
-
-    class Told(library.TrainerCallback):  # type: ignore[misc, name-defined]
-        def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
-            losses.extend([logs["loss"]] if "loss" in logs else [])
-
     inner = _Parts._loss
 
     def within_limit(self: _Parts, part: dict[str, Any], items: Any) -> Any:
@@ -97,25 +91,35 @@ def _trained(
         return inner(self, part, items)
 
     _Parts._loss = within_limit  # type: ignore[method-assign]
-    usual = {"per_device_train_batch_size": 8, "max_steps": 6, "logging_steps": 1, "seed": 1}
-    options = library.TrainingArguments(
-        output_dir=str(folder / "out"), use_cpu=True, report_to=[], save_strategy="no",
-        disable_tqdm=True, learning_rate=1e-3, **{**usual, **arguments},
-    )  # fmt: skip
+    options = _options(folder, learning_rate=1e-3, **arguments)
     trainer = type("Small", bases, {})(
-        model=model, args=options, train_dataset=samples, data_collator=collate, callbacks=[Told()],
+        model=model, args=options, train_dataset=samples, data_collator=collate,
         compute_loss_func=loss if family == "bert" and counts else None,
         optimizers=(Comparing(model.parameters()) if compares else None, None),
     )  # fmt: skip
     trainer.train()
-    return losses, {name: weight.tolist() for name, weight in model.state_dict().items()}
+    return _losses(trainer)
+
+
+def _options(folder: Path, **arguments: Any) -> Any:
+    from workers.hf.folder import transformers
+
+    usual = {"per_device_train_batch_size": 8, "max_steps": 6, "logging_steps": 1, "seed": 1}
+    quiet = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no"}
+    return transformers().TrainingArguments(
+        output_dir=str(folder / "out"), **{**usual, **quiet, **arguments}
+    )
+
+
+def _losses(trainer: Any) -> list[float]:
+    """Return the loss of each step."""
+    return [each["loss"] for each in trainer.state.log_history if "loss" in each]
 
 
 def _gap(folder: str, family: str, head: str) -> float:
     trained = partial(_trained, Path(folder), family, head, compares=family == "gpt2")
-    whole, _ = trained(8)
-    apart, _ = trained(3)
-    accumulated, _ = trained(3, per_device_train_batch_size=4, gradient_accumulation_steps=2)
+    whole, apart = trained(8), trained(3)
+    accumulated = trained(3, per_device_train_batch_size=4, gradient_accumulation_steps=2)
     assert len(whole) == 6
     return max(
         max(abs(one - other) / one for one, other in zip(whole, run, strict=True))
@@ -138,8 +142,7 @@ def _beside_plain(folder: str, family: str, head: str) -> float:
     trained = partial(_trained, Path(folder), family, head, counts=False)
     gaps = []
     for several in ({}, {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}):
-        plain, _ = trained(8, elastic=False, **several)
-        apart, _ = trained(3, **several)
+        plain, apart = trained(8, elastic=False, **several), trained(3, **several)
         assert len(plain) == 6
         gaps += [abs(one - other) / one for one, other in zip(plain, apart, strict=True)]
     return max(gaps)
@@ -188,11 +191,7 @@ def _small(folder: Path, *, elastic: bool, dropout: float = 0.0, **arguments: An
     draw = torch.Generator().manual_seed(0)
     tokens = torch.randint(5, 300, (32, 9), generator=draw)
     bases = (ElasticMixin, library.Trainer) if elastic else (library.Trainer,)
-    options = library.TrainingArguments(
-        output_dir=str(folder / "out"), use_cpu=True, report_to=[], disable_tqdm=True, seed=1,
-        per_device_train_batch_size=8, max_steps=6, logging_steps=1, learning_rate=1e-2,
-        **{"save_strategy": "no", **arguments},
-    )  # fmt: skip
+    options = _options(folder, learning_rate=1e-2, **arguments)
     load = library.AutoModelForCausalLM.from_pretrained
     samples = [{"input_ids": row, "labels": row} for row in tokens]
     return type("Small", bases, {})(
@@ -224,10 +223,7 @@ def _ends(folder: str) -> list[float]:
     whole.train()
     again = _small(Path(folder), elastic=True, dropout=0.3)
     again.train(resume_from_checkpoint=str(Path(folder, "out", "checkpoint-3")))
-    return [
-        [each["loss"] for each in one.state.log_history if "loss" in each][-1]
-        for one in (whole, again)
-    ]
+    return [_losses(one)[-1] for one in (whole, again)]
 
 
 def test_a_resumed_trainer_draws_the_masks_that_were_due(hf_child: InChild, tmp_path: Path) -> None:

@@ -15,9 +15,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.hf.folders import make_folder
-from tests.scene import MIB, ROOT
+from tests.scene import ROOT
 from workers.hf.folder import transformers
-from workers.training import text
 from workers.training.errors import TaskError
 from workers.training.lora import new_model
 from workers.training.settings import TrainSettings
@@ -133,13 +132,13 @@ def test_data_are_refused_by_file(
     assert said in refusal
 
 
-def test_a_line_is_not_read_without_a_bound(
-    good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(text, "LONGEST_LINE_BYTES", MIB)
-    path = tmp_path / "long.txt"
-    path.write_text("a" * (MIB + 1))
-    assert f"line 1 of {path} is longer than 1 MiB" in said_of(good, path)
+def test_a_number_of_a_label_that_is_none_is_refused(good: Path, tmp_path: Path) -> None:
+    folder, path = tmp_path / "model", tmp_path / "labels.csv"
+    shutil.copytree(good, folder)
+    with_key("config.json", label2id={"a": "first", "b": 1})(folder)
+    path.write_text("text,label\none,a\ntwo,b\n")
+    said = said_of(folder, path, preset="hf-pairs")
+    assert said.startswith(f'train.model: {folder / "config.json"} has a "label2id" with a value')
 
 
 def test_the_head_refuses_a_folder_that_it_sees(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.export.scene import CPU, gap, loaded, trained
+from tests.export.scene import course, gap, loaded, trained
 from tests.hf.folders import make_folder
 from tests.scene import ROOT
 from workers.hf.export import export
@@ -19,7 +18,6 @@ from workers.training.errors import TaskError
 from workers.training.memory_plan import MemoryPlanner
 from workers.training.settings import TrainSettings
 from workers.training.tasks import TrainTask, find_task
-from workers.training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -72,12 +70,7 @@ def test_text_targets_are_the_same_however_batches_are_cut(
     family: str, keys: dict[str, Any], tmp_path: Path
 ) -> None:
     settings = chosen(tmp_path, family, **keys)
-    draw, runs = random.Random(5), list[Trainer]()  # noqa: S311 - sizes of parts
-    for cut in (False, True):
-        runs.append(run := Trainer(find_task(settings, 3), settings, CPU, 3))
-        while not run.finished:
-            run.micro_batch(draw.randint(1, 6) if cut else 6, draw.randint(0, 4) if cut else 0)
-    whole, cut_run = runs
+    whole, cut_run = (course(settings, cut=each) for each in (False, True))
     assert cut_run.course.losses == pytest.approx(whole.course.losses, rel=1e-6)
     told = [*whole.hazards, *cut_run.hazards]
     assert all("k_proj.bias" in each for each in told), "of BART the keys have a bias"

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+from orchestrator.jobs.lifecycle import Event
 from orchestrator.jobs.model import (
     ON_CARD,
     AttemptStatus,
@@ -21,8 +22,8 @@ from orchestrator.jobs.model import (
     UserOrder,
     World,
 )
-from orchestrator.jobs.queue import Event, Queue, QueueFacts, decide, outlook
-from orchestrator.record.codec import as_json, from_json
+from orchestrator.jobs.queue import Queue, QueueFacts, decide, outlook
+from orchestrator.record.store import as_json, from_json
 from workers.messages import Cause
 from workers.settings import CommandSpec
 from workers.units import GIB
@@ -121,7 +122,7 @@ class Scene:
         self.queue = Queue(standings={each.job.name: each for each in rows}, facts=facts)
         assert texts == [as_json(each) for each in self.queue.standings.values()]
 
-    def say(self, order: JobOrder, job: str, message: str = "") -> list[Event]:
+    def say(self, order: JobOrder, job: str | None, message: str = "") -> list[Event]:
         self._orders += 1
         id_ = message or f"message-{self._orders}"
         self._sent.append(UserOrder(at_s=self.now_s, id=id_, order=order, job=job, by="ann"))

@@ -8,13 +8,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.jobs.causes import (
-    Retry,
-    cause_of,
-    cause_of_failure,
-    least_room_bytes,
-    retry_of,
-)
+from orchestrator.jobs.causes import cause_of, cause_of_failure, is_final
 from orchestrator.jobs.model import Job, JobState, Standing
 from workers import oom
 from workers.messages import Cause, Ending
@@ -148,43 +142,14 @@ STANDING = Standing(job=Job(name="a", id="1"), state=JobState.RUNNING, reason=""
 
 
 @pytest.mark.parametrize(
-    ("cause", "retry"),
+    ("text", "step", "final"),
     [
-        (Cause.KILLED, Retry.AS_IS),
-        (Cause.DIED, Retry.COUNTED),
-        (Cause.HOST_MEMORY, Retry.AS_IS),
-        (Cause.DRIVER, Retry.AS_IS),
-        (Cause.PARKED, Retry.AS_IS),
-        (Cause.DISK_FULL, Retry.AS_IS),
-        (Cause.OUT_OF_MEMORY, Retry.LARGER),
-        (Cause.EXCEPTION, Retry.COUNTED),
-        (Cause.NAN_LOSS, Retry.NEVER),
-        (Cause.BAD_CONFIG, Retry.NEVER),
-        (Cause.NOT_STARTED, Retry.NEVER),
-        (Cause.TIME_LIMIT, Retry.NEVER),
-        (Cause.DONE, Retry.NEVER),
+        ("RuntimeError at 0x7f01 in batch 18", 500, True),
+        ("RuntimeError at 0x7f01 in batch 18", 700, False),
+        ("RuntimeError at 0x7f01 in batch 18", None, False),
+        ("another", 500, False),
     ],
 )
-def test_consequence_of_each_cause(cause: Cause, retry: Retry) -> None:
-    assert retry_of(cause, STANDING, "ValueError: bad label") is retry
-
-
-@pytest.mark.parametrize(
-    ("text", "step", "retry"),
-    [
-        ("RuntimeError at 0x7f01 in batch 18", 500, Retry.NEVER),
-        ("RuntimeError at 0x7f01 in batch 18", 700, Retry.COUNTED),
-        ("RuntimeError at 0x7f01 in batch 18", None, Retry.COUNTED),
-        ("another", 500, Retry.COUNTED),
-    ],
-)
-def test_same_exception_at_the_same_step(text: str, step: int | None, retry: Retry) -> None:
+def test_same_exception_at_the_same_step(text: str, step: int | None, final: bool) -> None:
     before = replace(STANDING, last_error="RuntimeError at 0x7f99 in batch 17", step=500)
-    assert retry_of(Cause.EXCEPTION, before, text, step) is retry
-
-
-@pytest.mark.parametrize(
-    ("peak", "budget", "room"), [(800, 900, 1000), (None, 900, 901), (500, 900, 901)]
-)
-def test_room_after_out_of_memory_is_more(peak: int | None, budget: int, room: int) -> None:
-    assert least_room_bytes(peak, budget) == room
+    assert is_final(Cause.EXCEPTION, before, text, step) is final

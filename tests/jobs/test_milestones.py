@@ -5,10 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from hypothesis import given
-from hypothesis import strategies as st
-
-from orchestrator.jobs.milestones import goes_on, promotable, ranking
+from orchestrator.jobs.milestones import promotable, ranking
 from orchestrator.jobs.model import Milestones
 
 ASHA = Milestones(metric="loss", is_min=True, first=500, factor=3, last=13500)
@@ -20,8 +17,8 @@ def at_first(*values: float) -> list[tuple[str, int, float]]:
 
 
 def test_the_best_third_goes_on() -> None:
-    assert goes_on(ASHA, at_first(3.0, 2.0, 1.0), "c", 500)
-    assert not goes_on(ASHA, at_first(1.0, 2.0, 3.0), "c", 500)
+    assert promotable(ASHA, at_first(3.0, 2.0, 1.0), {"c"}) == "c"
+    assert promotable(ASHA, at_first(1.0, 2.0, 3.0), {"c"}) is None
 
 
 def test_a_paused_member_goes_on_when_more_have_arrived() -> None:
@@ -57,13 +54,3 @@ def test_values_that_are_no_numbers_rank_last() -> None:
 
     assert ranking(ASHA, reached, 500)[0] == "c"
     assert ranking(replace(ASHA, is_min=False), reached, 500)[0] == "c"
-
-
-@given(st.lists(st.sampled_from([1.0, 2.0, math.nan]), min_size=1, max_size=12))
-def test_whoever_goes_on_at_once_would_not_be_promoted_less(values: list[float]) -> None:
-    reached = at_first(*values)
-    last = reached[-1][0]
-
-    went_on = goes_on(ASHA, reached, last, 500)
-
-    assert went_on == (promotable(ASHA, reached, {last}) == last)

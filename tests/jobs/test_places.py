@@ -256,19 +256,6 @@ def test_no_job_joins_before_one_that_waits_for_the_card() -> None:
     assert plan([job_of("a", priority=1), packable("b")], (FAST,), there, 0.0).starts == ()
 
 
-@pytest.mark.parametrize(
-    "there",
-    [
-        running(600.0, alone=True, budget_bytes=5 * GIB),
-        running(600.0, alone=False, budget_bytes=22 * GIB),
-        [*running(9.0, "x", alone=False, budget_bytes=GIB), *running(9.0, "y", alone=False, budget_bytes=GIB)],
-    ],
-    ids=["one that is alone", "too little room", "two"],
-)  # fmt: skip
-def test_no_job_joins(there: list[Place]) -> None:
-    assert plan([packable("b")], (FAST,), there, 0.0).starts == ()
-
-
 def test_one_that_had_too_little_room_packed_is_alone_the_next_time() -> None:
     job = replace(packable("a"), least_room_bytes=8 * GIB)
 

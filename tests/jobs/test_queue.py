@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.jobs.model import ON_CARD, Job, JobOrder, JobState
-from tests.jobs.scene import ASHA, BIG, Scene, command, starts, training
+from orchestrator.jobs.model import ON_CARD, JobOrder, JobState
+from tests.jobs.scene import BIG, Scene, command, starts, training
 from workers.messages import Cause
 from workers.units import GIB, MIB
 
@@ -46,12 +46,13 @@ def test_a_command_is_never_tried_twice_on_the_same_terms() -> None:
     assert scene.state("a") == "INFEASIBLE"
 
 
-def test_a_kill_is_not_counted_and_waits_a_little() -> None:
+@pytest.mark.parametrize("cause", [Cause.KILLED, Cause.HOST_MEMORY, Cause.PARKED])
+def test_a_kill_is_not_counted_and_waits_a_little(cause: Cause) -> None:
     scene = Scene(training("a"))
     scene.turn()
 
     for wait_s in (5.0, 10.0, 20.0):
-        scene.end("a", Cause.KILLED, "SIGKILL")
+        scene.end("a", cause, "SIGKILL")
         assert scene.state("a") == "PARKED"
         assert starts(scene.turn(wait_s - 1.0)) == {}
         assert starts(scene.turn(1.0)) == {"a": "pc1"}
@@ -70,28 +71,35 @@ def test_the_same_exception_at_the_same_step_is_final() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "after_s", "cause"),
-    [("other", 5.0, Cause.EXCEPTION), ("same", 61.0, Cause.EXCEPTION), ("same", 5.0, Cause.KILLED)],
-    ids=["another message", "later", "another cause"],
+    "cause", [Cause.NAN_LOSS, Cause.BAD_CONFIG, Cause.NOT_STARTED, Cause.TIME_LIMIT]
 )
-def test_what_is_not_alike_does_not_hold_the_queue(text: str, after_s: float, cause: Cause) -> None:
-    scene = Scene(*(command(f"j{i}", retries=0) for i in range(5)))
+def test_what_would_come_again_ends_a_job_at_once(cause: Cause) -> None:
+    scene = Scene(training("a", retries=5))
+    scene.turn()
+    scene.end("a", cause, "it ended")
+    assert scene.state("a") == "FAILED"
+
+
+@pytest.mark.parametrize(
+    ("job", "text", "after_s", "cause"),
+    [
+        ("j2", "other", 5.0, Cause.EXCEPTION),
+        ("j2", "same", 61.0, Cause.EXCEPTION),
+        ("j2", "same", 5.0, Cause.KILLED),
+        ("j1", "same", 5.0, Cause.EXCEPTION),
+    ],
+    ids=["another message", "later", "another cause", "the same job"],
+)
+def test_what_is_not_alike_does_not_hold_the_queue(
+    job: str, text: str, after_s: float, cause: Cause
+) -> None:
+    scene = Scene(*(command(f"j{i}", retries=1) for i in range(5)))
     scene.turn()
 
     scene.end("j0", Cause.EXCEPTION, "same")
     scene.end("j1", Cause.EXCEPTION, "same")
     scene.now_s += after_s
-    scene.end("j2", cause, text)
-
-    assert scene.queue.facts.held is None
-
-
-def test_one_job_that_fails_three_times_does_not_hold() -> None:
-    scene = Scene(command("a", retries=9))
-    scene.turn()
-
-    for _ in range(4):
-        scene.end("a", Cause.EXCEPTION, "same")
+    scene.end(job, cause, text)
 
     assert scene.queue.facts.held is None
 
@@ -117,10 +125,6 @@ def test_a_job_that_met_a_full_disk_holds_the_queue() -> None:
     scene.end("a", Cause.DISK_FULL, "No space left on device")
 
     assert scene.queue.facts.held == "the disk was full for a: No space left on device"
-
-
-def sweep(count: int) -> list[Job]:
-    return [training(f"lr-{i}", sweep="lr", milestones=ASHA) for i in range(count)]
 
 
 def test_outside_its_hours_a_job_rests() -> None:
@@ -173,7 +177,7 @@ def test_after_a_retry_what_was_skipped_waits_again() -> None:
     scene.say(JobOrder.RETRY, "a")
 
     assert (scene.state("b"), scene.state("c")) == ("WAITING", "WAITING")
-    assert (scene.standing("b").reason, scene.standing("b").ended_at_s) == ("waits for a", None)
+    assert scene.standing("b").reason == "waits for a"
     assert starts(scene.end("a")) == {"b": "pc1"}
     assert starts(scene.end("b")) == {"c": "pc1"}
 

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from orchestrator.jobs.model import ENDED, JobOrder, JobState, QueueHeld, Standing
+from orchestrator.jobs.model import ENDED, JobOrder, JobState, Standing, UserOrder
 from tests.jobs.scene import ASHA, Scene, command, starts, training
 from workers.messages import Cause
 from workers.units import GIB
@@ -53,9 +53,10 @@ class AnyQueue(RuleBasedStateMachine):
         self.begin()
         self.check(starts(self.scene.say(*self.order)))
 
-    @rule(reason=st.sampled_from([None, "ann holds it"]), number=st.integers())
-    def hold(self, reason: str | None, number: int) -> None:
-        self.scene.send(QueueHeld(at_s=0.0, reason=reason, id=f"hold-{number}"))
+    @rule(order=st.sampled_from([JobOrder.HOLD, JobOrder.RELEASE]), number=st.integers())
+    def hold(self, order: JobOrder, number: int) -> None:
+        said = UserOrder(at_s=0.0, id=f"hold-{number}", order=order, job=None, by="ann")
+        self.scene.send(said)
         self.turn()
 
     @precondition(lambda self: self.scene.on_card)

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import math
-import random
-import signal
 import sqlite3
-import subprocess
-import sys
-import time
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -16,39 +11,13 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import ArchiveError
-from orchestrator.jobs.model import AttemptStatus, JobOrder, QueueHeld, World
-from orchestrator.jobs.queue import Event, Queue, decide
-from orchestrator.record.codec import as_json
+from orchestrator.jobs.lifecycle import Event
+from orchestrator.jobs.model import AttemptStatus, JobOrder, World
+from orchestrator.jobs.queue import Queue, decide
 from orchestrator.record.jobs import queue_of, queue_snapshot
-from orchestrator.record.store import STORE_NAME, RunStore
+from orchestrator.record.store import STORE_NAME, RunStore, as_json
 from tests.jobs.scene import ASHA, Scene, command, training
-from tests.scene import ROOT
 from workers.messages import Cause
-
-#: Gives two jobs the same best value, turn by turn, and says once that it has begun.
-WRITER = """
-import sys
-from pathlib import Path
-from dataclasses import replace
-from orchestrator.jobs.model import AttemptStatus, Submitted
-from orchestrator.record.jobs import queue_of
-from orchestrator.record.store import STORE_NAME, RunStore
-from tests.jobs.scene import training
-folder = Path(sys.argv[1])
-store, queue = RunStore(folder / STORE_NAME), queue_of(folder)
-queue = queue.with_submitted(Submitted(at_s=0.0, job=training(name)) for name in ("a", "b"))
-store.queue(queue)
-assert store.commit()
-print("begun", flush=True)
-turn = queue.standings["a"].best_step or 0
-while True:
-    turn += 1
-    standings = {
-        name: replace(each, best=-turn, best_step=turn) for name, each in queue.standings.items()
-    }
-    store.queue(replace(queue, standings=standings))
-    assert store.commit()
-"""
 
 
 def course(folder: Path) -> Scene:
@@ -71,7 +40,7 @@ def course(folder: Path) -> Scene:
     scene.see("lr-1", step=100, value=math.inf)
     scene.end("lr-1", Cause.KILLED, "SIGKILL")
     scene.say(JobOrder.CANCEL, "lr-0", "m1")
-    scene.send(QueueHeld(at_s=0.0, reason="ann holds it", id="m2"))
+    scene.say(JobOrder.HOLD, None, "m2")
     scene.turn(5.0)
     store.close()
     return scene
@@ -91,27 +60,6 @@ def test_a_stored_queue_is_the_same(tmp_path: Path) -> None:
     assert decide(again, later) == decide(scene.queue, later)
     assert decide(again, later)[1]
     assert [path.name for path in tmp_path.iterdir()] == [STORE_NAME]
-
-
-def test_a_writer_killed_at_any_moment_leaves_a_whole_queue(tmp_path: Path) -> None:
-    draws, turns = random.Random(7), 0  # noqa: S311 - moments, not secrets
-    for _ in range(8):
-        writer = subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(tmp_path)],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        with writer:
-            assert writer.stdout is not None
-            assert writer.stdout.readline() == "begun\n"
-            time.sleep(draws.uniform(0.0, 0.1))
-            writer.send_signal(signal.SIGKILL)
-        one, other = queue_of(tmp_path).standings.values()
-        assert (one.best_step, one.best) == (other.best_step, other.best)
-        assert (one.best_step or 0) >= turns, "what was stored is not lost"
-        turns = one.best_step or 0
-    assert turns > 0
 
 
 @pytest.mark.parametrize(

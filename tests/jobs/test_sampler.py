@@ -12,7 +12,6 @@ import pytest
 from orchestrator.jobs.model import Job, JobOrder, JobState, Milestones, Settings, Standing
 from orchestrator.jobs.sampler import settings_for
 from orchestrator.jobs.spec import parse
-from orchestrator.jobs.sweep import expand
 from tests.factories import REFERENCE
 from tests.jobs.scene import Scene, training
 
@@ -64,7 +63,7 @@ class SweepScene(Scene):
     """A head that chooses settings as the dispatcher does, on two cards."""
 
     def __init__(self) -> None:
-        super().__init__(*expand(parse(FILE, "night.yaml", REFERENCE)))
+        super().__init__(*parse(FILE, "night.yaml", REFERENCE).jobs)
         self.turn()
 
     def chosen(self) -> dict[str, tuple[Settings, int | None] | str]:

@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import shlex
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from orchestrator.errors import ConfigError, in_words
 from orchestrator.jobs.milestones import milestones_of
 from orchestrator.jobs.model import Job
 from orchestrator.jobs.spec import from_words, parse
-from orchestrator.jobs.sweep import JobFile, expand
+from orchestrator.jobs.sweep import JobFile
 from tests.factories import REFERENCE
 
 
@@ -26,12 +27,12 @@ def read(text: str, known: tuple[Job, ...] = ()) -> JobFile:
 
 
 def job_of(entry: str, defaults: str = "{}") -> Job:
-    (job,) = expand(read(f"defaults: {defaults}\njobs:\n  - {{name: a, {entry}}}\n"))
+    (job,) = read(f"defaults: {defaults}\njobs:\n  - {{name: a, {entry}}}\n").jobs
     return job
 
 
 def one(*command: str, **options: Any) -> Job:
-    return expand(from_words(REFERENCE, command, **options))[0]
+    return from_words(REFERENCE, command, **options).jobs[0]
 
 
 def refused(text: str) -> str:
@@ -225,16 +226,16 @@ def test_what_only_a_shell_would_read_is_refused(line: str, word: str) -> None:
     ],
 )
 def test_what_is_quoted_is_passed_as_it_is(line: str) -> None:
-    command = expand(read("jobs:\n- {name: a, command: '" + line.replace("'", "''") + "'}\n"))[
-        0
-    ].command
+    command = (
+        read("jobs:\n- {name: a, command: '" + line.replace("'", "''") + "'}\n").jobs[0].command
+    )
     assert command is not None
     assert command.argv == tuple(shlex.split(line))
 
 
 def test_words_of_a_list_are_passed_as_they_are() -> None:
     words = ["tool", "$HOME", "~", "*.py", "|"]
-    (job,) = expand(read(f"jobs:\n- {{name: a, command: {json.dumps(words)}}}\n"))
+    (job,) = read(f"jobs:\n- {{name: a, command: {json.dumps(words)}}}\n").jobs
     assert job.command is not None
     assert list(job.command.argv) == words
 
@@ -288,19 +289,14 @@ def test_defaults_hold_where_an_entry_says_nothing() -> None:
 
 def test_milestones_end_with_the_shortest_training() -> None:
     text = "stop: {first: 9}\njobs:\n- {name: a, train: {steps: 99}, sweep: {over: {lr: [1.0, 2.0]}}}\n"
-    job = expand(read(text))[0]
+    job = read(text).jobs[0]
     assert job.milestones is not None
     assert milestones_of(job.milestones, job.steps) == (9, 27, 81)
 
 
-def test_an_entry_may_be_without_the_milestones_of_the_file() -> None:
-    entry = "{name: a, train: {}, stop: {rule: none}, sweep: {over: {batch: [8, 16]}}}"
-    assert expand(read(f"stop: {{first: 9}}\njobs:\n- {entry}\n"))[0].milestones is None
-
-
 def test_after_may_name_jobs_of_the_queue() -> None:
-    known = expand(read("jobs: [{name: a, train: {}, sweep: {over: {lr: [1.0, 2.0]}}}]"))
-    job = expand(read("jobs: [{name: b, command: 'x {a-1.dir}', after: a}]", known))[0]
+    known = read("jobs: [{name: a, train: {}, sweep: {over: {lr: [1.0, 2.0]}}}]").jobs
+    job = read("jobs: [{name: b, command: 'x {a-1.dir}', after: a}]", known).jobs[0]
     assert job.after == ("a-0", "a-1")
 
 
@@ -360,7 +356,7 @@ def test_a_damaged_file_is_read_or_refused_in_sentences(data: st.DataObject) -> 
         parent = parent[key]
     parent[last] = data.draw(st.sampled_from(ODD))
     try:
-        names, lines = [job.name for job in expand(read(yaml.safe_dump(damaged)))], [1]
+        names, lines = [job.name for job in read(yaml.safe_dump(damaged)).jobs], [1]
     except ConfigError as error:
         names, lines = [], [problem.line for problem in error.problems]
     assert len(set(names)) == len(names)
@@ -382,3 +378,112 @@ def test_a_job_may_preempt_and_a_command_may_be_preempted() -> None:
     assert "has parks, which a command may have" in refused(
         "jobs: [{name: a, train: {preset: gpt-nano}, parks: true}]"
     )
+
+
+# --- the jobs that entries make: their settings, names, ids, and what follows them
+
+NIGHT = """\
+stop: {first: 500, last: 13500}
+jobs:
+  - {name: base, train: {preset: gpt-mini, steps: 20000}}
+  - name: lr
+    sweep: {over: {train.lr: [1e-4, 3e-4, 1e-3], workload.seed: [0, 1]}}
+    train: {preset: gpt-mini, steps: 13500}
+    after: [base]
+  - {name: eval, command: [python, eval.py, "{lr.dir}", "{base.dir}"], after: [lr], each: true}
+  - {name: sum, command: sum, after: eval}
+"""
+
+RANDOM = "{method: random, count: 200, seed: %d, over: {lr: {log: [1e-5, 1e-3]}, dropout: {uniform: [0, 0.3]}%s}}"
+
+
+def night() -> dict[str, Job]:
+    return {job.name: job for job in read(NIGHT).jobs}
+
+
+def members(sweep: str) -> tuple[Job, ...]:
+    return read(entry(f"train: {{}}, sweep: {sweep}")).jobs
+
+
+def test_a_grid_counts_its_last_key_first() -> None:
+    settings = [job.settings for job in night().values() if job.sweep == "lr"]
+    assert [(it["train.lr"], it["workload.seed"]) for it in settings] == [
+        (lr, seed) for lr in (1e-4, 3e-4, 1e-3) for seed in (0, 1)
+    ]
+
+
+def test_each_member_has_a_follower_of_its_own() -> None:
+    jobs = night()
+    assert [jobs[f"eval-{n}"].after for n in range(6)] == [(f"lr-{n}",) for n in range(6)]
+    command = jobs["eval-4"].command
+    assert command is not None
+    assert command.argv[2:] == ("{lr-4.dir}", "{base.dir}")
+
+
+def test_a_follower_of_a_follower_finds_the_member_of_both() -> None:
+    text = NIGHT.replace("sum, after: eval", '"sum {eval.dir} {lr.dir}", after: eval, each: true')
+    commands = {job.name: job.command for job in read(text).jobs}
+    command = commands["sum-3"]
+    assert command is not None
+    assert command.argv == ("sum", "{eval-3.dir}", "{lr-3.dir}")
+
+
+def test_only_members_of_sweeps_have_milestones_that_do_not_say_otherwise() -> None:
+    assert {name for name, job in night().items() if job.milestones} == {
+        f"lr-{n}" for n in range(6)
+    }
+    none = staged("first: 9", "train: {}, stop: {rule: none}", "batch: [8, 16]")
+    assert read(none).jobs[0].milestones is None
+
+
+def test_a_command_alone_may_name_its_metric() -> None:
+    text = "jobs: [{name: ev, command: ev, stop: {rule: none, metric: accuracy, mode: max}}]"
+    (job,) = read(text).jobs
+    assert job.milestones is not None
+    assert (job.milestones.metric, job.milestones.is_min) == ("accuracy", False)
+    assert milestones_of(job.milestones, job.steps) == ()
+
+
+def test_an_id_depends_on_what_the_job_says_alone() -> None:
+    changed = {job.name: job for job in read(NIGHT.replace("20000", "30000")).jobs}
+    assert [name for name, job in night().items() if changed[name].id != job.id] == ["base"]
+    moved = read("# a comment\n\n" + NIGHT)
+    turned = replace(moved, entries=moved.entries[::-1])
+    assert {job.id for job in turned.jobs} == {job.id for job in night().values()}
+
+
+def test_rows_of_a_list_are_members() -> None:
+    jobs = members("{method: list, over: [{lr: 1e-4, batch: 8}, {lr: 3e-4}]}")
+    assert [job.settings for job in jobs] == [
+        {"train.lr": 1e-4, "train.batch": 8},
+        {"train.lr": 3e-4},
+    ]
+
+
+def test_random_settings_lie_in_their_ranges() -> None:
+    choices = ", warmup_steps: {integer: [1, 3]}, precision: [fp32, bf16]"
+    jobs = members(RANDOM % (0, choices))
+    found = [
+        [job.settings[f"train.{key}"] for job in jobs]
+        for key in ("lr", "dropout", "warmup_steps", "precision")
+    ]
+    rates, dropouts, warmups, precisions = found
+    assert all(isinstance(it, float) and 1e-5 <= it <= 1e-3 for it in rates)
+    assert all(isinstance(it, float) and 0 <= it <= 0.3 for it in dropouts)
+    assert (set(warmups), set(precisions)) == ({1, 2, 3}, {"fp32", "bf16"})
+    below = sum(isinstance(it, float) and math.log10(it) < -4 for it in rates)
+    assert 70 < below < 130  # half of them: the middle of the logarithms
+
+
+def test_more_members_change_none_of_those_before() -> None:
+    more = members((RANDOM % (0, "")).replace("200", "300"))
+    assert [job.id for job in more[:200]] == [job.id for job in members(RANDOM % (0, ""))]
+
+
+def test_values_of_a_sweep_stand_in_a_command() -> None:
+    text = "jobs: [{name: a, command: 'x --lr {lr}', env: {N: '{n}'}, sweep: {over: {lr: [1e-4], n: [1, 2]}}}]"
+    commands = [job.command for job in read(text).jobs]
+    assert [(it.argv, it.env) for it in commands if it] == [
+        (("x", "--lr", "1e-4"), {"N": "1"}),
+        (("x", "--lr", "1e-4"), {"N": "2"}),
+    ]

@@ -11,8 +11,7 @@ from orchestrator.config.schema import Config
 from orchestrator.core.slot import HeadState
 from orchestrator.lab.burn import (
     HEAT_S,
-    PHASES,
-    Phase,
+    PlannedRun,
     WorkerCourse,
     judge,
     judged,
@@ -23,7 +22,6 @@ from orchestrator.lab.burn import (
 )
 from tests.factories import make_row
 
-CAPS, HEAT, FULL = PHASES
 SECONDS = 600
 
 #: A worker of a card that did all it should.
@@ -57,13 +55,24 @@ def course(
     return WorkerCourse(row={**ROW, **(row or {})}, every_s=1.0, samples=samples, told=told)
 
 
-def verdict(phase: Phase, worker: WorkerCourse, *, is_whole: bool = True) -> bool | None:
-    return verdict_of(phase, judge(worker), is_whole=is_whole)
+def verdict(run: PlannedRun, worker: WorkerCourse, *, is_whole: bool = True) -> bool | None:
+    return verdict_of(run, judge(worker), is_whole=is_whole)
+
+
+def config(**changes: object) -> Config:
+    nodes = {
+        "pc1": {"gpu": "rtx-3090", "workers": 7, "vram_per_worker_gib": 3.0, "dtype": "bf16"},
+        "pc2": {"gpu": "rtx-3070", "workers": 3, "vram_per_worker_gib": 1.5},
+    }
+    return config_from_data({"nodes": nodes, "cluster": {"head": "pc2"}, **changes})
+
+
+RUNS = CAPS, _, HEAT, FULL = planned_runs(config(), {"cpu"}, 60.0, {1, 2, 3})
 
 
 def test_a_cool_card_that_did_its_work_passes_every_check() -> None:
     assert {is_good for is_good, _ in judge(course()).values()} == {True}
-    assert all(verdict(phase, course()) is True for phase in PHASES)
+    assert all(verdict(run, course()) is True for run in RUNS)
 
 
 @pytest.mark.parametrize(
@@ -109,19 +118,11 @@ def test_where_a_pass_ends(
 
 def test_a_run_cut_short_or_without_a_sensor_is_no_pass() -> None:
     unknown = course(temperature_c=None)
-    for phase in PHASES:
-        assert verdict(phase, course(), is_whole=False) is None
-        assert verdict(phase, course(temperature_c=95.0), is_whole=False) is False
+    for run in RUNS:
+        assert verdict(run, course(), is_whole=False) is None
+        assert verdict(run, course(temperature_c=95.0), is_whole=False) is False
     assert verdict(HEAT, unknown) is None, "its purpose has no sensor"
     assert verdict(CAPS, unknown) is verdict(FULL, unknown) is True
-
-
-def config(**changes: object) -> Config:
-    nodes = {
-        "pc1": {"gpu": "rtx-3090", "workers": 7, "vram_per_worker_gib": 3.0, "dtype": "bf16"},
-        "pc2": {"gpu": "rtx-3070", "workers": 3, "vram_per_worker_gib": 1.5},
-    }
-    return config_from_data({"nodes": nodes, "cluster": {"head": "pc2"}, **changes})
 
 
 @pytest.mark.parametrize(
@@ -131,13 +132,14 @@ def test_three_phases_in_order_and_none_longer_than_heat(
     heat_s: float, lengths_s: list[float]
 ) -> None:
     planned = planned_runs(config(), {"cuda"}, heat_s, {1, 2, 3})
-    assert [(run.phase.number, run.dtype) for run in planned] == [
-        *((1, dtype) for dtype in ("fp32", "tf32", "fp16", "bf16")),
-        (2, None),
-        (3, None),
+    assert [(run.phase, run.title) for run in planned] == [
+        *((1, f"caps and precision, {dtype}") for dtype in ("fp32", "tf32", "fp16", "bf16")),
+        (2, "heat"),
+        (3, "full load"),
     ]
     assert [run.config.run.duration_s for run in planned] == lengths_s
-    assert [run.dtype for run in planned_runs(config(), {"cpu"}, heat_s, {1})] == ["fp32", "fp16"]
+    on_cpu = planned_runs(config(), {"cpu"}, heat_s, {1})
+    assert [run.title[-4:] for run in on_cpu] == ["fp32", "fp16"]
 
 
 def test_caps_and_heat_are_matmul_and_full_load_is_the_configuration_as_it_is() -> None:
@@ -165,8 +167,8 @@ def test_caps_and_heat_are_matmul_and_full_load_is_the_configuration_as_it_is() 
 
 
 def rows_of(phase: int, *workers: WorkerCourse, is_whole: bool = True) -> list[dict[str, Any]]:
-    (first, *_) = planned_runs(config(), {"cpu"}, 60.0, {phase})
-    return [judged(first, "20260101-120000-abcd", each, is_whole=is_whole) for each in workers]
+    run = next(run for run in RUNS if run.phase == phase)
+    return [judged(run, "20260101-120000-abcd", each, is_whole=is_whole) for each in workers]
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,6 @@ def store(path: Path) -> LimitStore:
 
 def test_asking_makes_nothing(path: Path, store: LimitStore) -> None:
     assert store.best(KEY, NOW_S) is None
-    assert store.candidates("matmul", NOW_S) == ()
     assert store.all(NOW_S) == ()
     store.remember()
     assert (store.problem, path.parent.exists()) == (None, False)
@@ -190,29 +189,6 @@ def test_a_damaged_file_is_told_and_written_anew(
     store.remember(limit(4, card="third"))
     assert (store.problem or "").startswith(told)
     assert sizes(store) == [4]
-
-
-@pytest.fixture(params=["pipe", "link"])
-def strange(request: pytest.FixtureRequest, path: Path) -> Path:
-    """Put something that is no file in the place of the store."""
-    path.parent.mkdir()
-    if request.param == "pipe":
-        os.mkfifo(path)
-    else:
-        path.with_name("elsewhere").write_bytes(b"{}")
-        path.symlink_to("elsewhere")
-    return path
-
-
-def test_what_is_no_regular_file_is_not_touched(strange: Path, store: LimitStore) -> None:
-    before = strange.lstat()
-    for call in (
-        lambda: store.best(KEY, NOW_S),
-        lambda: store.remember(limit(1)),
-    ):
-        assert not call()
-        assert "no regular file" in (store.problem or "")
-    assert (strange.lstat().st_ino, strange.lstat().st_mode) == (before.st_ino, before.st_mode)
 
 
 def test_without_a_home_no_folder_is_made_in_this_one(

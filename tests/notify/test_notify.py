@@ -17,9 +17,9 @@ from orchestrator.config.schema import NotifyConfig
 from orchestrator.core.slot import HeadState
 from orchestrator.errors import UsageError
 from orchestrator.record.store import RunStore
-from orchestrator.run.notify_urls import URLS_VARIABLE
-from orchestrator.view.notify.notifier import LOCK_NAME, Notifier
-from orchestrator.view.notify.outbox import Pace
+from orchestrator.run.terminal import URLS_VARIABLE
+from orchestrator.view import notify
+from orchestrator.view.notify import LOCK_NAME, Notifier
 from tests.factories import add_event, begun_run, event, make_row
 from tests.fleet.in_process import CONFIG, IN_PROCESS
 from tests.notify.receivers import Receiver, http_receiver
@@ -90,7 +90,7 @@ def store(folder: Path) -> Iterator[RunStore]:
 
 
 @pytest.fixture
-def told(folder: Path) -> Iterator[Callable[..., tuple[int, str]]]:
+def told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[int, str]]]:
     """Return what follows the run without pauses, and lets a step happen after each look."""
 
     def follow(receiver: Receiver, *steps: Callable[[], object]) -> tuple[int, str]:
@@ -100,12 +100,14 @@ def told(folder: Path) -> Iterator[Callable[..., tuple[int, str]]]:
             settings=NotifyConfig(),
             urls=[receiver.json_url(HUSH)],
             say=said.append,
-            pace=Pace(gather_s=0.0, between_s=0.0, over_s=1e-9, head_back_s=0.0),
             sleep=lambda _: waiting.pop(0)() if waiting else None,
         )
         return notifier.follow(), "\n".join(said)
 
     before = signal.getsignal(signal.SIGTERM)
+    for name in ("GATHER_S", "BETWEEN_S", "HEAD_BACK_S"):
+        monkeypatch.setattr(notify, name, 0.0)
+    monkeypatch.setattr(notify, "OVER_S", 1e-9)
     yield follow
     signal.signal(signal.SIGTERM, before)
 
@@ -166,10 +168,11 @@ def test_a_killed_head_is_told_of_and_the_telling_ends(folder: Path, told: Any) 
     assert f"run --resume {RUN_ID}" in body
 
 
-def test_only_one_process_tells_of_a_run(folder: Path, store: RunStore) -> None:
-    second = Notifier(
-        folder=folder, settings=NotifyConfig(), urls=[], say=print, lock_patience_s=0.1
-    )
+def test_only_one_process_tells_of_a_run(
+    folder: Path, store: RunStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notify, "LOCK_PATIENCE_S", 0.1)
+    second = Notifier(folder=folder, settings=NotifyConfig(), urls=[], say=print)
     with (
         locked(folder / LOCK_NAME, PATIENCE_S),
         pytest.raises(UsageError, match="another process tells of run"),

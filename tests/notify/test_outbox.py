@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from orchestrator.record.model import Row
 from orchestrator.view.alerts import NODE_MISSING, Alert
-from orchestrator.view.notify.outbox import Message, MessageText, Outbox, message_text
+from orchestrator.view.notify import Message, MessageText, Outbox, message_text
 from tests.alerts.traces import frame_at
 from tests.factories import make_row, make_snapshot
 

@@ -13,15 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.policy.thermal_cards import (
-    Card,
-    Course,
-    best_constant,
-    draw,
-    governor,
-    judge,
-    play,
-)
+from tests.policy.thermal_cards import Course, best_constant, draw, governor, judge, play
 
 pytestmark = pytest.mark.slow
 
@@ -31,28 +23,20 @@ SEEDS = tuple(range(FIRST, FIRST + 5))
 
 
 @cache
-def governed(seed: int, scene: str) -> tuple[Course, dict[str, Any]]:
+def governed(seed: int) -> tuple[Course, dict[str, Any]]:
     """Play a drawn card once for all tests."""
-    course = play(draw(seed), scene, governor)
+    course = play(draw(seed), governor)
     return course, judge(draw(seed), course)
 
 
-def calm(card: Card, figures: dict[str, Any]) -> None:
-    """Assert what must hold on a settled card."""
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_drawn_card_settles_in_the_band_and_stays(seed: int) -> None:
+    card, (_, figures) = draw(seed), governed(seed)
     assert figures["critical_settled_s"] == 0.0, card
     assert figures["pauses_settled"] == 0, card
     assert figures["outside_settled_pct"] == 0.0, card
     assert figures["turns_per_min"] <= 0.5, card
     assert figures["most_c"] < 83.0, card
-
-
-@pytest.mark.parametrize(
-    ("seed", "scene"),
-    [*((seed, "steady") for seed in SEEDS), *((seed, "ambient") for seed in SEEDS[:2])],
-)
-def test_a_drawn_card_settles_in_the_band_and_stays(seed: int, scene: str) -> None:
-    _, figures = governed(seed, scene)
-    calm(draw(seed), figures)
     assert figures["settle_s"] < 600.0
     assert figures["critical_unsettled_s"] <= 15.0
 
@@ -60,9 +44,9 @@ def test_a_drawn_card_settles_in_the_band_and_stays(seed: int, scene: str) -> No
 def test_it_loses_less_than_3_percent_to_the_best_duty() -> None:
     shares = []
     for seed in SEEDS:
-        course, figures = governed(seed, "steady")
+        course, figures = governed(seed)
         if figures["least_c"] >= 75.0:  # the others never need a governor
-            shares.append(course.work_s / best_constant(draw(seed), "steady").work_s)
+            shares.append(course.work_s / best_constant(draw(seed)).work_s)
     assert len(shares) >= 2
     assert min(shares) > 0.97
     assert statistics.fmean(shares) > 0.98

@@ -22,12 +22,9 @@ from workers.policy.thermal import ThermalGovernor
 from workers.readings import SensorReading
 from workers.settings import ThermalSettings
 
-#: What happens, and how long it takes. Warmer air comes after one of the phases and goes after the
-#: next.
-SCENES = {"steady": 1800.0, "ambient": 2700.0}
-#: After this part of a phase everything counts as settled.
+DURATION_S = 1800.0
+#: After so long everything counts as settled.
 SETTLED_S = 600.0
-_PHASE_S = 900.0
 _STEP_S = 0.25
 #: The guides: reduce above this, and pause from there.
 _HOT_C, _CRITICAL_C = 78.0, 83.0
@@ -67,7 +64,6 @@ class Card:
     offsets_s: tuple[float, ...]  # when in a second each worker reads the sensor
     slot_duty: float  # what each worker is allowed anyway
     fills_gaps: bool  # whether one worker alone would keep the device busy, so that they fill each other's gaps
-    ambient_step_c: float
 
     def used(self, duties: Sequence[float]) -> float:
         if self.fills_gaps:
@@ -93,14 +89,12 @@ def draw(seed: int) -> Card:
         offsets_s=tuple(chance.random() for _ in range(chance.randint(1, 7))),
         slot_duty=chance.choice([0.6, 0.7, 0.9, 1.0, 1.0]),
         fills_gaps=chance.random() < 0.6,
-        ambient_step_c=chance.uniform(3.0, 8.0),
     )
 
 
 class _Heat:
-    def __init__(self, card: Card, scene: str) -> None:
+    def __init__(self, card: Card) -> None:
         self._card = card
-        self._scene = scene
         self._noise = random.Random(card.seed)  # noqa: S311 - to play, not to keep secrets
         rise_c = (card.full_c - card.ambient_c) * card.idle_share
         self._die_c = rise_c * card.die_share
@@ -108,16 +102,14 @@ class _Heat:
         self._air = 1.0
         self._sensed_c = self.die_c = card.ambient_c + rise_c
 
-    def pass_time(self, used: float, at_s: float) -> None:
+    def pass_time(self, used: float) -> None:
         card = self._card
-        is_warmer = self._scene == "ambient" and _PHASE_S <= at_s < 2.0 * _PHASE_S
-        air_c = card.ambient_step_c if is_warmer else 0.0
         watts = card.idle_share + (1.0 - card.idle_share) * used
         # The fan follows the die from 50 to 80 C within some seconds.
         speed = min(1.0, max(0.0, (self.die_c - 50.0) / 30.0))
         self._air += (1.0 - card.fan * speed - self._air) * _STEP_S / 8.0
         rise_c = (card.full_c - card.ambient_c) * watts
-        heatsink_c = air_c + rise_c * (1.0 - card.die_share) * self._air
+        heatsink_c = rise_c * (1.0 - card.die_share) * self._air
         self._heatsink_c += (heatsink_c - self._heatsink_c) * _STEP_S / card.heatsink_s
         self._die_c += (rise_c * card.die_share - self._die_c) * _STEP_S / card.die_s
         self.die_c = card.ambient_c + self._heatsink_c + self._die_c
@@ -156,21 +148,19 @@ class Course:
     def settled_c(self) -> list[float]:
         return [look.temperature_c for look in self.looks if look.settled]
 
-    def runs_of(self, worker: int) -> list[list[float]]:
-        """Return what a worker was told, one list for each phase in which everything had settled."""
-        looks = [look for look in self.looks if look.worker == worker]
-        runs = itertools.groupby(looks, key=lambda look: look.settled)
-        return [[look.duty for look in run] for settled, run in runs if settled]
+    def settled_duties(self, worker: int) -> list[float]:
+        """Return what a worker was told."""
+        return [look.duty for look in self.looks if look.worker == worker and look.settled]
 
 
-def play(card: Card, scene: str, make: Callable[[], Rule]) -> Course:
-    heat, course = _Heat(card, scene), Course()
+def play(card: Card, make: Callable[[], Rule]) -> Course:
+    heat, course = _Heat(card), Course()
     rules = [make() for _ in card.offsets_s]
     looks_at_s = list(card.offsets_s)
     duties = [0.0] * len(rules)
-    for number in range(int(SCENES[scene] / _STEP_S)):
+    for number in range(int(DURATION_S / _STEP_S)):
         now_s = number * _STEP_S
-        settled = (now_s if scene == "steady" else now_s % _PHASE_S) >= SETTLED_S
+        settled = now_s >= SETTLED_S
         for worker, rule in enumerate(rules):
             if now_s >= looks_at_s[worker]:
                 looks_at_s[worker] += 1.0
@@ -179,22 +169,22 @@ def play(card: Card, scene: str, make: Callable[[], Rule]) -> Course:
                 duties[worker] = card.slot_duty * duty
                 course.looks.append(Look(now_s, worker, told_c, duty, settled))
         used = card.used(duties)
-        heat.pass_time(used, now_s)
-        if now_s >= SETTLED_S:
+        heat.pass_time(used)
+        if settled:
             course.work_s += used * _STEP_S
         if heat.die_c >= _CRITICAL_C:
             course.critical_s[settled] += _STEP_S
     return course
 
 
-def best_constant(card: Card, scene: str) -> Course:
+def best_constant(card: Card) -> Course:
     """Return the course under the largest constant duty, in 512ths, of which no settled reading is
     critical.
     """
 
     @cache
     def constant(parts: int) -> Course:
-        return play(card, scene, lambda: lambda _temperature_c, _at_s: parts / 512)
+        return play(card, lambda: lambda _temperature_c, _at_s: parts / 512)
 
     def is_hot(parts: int) -> bool:
         return max(constant(parts).settled_c) >= _CRITICAL_C
@@ -218,8 +208,8 @@ def turns(duties: Sequence[float], noticed: float = 0.05) -> int:
 
 
 def judge(card: Card, course: Course) -> dict[str, Any]:
-    runs = [run for worker in range(len(card.offsets_s)) for run in course.runs_of(worker)]
-    outside_s = [look.at_s for look in course.looks if _outside(look) and look.at_s < _PHASE_S]
+    runs = [course.settled_duties(worker) for worker in range(len(card.offsets_s))]
+    outside_s = [look.at_s for look in course.looks if _outside(look)]
     return {
         "settle_s": max(outside_s, default=0.0),
         "least_c": min(course.settled_c),

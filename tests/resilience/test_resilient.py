@@ -333,12 +333,7 @@ class TestRemembering:
 
     def test_a_name_of_ones_own(self, store: LimitStore) -> None:
         tried: list[int] = []
-
-        def work(batch_size: int) -> None:
-            tried.append(batch_size)
-            if batch_size > 10:
-                bytearray(2**60)
-
+        work = refused_above(10, Clock(), [], tried)
         resilient(work, 64, remember="my job")()
         (limit,) = store.all(store.path.stat().st_mtime)
         assert (limit.key.workload, limit.learned.size) == ("my job", tried[-1])

@@ -27,6 +27,7 @@ from orchestrator.jobs.model import (
     Submitted,
     UserOrder,
 )
+from orchestrator.jobs.queue import heard
 from orchestrator.record.archive import read_run
 from orchestrator.record.jobs import QUEUE_NAME, queue_of, queue_snapshot
 from orchestrator.record.store import STORE_NAME, RunStore
@@ -264,8 +265,8 @@ class JobsRun(HeadScene):
         self.queue_folder.mkdir(mode=0o700, exist_ok=True)
         queue = queue_of(folder)
         self.store.history = [] if history is None else history
-        submitted = (Submitted(at_s=self.began_unix_s, job=job) for job in jobs)
-        queue = queue.with_submitted(submitted)
+        submitted = [Submitted(at_s=self.began_unix_s, job=job) for job in jobs]
+        queue = heard(queue, submitted, self.began_unix_s)
         self.store.queue(queue)
         self.store.commit()
         self.fleet = JobsFleet(

@@ -15,7 +15,8 @@ from orchestrator.config.schema import Config
 from orchestrator.core.fleet import Fleet
 from orchestrator.core.placement import SlotPlan, Target, plan_slots
 from orchestrator.lab.chaos import Chaos
-from orchestrator.record.archive import StoredRun, read_run
+from orchestrator.record.archive import StoredRun, read_answer, read_run
+from orchestrator.record.command_file import put
 from orchestrator.record.events import EventLog
 from orchestrator.record.model import Row, Snapshot
 from orchestrator.record.store import STORE_NAME, RunStore
@@ -24,18 +25,8 @@ from orchestrator.run.supervisor import Outlets, Supervisor
 from orchestrator.run.terminal import Interrupts
 from tests.factories import facts_of
 from tests.run.scripted_fleet import ScriptedFleet, VirtualClock
+from tests.scene import events_in
 from workers.messages import Verdict
-
-
-def events_in(folder: Path, name: str, **fields: object) -> list[dict[str, Any]]:
-    """Return the events of a name with these fields from a run folder."""
-    lines = (folder / "events.jsonl").read_text(encoding="utf-8").splitlines()
-    wanted = {"event": name, **fields}.items()
-    return [
-        event
-        for event in map(json.loads, lines)
-        if all(event.get(key) == value for key, value in wanted)
-    ]
 
 
 class AtOnce:
@@ -67,6 +58,8 @@ class HeadScene:
     """The files, the watcher and the supervisor of one head in a folder."""
 
     store_type: ClassVar[type[RunStore]] = RunStore
+    fleet: ScriptedFleet
+    """On which a script is written."""
     may_be_illegal = False
     """Whether an event that the lifecycle does not allow may come."""
 
@@ -107,6 +100,16 @@ class HeadScene:
         """Be told of an event."""
         assert self.may_be_illegal or entry["event"] != "illegal_event", entry
 
+    def finish(self) -> dict[str, Row]:
+        """Run to the end, and return the last row of each slot."""
+        snapshot = self.supervisor.run()
+        self.store.end("good", 0, None, self.faults())
+        return {row.slot: row for row in snapshot.rows}
+
+    def faults(self) -> list[dict[str, Any]]:
+        """Return those that were injected."""
+        return []
+
     def close(self, outcome: str = "interrupted", code: int = 130) -> None:
         """Close the files of a head that ends by itself."""
         self.log.close()
@@ -118,6 +121,19 @@ class HeadScene:
         for event in found:
             event["at_s"] = datetime.fromisoformat(event["at"]).timestamp() - self.began_unix_s
         return found
+
+
+class Asked:
+    """A command that is put while a run goes on; the answer is read after the run."""
+
+    def __init__(self, run: HeadScene, after_s: float, do: str, *slots: str, **more: Any) -> None:
+        self._folder, self._id = run.folder, more.pop("id", f"{do} at {after_s}")
+        told = {"id": self._id, "do": do, "slots": list(slots), "by": "test", **more}
+        content = json.dumps(told).encode()
+        run.fleet.at(after_s, lambda: put(run.folder, content, identity=self._id))
+
+    def answer(self) -> dict[str, Any]:
+        return dict(read_answer(self._folder, self._id) or {})
 
 
 class Run(HeadScene):
@@ -175,13 +191,14 @@ class Run(HeadScene):
         else:
             self.fleet.unbuildable.add(slot)
 
+    def faults(self) -> list[dict[str, Any]]:
+        return [] if self.chaos is None else self.chaos.told()
+
     def finish(self) -> dict[str, Row]:
         """Run to the end, compare the books, and return the last row of each slot."""
-        snapshot = self.supervisor.run()
-        faults = [] if self.chaos is None else self.chaos.told()
-        self.store.end("good", 0, None, faults)
+        rows = super().finish()
         self.check_books()
-        return {row.slot: row for row in snapshot.rows}
+        return rows
 
     def check_books(self) -> None:
         """What was really done is counted once, except for what was in no answer that came."""

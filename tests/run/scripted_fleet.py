@@ -281,7 +281,7 @@ class ScriptedFleet:
         for slot, actor in self._actors.items():
             if actor.orders is not None and actor.poll is None:
                 self._poll(slot, actor)
-        until_s = self.clock.now_s + (timeout_s if self._actors else 0.0)
+        until_s = self.clock.now_s + timeout_s
         while self._agenda and self._agenda[0][0] <= (
             self.clock.now_s if self._heard else max(until_s, self.clock.now_s)
         ):

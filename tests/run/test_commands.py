@@ -7,55 +7,29 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeAlias
-
-import pytest
 
 from orchestrator.control.slots import Do, send
 from orchestrator.core.run_outcome import outcome_of
-from orchestrator.record.archive import read_answers, read_run
+from orchestrator.record.archive import read_run
 from orchestrator.record.command_file import any_waits, put
 from orchestrator.run.resume import past_of
 from tests.run.conftest import RunMaker
-from tests.run.scene import Run, events_in
-from tests.scene import ROOT, python
+from tests.run.scene import Asked, Run
+from tests.scene import ROOT, events_in, python
 from workers.messages import WorkerState
-
-
-class Asked:
-    """A command that is put while a run goes on; the answer is read after the run."""
-
-    def __init__(self, run: Run, after_s: float, do: str, *slots: str, **more: Any) -> None:
-        self._folder, self._id = run.folder, more.pop("id", f"{do} at {after_s}")
-        told = {"id": self._id, "do": do, "slots": list(slots), "by": "test", **more}
-        content = json.dumps(told).encode()
-        run.fleet.at(after_s, lambda: put(run.folder, content, identity=self._id))
-
-    def answer(self) -> dict[str, Any]:
-        return dict(read_answers(self._folder, self._id).get(self._id, {}))
-
-
-Ask: TypeAlias = Callable[..., Asked]
-
-
-@pytest.fixture
-def ask() -> Ask:
-    """Put commands; see `Asked`."""
-    return Asked
 
 
 def outcome(run: Run) -> str:
     return outcome_of(run.supervisor.shortfalls(), interrupted=False)[0]
 
 
-def test_a_command_is_obeyed_once_and_no_row_is_one(ask: Ask, new_run: RunMaker) -> None:
+def test_a_command_is_obeyed_once_and_no_row_is_one(new_run: RunMaker) -> None:
     run = new_run(duration="30s")
-    ask(run, 5, "pause", "pc1/0", id="one")
-    ask(run, 25, "unpause", "pc1/0")
-    again = ask(run, 26, "pause", "pc1/0", id="one")
-    noise = ask(run, 27, "explode", "pc1/0")
+    Asked(run, 5, "pause", "pc1/0", id="one")
+    Asked(run, 25, "unpause", "pc1/0")
+    again = Asked(run, 26, "pause", "pc1/0", id="one")
+    noise = Asked(run, 27, "explode", "pc1/0")
     run.finish()
     assert outcome(run) == "good", "it was held for more than half of its time"
     assert run.fleet.abandoned == [], "it keeps its process"
@@ -72,8 +46,7 @@ def test_a_command_is_obeyed_once_and_no_row_is_one(ask: Ask, new_run: RunMaker)
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from tests.run.scene import Run
-from tests.run.test_commands import Asked as ask
+from tests.run.scene import Asked, Run
 
 run = Run(Path(sys.argv[1]), duration="40s")
 commit = run.store.commit
@@ -86,20 +59,18 @@ def commit_and_die():
     return is_stored
 
 run.store.commit = commit_and_die
-ask(run, 5, "drain", "pc1/0", id="once")
+Asked(run, 5, "drain", "pc1/0", id="once")
 run.finish()
 """
 
 
-def test_a_stored_hold_is_obeyed_by_the_next_head_once(
-    ask: Ask, new_run: RunMaker, tmp_path: Path
-) -> None:
+def test_a_stored_hold_is_obeyed_by_the_next_head_once(new_run: RunMaker, tmp_path: Path) -> None:
     folder = tmp_path / "killed"
     folder.mkdir()
     done = python("-c", KILLED, str(folder), cwd=ROOT)
     assert done.returncode == -signal.SIGKILL, done.stderr
     run = new_run(duration="40s", folder=folder, past=past_of(read_run(folder)))
-    again, resume = ask(run, 20, "drain", "pc1/0", id="once"), ask(run, 15, "unpause", "pc1/0")
+    again, resume = Asked(run, 20, "drain", "pc1/0", id="once"), Asked(run, 15, "unpause", "pc1/0")
     rows = run.finish()
     assert (again.answer()["ok"], resume.answer()["ok"]) == (True, True)
     assert rows["pc1/0"].state is WorkerState.RUNNING, "the same id again changes nothing"
@@ -128,7 +99,7 @@ put(Path(sys.argv[1]), b"{}", identity="stopped")
 """
 
 
-def test_a_stopped_verb_holds_neither_the_head_nor_others(ask: Ask, new_run: RunMaker) -> None:
+def test_a_stopped_verb_holds_neither_the_head_nor_others(new_run: RunMaker) -> None:
     run = new_run(duration="40s")
     first = {"id": "first", "do": "pause", "slots": ["pc1/0"], "by": "test"}
     put(run.folder, json.dumps(first).encode(), identity="first")
@@ -137,7 +108,7 @@ def test_a_stopped_verb_holds_neither_the_head_nor_others(ask: Ask, new_run: Run
         assert os.waitid(os.P_PID, verb.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT).si_status == (
             signal.SIGSTOP
         )
-        pause, unpause = ask(run, 5, "pause", "pc2/0"), ask(run, 10, "unpause", "pc2/0")
+        pause, unpause = Asked(run, 5, "pause", "pc2/0"), Asked(run, 10, "unpause", "pc2/0")
         run.finish()
     finally:
         verb.kill()

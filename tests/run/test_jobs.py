@@ -17,14 +17,12 @@ from orchestrator.jobs.model import (
     JobOrder,
     JobState,
     Milestones,
-    QueueHeld,
     Submitted,
     UserOrder,
 )
 from orchestrator.jobs.places import Place, Plan
 from orchestrator.jobs.queue import COMMAND_LEASE_S
 from orchestrator.jobs.spec import parse
-from orchestrator.jobs.sweep import expand
 from orchestrator.record import command_file
 from orchestrator.record.archive import read_run
 from orchestrator.record.command_file import any_waits
@@ -348,7 +346,7 @@ jobs:
 def test_of_a_member_that_is_asked_for_memory_is_predicted(new_jobs: JobsMaker) -> None:
     pytest.importorskip("optuna", reason="optuna is not installed (extra sweep)")
     run = new_jobs(stays=True)
-    jobs = expand(parse(OPTUNA, "hp.yaml", REFERENCE))
+    jobs = parse(OPTUNA, "hp.yaml", REFERENCE).jobs
     put(run.queue_folder, [Submitted(at_s=0.0, job=job) for job in jobs])
     run.until(2.0)
     found = [event["least_bytes"] for event in run.events("job_settings_chosen")]
@@ -360,7 +358,7 @@ def test_a_sweep_that_cannot_be_asked_keeps_no_run_going(
     new_jobs: JobsMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)
-    run = new_jobs(*expand(parse(OPTUNA, "hp.yaml", REFERENCE)), short("other"))
+    run = new_jobs(*parse(OPTUNA, "hp.yaml", REFERENCE).jobs, short("other"))
     standings = run.finish()
     assert standings["other"].state is JobState.DONE
     assert {standings[name].state for name in ("hp-0", "hp-1")} == {JobState.FAILED}
@@ -391,10 +389,11 @@ def test_what_cannot_be_is_refused_before_it_is_written(new_jobs: JobsMaker) -> 
 def test_a_message_seen_twice_is_obeyed_once(new_jobs: JobsMaker) -> None:
     run = new_jobs(short("a"), stays=True)
     run.dispatcher._incoming.remove = lambda _: None  # type: ignore[method-assign]
-    put(run.queue_folder, [QueueHeld(at_s=1.0, reason="ann holds it", id="once")])
+    held = UserOrder(at_s=1.0, id="once", order=JobOrder.HOLD, job=None, by="ann")
+    put(run.queue_folder, [held])
     run.until(1.0)
     assert run.dispatcher.queue.facts.held == "ann holds it"
-    put(run.queue_folder, [QueueHeld(at_s=1.0, reason=None, id="then")])
+    put(run.queue_folder, [replace(held, order=JobOrder.RELEASE, id="then")])
     run.until(2.0)
     assert run.dispatcher.queue.facts.held is None
     run.die()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,33 +15,21 @@ import pytest
 from orchestrator.core.placement import SlotPlan, Target, plan_slots
 from orchestrator.record.events import EventLog
 from orchestrator.run.learned_limits import LearnedLimits
+from tests import factories
 from tests.factories import REFERENCE, status_of
 from tests.run.conftest import RunMaker
-from tests.run.scene import events_in
+from tests.scene import events_in
 from workers.learned_limits import LimitStore
-from workers.settings import Learned, LimitKey, StoredLimit
+from workers.settings import StoredLimit
 from workers.units import GIB
 
 PLANS = plan_slots(REFERENCE, Target())
 
-KEY = LimitKey(
-    card="NVIDIA GeForce RTX 3090",
-    total_bytes=24 * GIB,
-    driver="570.1",
-    torch="2.9.0",
-    dtype="fp16",
-    workload="matmul@0.1.0 batch=128 size=8192",
-    cap_bytes=3 * GIB,
-)
 
-
-def limit(size: int = 2 * GIB, age_s: float = 0.0, **key: Any) -> StoredLimit:
-    return StoredLimit(
-        key=replace(KEY, **key),
-        learned=Learned(size=size, fixed_bytes=0.0, unit_bytes=1.0),
-        peak_bytes=size,
-        learned_at_unix_s=time.time() - age_s,
-    )
+def limit(size: int = 2 * GIB, **key: Any) -> StoredLimit:
+    """Return one that was learned just now."""
+    usual = {"workload": "matmul@0.1.0 batch=128 size=8192"}
+    return factories.limit(size, learned_at_unix_s=time.time(), **usual, **key)
 
 
 class Run:

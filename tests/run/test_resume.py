@@ -21,7 +21,7 @@ from orchestrator.record.store import RunFacts, SlotRecord
 from orchestrator.run.resume import Past, environment_of, past_of, rules_of
 from orchestrator.run.runner import Options, go_on
 from tests import factories
-from tests.factories import facts_of
+from tests.factories import facts_of, node_fact
 from tests.scene import ROOT
 from workers.settings import PolicyState
 
@@ -45,14 +45,8 @@ def stored(*records: SlotRecord, folder: Path = Path("runs/x"), **changes: objec
         "folder": folder,
         "facts": facts(),
         "outcome": "interrupted",
-        "exit_code": None,
-        "error": None,
         "elapsed_s": 100.0,
         "updated_at_unix_s": 1100.0,
-        "nodes_seen": (),
-        "notices": (),
-        "incomplete": False,
-        "faults": (),
         "slots": records,
     }
     return StoredRun(**{**usual, **changes})  # type: ignore[arg-type]  # as above
@@ -92,8 +86,8 @@ def test_the_first_raylet_is_that_of_the_head(monkeypatch: pytest.MonkeyPatch) -
     """Nothing is started: what the raylets would be started with is looked at."""
     monkeypatch.setattr("orchestrator.run.environment.rehearsed", list)
     config = load_config(str(ROOT / "cluster.yaml"), ["cluster.head=pc2"])
-    plans: Any = environment_of(stored(facts=facts(config_yaml=dump_config(config)))).fleet
-    assert [plan.name for plan in plans] == ["pc2", "pc1"]
+    names: Any = environment_of(stored(facts=facts(config_yaml=dump_config(config)))).fleet
+    assert names == ["pc2", "pc1"]
 
 
 @pytest.mark.parametrize(
@@ -159,10 +153,7 @@ class WithoutCards:
     """A fleet of which no node has a card."""
 
     def nodes(self) -> tuple[NodeFact, ...]:
-        return tuple(
-            NodeFact(name=it, node_id=it, address=it, cpus=64, gpus=1, shows_card=False)
-            for it in CONFIG.nodes
-        )
+        return tuple(node_fact(it, it, shows_card=False) for it in CONFIG.nodes)
 
     def count_cards(self, node: str) -> int:
         del node

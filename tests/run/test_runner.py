@@ -14,8 +14,7 @@ from orchestrator.cli.runs import report_text
 from orchestrator.record.archive import read_run
 from tests.fleet.in_process import CONFIG
 from tests.fork_server import ForkServer
-from tests.run.scene import events_in
-from tests.scene import ROOT
+from tests.scene import ROOT, events_in
 
 WORKLOADS = """
 import sys

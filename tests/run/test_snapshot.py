@@ -12,11 +12,11 @@ from orchestrator.core.placement import Target, plan_slots
 from orchestrator.core.slot import HeadState, Phase, Slot, SlotState, UserOrders
 from orchestrator.record.summary import summary_dict
 from orchestrator.run.snapshot import Meter, row_of
+from tests import factories
 from tests.factories import CPU, REFERENCE, status_of
 from tests.run.conftest import RunMaker
 from workers.messages import (
     NO_PROGRESS,
-    MemoryInfo,
     Progress,
     Status,
     StepCounts,
@@ -29,15 +29,7 @@ PLAN = plan_slots(REFERENCE, Target())[3]
 DEVICE = replace(
     CPU, kind="cuda", name="NVIDIA GeForce RTX 3090", uuid="GPU-0", cap_bytes=3, dtype="bf16"
 )
-MEMORY = MemoryInfo(
-    device_total_bytes=24,
-    device_used_bytes=20,
-    free_bytes=1,
-    allocated_bytes=2,
-    reserved_bytes=3,
-    peak_bytes=3,
-    alloc_retries=7,
-)
+MEMORY = replace(factories.MEMORY, device_used_bytes=20)
 SENSORS = SensorReading(
     temperature_c=61.0, margin_c=22.0, power_w=250.0, sm_clock_mhz=1700, utilisation_pct=97.0
 )
@@ -67,7 +59,6 @@ class Metered:
 
     def __init__(self) -> None:
         self.meter = Meter()
-        self._incarnation = 0
         self._wall_s = self._busy_s = self._flop = 0.0
 
     def add(self, wall_s: float = 1.0, busy_s: float = 0.5, flop: float = 1e13) -> Meter:
@@ -76,13 +67,8 @@ class Metered:
         self._busy_s += busy_s
         self._flop += flop
         sums = {"wall_s": self._wall_s, "busy_s": self._busy_s, "work_flop": self._flop}
-        self.meter.add(told(incarnation=self._incarnation, **sums))
+        self.meter.add(told(**sums))
         return self.meter
-
-    def restart(self) -> None:
-        """Go on with another process."""
-        self._incarnation += 1
-        self._wall_s = self._busy_s = self._flop = 0.0
 
 
 def metered(seconds: int = 2) -> Meter:

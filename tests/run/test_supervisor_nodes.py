@@ -17,7 +17,7 @@ from orchestrator.errors import PreflightError
 from orchestrator.record.events import EventLog
 from orchestrator.run.node_watch import NodeWatch
 from orchestrator.run.runner import check_nodes
-from tests.factories import config_of
+from tests.factories import config_of, node_fact
 from tests.run.conftest import RunMaker
 from tests.run.scripted_fleet import START_S, STEPS_PER_S
 from workers.messages import WorkerState
@@ -106,19 +106,6 @@ def test_a_head_that_stood_still_blames_no_worker_and_no_node(
 CONFIG = config_of({name: {"workers": 2, "cpus_per_worker": 4} for name in ("pc1", "pc2")})
 
 
-def fact(
-    name: str | None = "pc1", node_id: str = "a", *, cpus: float = 8.0, answers: bool = True
-) -> NodeFact:
-    return NodeFact(
-        name=name,
-        node_id=node_id,
-        address=f"10.0.0.{node_id}",
-        cpus=cpus,
-        gpus=1.0,
-        answers=answers,
-    )
-
-
 @pytest.fixture(scope="module")
 def events(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EventLog]:
     with contextlib.closing(EventLog(tmp_path_factory.mktemp("run") / "events.jsonl")) as events:
@@ -128,18 +115,18 @@ def events(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EventLog]:
 def test_two_answering_nodes_of_one_name_are_refused(events: EventLog) -> None:
     watcher = NodeWatch(CONFIG, events)
     text = "2 live nodes have the label node=pc1: 10.0.0.a, 10.0.0.b"
-    assert watcher.look([fact(node_id="b"), fact(node_id="a")]) == [
+    assert watcher.look([node_fact(node_id="b"), node_fact(node_id="a")]) == [
         ("pc1", NodeRefused(reason=text))
     ]
-    assert watcher.look([fact(node_id="a"), fact(node_id="b")]) == []
+    assert watcher.look([node_fact(node_id="a"), node_fact(node_id="b")]) == []
     assert watcher.notices() == [f"pc1 cannot be used: {text}", "pc2 has not joined"]
-    assert watcher.look([fact(node_id="b")]) == [("pc1", NodeJoined())]
+    assert watcher.look([node_fact(node_id="b")]) == [("pc1", NodeJoined())]
     assert watcher.notices() == ["pc2 has not joined"]
 
 
 facts = st.lists(
     st.builds(
-        fact,
+        node_fact,
         st.sampled_from(["pc1", "pc2", "pc9", None]),
         st.sampled_from("abcd"),
         cpus=st.sampled_from([4.0, 8.0]),
@@ -187,10 +174,7 @@ def test_each_node_joins_and_leaves_in_turn(looks: list[list[NodeFact]], events:
 
 
 def test_a_node_without_a_label_is_named_by_its_address() -> None:
-    nameless = [
-        NodeFact(name=None, node_id=address, address=address, cpus=8.0, gpus=1.0)
-        for address in ("10.0.0.9", "10.0.0.3")
-    ]
+    nameless = [node_fact(None, node_id) for node_id in "93"]
     there = SimpleNamespace(nodes=lambda: nameless, address=lambda: "10.0.0.3:6379")
     config = config_of({"pc1": {"workers": 1}})
     with pytest.raises(PreflightError, match=r"the node at 10\.0\.0\.3, 10\.0\.0\.9 has no label"):

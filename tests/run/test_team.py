@@ -4,7 +4,6 @@ held, and what a person and another head see of it.
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,10 +17,8 @@ from orchestrator.core.fleet import Fleet
 from orchestrator.core.placement import Target, plan_slots
 from orchestrator.core.slot import HeadState
 from orchestrator.record.archive import read_run
-from orchestrator.record.command_file import put
-from orchestrator.record.model import Row
 from orchestrator.run.resume import Past, past_of
-from tests.run.scene import HeadScene
+from tests.run.scene import Asked, HeadScene
 from tests.run.scripted_fleet import Process, ScriptedFleet, VirtualClock
 from workers.messages import Orders, TeamOrders, TeamPace, TeamState, TeamStatus, WorkerState
 from workers.settings import WorkerSpec
@@ -80,7 +77,9 @@ class TeamFleet(ScriptedFleet):
 
 
 class TeamRun(HeadScene):
-    """A run of a team of two PCs; its script is written on `fleet`."""
+    """A run of a team of two PCs."""
+
+    fleet: TeamFleet
 
     def __init__(
         self, folder: Path, past: Past | None = None, duration: str = "30s", split: str = "data"
@@ -105,23 +104,12 @@ class TeamRun(HeadScene):
             interrupted=lambda: False,
         )
 
-    def finish(self) -> dict[str, Row]:
-        """Run to the end, and return the last row of each slot."""
-        snapshot = self.supervisor.run()
-        self.store.end("good", 0, None, ())
-        return {row.slot: row for row in snapshot.rows}
-
     def told_pace(self, step_s: float, **alone_s: float) -> None:
         """Have members tell what a step takes, together and alone."""
         for name, each_s in alone_s.items():
             self.fleet.paces[f"{name}/0"] = TeamPace(
                 steps=9, step_s=step_s, alone_s=each_s, update_s=0.0
             )
-
-    def typed(self, do: str, slot: str) -> None:
-        """Have the user type a command."""
-        told = {"id": do, "do": do, "slots": [slot], "by": "test"}
-        put(self.folder, json.dumps(told).encode(), identity=do)
 
     def leaders(self) -> list[tuple[str, int]]:
         """Who was named to lead, in which generation."""
@@ -173,8 +161,8 @@ def test_when_the_leader_dies_the_other_leads_at_once(new_team: Maker) -> None:
 
 def test_a_held_leader_hands_over_and_comes_back_as_a_helper(new_team: Maker) -> None:
     run = new_team()
-    run.fleet.at(10, lambda: run.typed("pause", "pc1/0"))
-    run.fleet.at(20, lambda: run.typed("unpause", "pc1/0"))
+    Asked(run, 10, "pause", "pc1/0")
+    Asked(run, 20, "unpause", "pc1/0")
     run.finish()
     (first, second, *_) = run.events("team_leader")
     assert (first["slot"], second["slot"]) == ("pc1/0", "pc2/0")
@@ -279,7 +267,7 @@ def test_who_rests_does_so_under_the_next_head_until_a_person_lets_it_go_on(
     first.fleet.at(14, lambda: shutil.copytree(first.folder, copy))
     first.finish()
     run = new_team(copy, past=past_of(read_run(copy)), split="auto", duration="60s")
-    run.fleet.at(20, lambda: run.typed("unpause", "pc2/0"))
+    Asked(run, 20, "unpause", "pc2/0")
     rows = run.finish()
     held = [row for each in run.recorder.shown for row in each.rows if row.slot == "pc2/0"]
     assert held[0].state is HeadState.HELD

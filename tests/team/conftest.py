@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,12 +25,5 @@ def server() -> Iterator[ForkServer]:
 @pytest.fixture
 def start(server: ForkServer, tmp_path: Path) -> Iterator[Start]:
     """Start the processes of a team, which are ended with the test."""
-    teams: list[Team] = []
-
-    def begun(members: int = 2, **how: Any) -> Team:
-        teams.append(Team(server, tmp_path / str(len(teams)), members, **how).__enter__())
-        return teams[-1]
-
-    yield begun
-    for team in teams:
-        team.__exit__()
+    with ExitStack() as stack:
+        yield lambda *members, **how: stack.enter_context(Team(server, tmp_path, *members, **how))

@@ -3,7 +3,7 @@
     python -m tests.team.kills kills [SECONDS] [SEED]   # three members; a third of kills in the sums
     python -m tests.team.kills stop             # SIGSTOP for 10 s, of a helper and of the leader
     python -m tests.team.kills cable [SECONDS]  # cut between two network namespaces; needs root
-    python -m tests.team.kills strangers        # 200 at the port, one with 1 GiB of noise
+    python -m tests.team.kills strangers        # 198 at the port, and 1 GiB of noise
     python -m tests.team.kills slow             # a member slowed 3x, in turns with DDP
 
 Each prints figures. The head is a stand-in (`scene.py`).
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import random
 import signal
 import socket
 import statistics
@@ -33,10 +32,8 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.fork_server import ForkServer
 from tests.scene import ROOT
 from tests.team import tasks
-from tests.team.scene import MODULES, SECRET, Team, member_spec
-from tests.team.test_team import alone
-from workers.team import wire
-from workers.team.wire import Kind, LostError
+from tests.team.scene import MODULES, Team, member_spec
+from tests.team.test_team import Killer, alone, strangers_come
 from workers.training.settings import TrainSettings
 
 WIDE: dict[str, Any] = {"preset": "tests.team.tasks:wide", "batch": 8, "save_every_s": 0.5}
@@ -56,15 +53,41 @@ def team_of(members: int, **how: Any) -> Iterator[Team]:
         server.close()
 
 
-def pauses(team: Team, moments: list[float]) -> list[float]:
-    """Return for each moment the longest of the waits for the three new steps that follow it."""
+class ThirdInSums(Killer):
+    """Has every third one die inside the sums; knows when each died."""
+
+    def __init__(self, team: Team, seed: int) -> None:
+        super().__init__(team, 10**6, "anybody", seed, least=len(team.members))
+        self.killed: list[tuple[str, float]] = []
+
+    def kill(self, slot: str) -> None:
+        """Kill its process."""
+        role, at_s = self.team.role(slot), time.time()
+        if len(self.killed) % 3 == 0:
+            planted = self.team.folder / f"{slot.replace('/', '-')}.dies"
+            planted.touch()
+            self.team.until(lambda: not self.team.alive(slot))
+            role, at_s = f"{role} inside the sums", planted.stat().st_mtime
+            planted.unlink()
+        else:
+            super().kill(slot)
+        self.killed.append((role, at_s))
+
+
+def ends(team: Team) -> dict[int, float]:
+    """Return when each step was done first (Unix seconds)."""
     first: dict[int, float] = {}
     for slot in team.members:
         for each in team.steps(slot):
             first[each["step"]] = min(each["t"], first.get(each["step"], each["t"]))
-    found = []
+    return first
+
+
+def pauses(team: Team, moments: list[float]) -> list[float]:
+    """Return for each moment the longest of the waits for the three new steps that follow it."""
+    found, done = [], sorted(ends(team).values())
     for at_s in moments:
-        after = [at_s, *sorted(end for end in first.values() if end > at_s)[:3]]
+        after = [at_s, *[end for end in done if end > at_s][:3]]
         found.append(max(later - earlier for earlier, later in itertools.pairwise(after)))
     return found
 
@@ -76,99 +99,70 @@ def say(text: str) -> None:
 
 def told(what: str, seconds: list[float]) -> None:
     """Print the median and the most of some times."""
-    if seconds:
-        say(
-            f"{what}: {len(seconds)}, median {statistics.median(seconds):.2f} s, most {max(seconds):.2f} s"
-        )
+    say(
+        f"{what}: {len(seconds)}, median {statistics.median(seconds):.2f} s, most {max(seconds):.2f} s"
+    )
 
 
 def kills(seconds: int = 240, seed: int = 1) -> None:
     """Kill members at drawn moments for so long, every third one inside the sums."""
-    draw, until_s = random.Random(seed), time.monotonic() + seconds  # noqa: S311 - no secrets
+    until_s = time.monotonic() + seconds
     keys = {**WIDE, "steps": 100_000}
-    killed: list[tuple[str, float]] = []
     with team_of(3, paces={each: {"row_s": 0.01} for each in range(3)}, **keys) as team:
-
-        def is_whole() -> bool:
-            said = [team.status(slot) for slot in team.members]
-            return all(each is not None and each["team"]["state"] != "REJOINING" for each in said)
-
-        def passes(steps: int) -> None:
-            at = team.step() + steps
-            team.until(lambda: team.step() >= at)
-
-        team.until(is_whole)
-        while time.monotonic() < until_s:
-            passes(draw.randint(2, 5))
-            slot = draw.choice(team.members)
-            role, inside = "leader" if slot == team.leader else "helper", ""
-            if len(killed) % 3 == 0:
-                (team.folder / f"{slot.replace('/', '-')}.dies").touch()
-                team.until(lambda slot=slot: not team.alive(slot))  # type: ignore[misc]
-                last = [each for each in team.log(slot) if "killed" in each][-1]
-                at_s, inside = last["t"], " inside the sums" if last["inside"] else ""
-            else:
-                time.sleep(draw.uniform(0, 0.06))
-                at_s = time.time()
-                team.kill(slot)
-            killed.append((role + inside, at_s))
-            passes(3)
-            team.start(slot)
-            team.until(is_whole)
-        passes(5)
-        for role in sorted({role for role, _ in killed}):
-            told(
-                f"{role} killed, next step",
-                pauses(team, [at for each, at in killed if each == role]),
-            )
-        shas: dict[int, set[str]] = {}
-        losses: dict[int, list[float]] = {}
-        for slot in team.members:
-            for each in team.steps(slot):
-                shas.setdefault(each["step"], set()).add(each["sha"])
-                losses.setdefault(each["step"], []).append(each["loss"])
-        differ = sum(len(each) > 1 for each in shas.values())
-        say(f"{len(killed)} kills in {len(shas)} steps; steps in which weights differ: {differ}")
+        killer = ThirdInSums(team, seed)
+        team.until(lambda: time.monotonic() >= until_s, killer)
+        killer.left = 0
+        team.until(lambda: all(map(team.is_in, team.members)), killer)
+        at = team.step()
+        team.until(lambda: team.step() >= at + 5)
+        for role in sorted({role for role, _ in killer.killed}):
+            moments = [at_s for each, at_s in killer.killed if each == role]
+            told(f"{role} killed, next step", pauses(team, moments))
+        shas = team.shas()
+        differ = sum(len(set(each.values())) > 1 for each in shas.values())
+        say(f"{len(killer.killed)} kills in {len(shas)} steps; in {differ} of them weights differ")
         say(f"rows lacking or twice: {len(team.events('team_rows'))}")
-        one, control = (alone(micro, max(losses), **keys) for micro in (8, 5))
-        gap = max(abs(loss - one[step - 1]) for step in losses for loss in losses[step])
+        losses = [
+            (each["step"], each["loss"]) for slot in team.members for each in team.steps(slot)
+        ]
+        one, control = (alone(micro, max(losses)[0], **keys) for micro in (8, 5))
+        gap = max(abs(loss - one[step - 1]) for step, loss in losses)
         say(f"loss gap {gap:.2g}, control {max(map(abs, map(float.__sub__, one, control))):.2g}")
 
 
-def away(team: Team, slot: str, seconds: float, leave: Any, come: Any) -> None:
-    """Have a member away for so long; print what that costs."""
-    at_s = time.time()
-    leave()
-    team.stopped.add(slot)
-    team.until(lambda: time.time() > at_s + seconds)
-    others = max(team.steps(each)[-1]["step"] for each in team.members if each != slot)
-    joined, back_s = len(team.events("team_joined")), time.time()
-    come()
-    team.hears_again(slot)
-    team.until(lambda: len(team.events("team_joined")) > joined)
-    say(f"{slot} back after {time.time() - back_s:.2f} s")
-    at = team.step()
-    team.until(lambda: min(team.steps(each)[-1]["step"] for each in team.members) > at)
-    shas = {
-        each["sha"] for one in team.members for each in team.steps(one) if each["step"] == at + 1
-    }  # fmt: skip
-    told(f"{slot} away for {seconds:g} s, others at step {others}, next step", pauses(team, [at_s]))
-    say(
-        f"weights after it: {len(shas)}; states sent: {team.events('team_joined')[-1]['state_sent']}"
-    )
+def away(
+    team: Team, seconds: float, leave: Callable[[str], None], come: Callable[[str], None]
+) -> None:
+    """Have a helper away for so long, and then the leader; print what that costs."""
+    for role in ("helper", "leader"):
+        at = team.step()
+        team.until(lambda at=at: team.step() > at + 20)  # type: ignore[misc]
+        slot = next(each for each in team.members if team.role(each) == role)
+        at_s = time.time()
+        leave(slot)
+        team.stopped.add(slot)
+        team.until(lambda at_s=at_s: time.time() > at_s + seconds)  # type: ignore[misc]
+        others = max(team.steps(each)[-1]["step"] for each in team.members if each != slot)
+        joined, back_s = len(team.events("team_joined")), time.time()
+        come(slot)
+        team.hears_again(slot)
+        team.until(lambda joined=joined: len(team.events("team_joined")) > joined)  # type: ignore[misc]
+        say(f"{slot} back after {time.time() - back_s:.2f} s")
+        at = team.step() + 1
+        team.until(lambda at=at: len(team.shas().get(at, ())) == len(team.members))  # type: ignore[misc]
+        what = f"{slot} away for {seconds:g} s, others at step {others}, next step"
+        told(what, pauses(team, [at_s]))
+        weights, sent = set(team.shas()[at].values()), team.events("team_joined")[-1]["state_sent"]
+        say(f"weights after it: {len(weights)}; states sent: {sent}")
 
 
 def stop() -> None:
     """Stop a helper, and then the leader, for 10 s."""
     with team_of(3, paces={each: {"row_s": 0.002} for each in range(3)}, steps=10**6) as team:
-        for who in ("helper", "leader"):
-            at = team.step()
-            team.until(lambda at=at: team.step() > at + 20)  # type: ignore[misc]
-            slot = next(each for each in team.members if (each == team.leader) == (who == "leader"))
-            away(
-                team, slot, 10.0, lambda slot=slot: team.kill(slot, signal.SIGSTOP),
-                lambda slot=slot: team.kill(slot, signal.SIGCONT),
-            )  # fmt: skip
+        away(
+            team, 10.0, lambda slot: team.kill(slot, signal.SIGSTOP),
+            lambda slot: team.kill(slot, signal.SIGCONT),
+        )  # fmt: skip
 
 
 def cable(seconds: float = 6.0) -> None:
@@ -195,53 +189,32 @@ def cable(seconds: float = 6.0) -> None:
             ip(pc, "link set eth0 up")
         paces = {each: {"row_s": 0.002} for each in range(3)}
         team = stack.enter_context(team_of(3, paces=paces, networks=networks, steps=10**6))
-        for who in ("helper", "leader"):
-            at = team.step()
-            team.until(lambda at=at: team.step() > at + 20)  # type: ignore[misc]
-            slot = next(each for each in team.members if (each == team.leader) == (who == "leader"))
-            end = f"pc{team.members.index(slot)}"
-            away(
-                team, slot, seconds, lambda end=end: ip(switch, f"link set {end} down"),
-                lambda end=end: ip(switch, f"link set {end} up"),
-            )  # fmt: skip
+
+        def turn(way: str) -> Callable[[str], None]:
+            return lambda slot: ip(switch, f"link set pc{team.members.index(slot)} {way}")
+
+        away(team, seconds, turn("down"), turn("up"))
 
 
-def strangers(number: int = 200) -> None:
-    """Have strangers at the port of the leader."""
+def strangers(rounds: int = 6) -> None:
+    """Have strangers at the port of the leader, 33 in each round, and 1 GiB of noise."""
     with team_of(2, paces={each: {"row_s": 0.002} for each in range(2)}, steps=10**6) as team:
         team.until(lambda: team.step() > 50)
-        said = team.status(team.leader)
-        assert said is not None
-        address = said["team"]["listens"]
+        address = team.status(team.leader)["team"]["listens"]
         host, port = address.split(":")
         noise, sent, before, began_s = os.urandom(1 << 20), 0, team.step(), time.time()
-        for count in range(number):
-            kind = count % 4
-            if kind == 0:
-                with suppress(LostError):
-                    wire.connect(address, b"another secret")
-            elif kind == 1:
-                old = wire.connect(address, SECRET)
-                old.tell(Kind.HELLO, 0, slot="pc1/0", generation=0, version=[0, 0], constant=0)
-                assert "generation 0" in old.frame().said["reason"]
-                old.release()
-            else:
-                with closing(socket.create_connection((host, int(port)))) as end, suppress(OSError):
-                    end.sendall(noise[: count if kind == 2 else 1 << 20])
+        for _ in range(rounds):
+            strangers_come(address)
         while sent < 1 << 30:
             with closing(socket.create_connection((host, int(port)))) as end, suppress(OSError):
                 while True:
                     sent += end.send(noise)
-        took_s = time.time() - began_s
-        at = team.step()
+        took_s, at = time.time() - began_s, team.step()
         team.until(lambda: team.step() > at + 20)
         refused = team.events("team_refused")
-        say(
-            f"{number} strangers and {sent} bytes of noise in {took_s:.1f} s, {at - before} steps meanwhile"
-        )
-        say(
-            f"refused: {sum(each['count'] for each in refused)}; lost members: {len(team.events('team_lost'))}"
-        )
+        say(f"{sent} bytes of noise and others in {took_s:.1f} s, {at - before} steps meanwhile")
+        say(f"refused: {sum(each['count'] for each in refused)}")
+        say(f"lost members: {len(team.events('team_lost'))}")
         say("\n".join(sorted({each["reason"] for each in refused})))
 
 
@@ -253,10 +226,7 @@ def slow(rounds: int = 2) -> None:
             paces = {slowed: {"row_s": 0.03}, 1 - slowed: {"row_s": 0.01}}
             with team_of(2, paces=paces, steps=steps, batch=batch) as team:
                 team.run()
-                first: dict[int, float] = {}
-                for slot in team.members:
-                    for one in team.steps(slot):
-                        first[one["step"]] = min(one["t"], first.get(one["step"], one["t"]))
+                first = ends(team)
                 rows = [sum(one["rows"] for one in team.steps(slot)[10:]) for slot in team.members]
             took = {step: first[step] - first[step - 1] for step in range(11, steps + 1)}
             # In each 2^n-th batch it is looked whether parts add up, which is slowed as well.
@@ -268,23 +238,9 @@ def slow(rounds: int = 2) -> None:
                 f"step to ideal: median {middle / ideal_s:.2f}, mean {mean / ideal_s:.2f}, without looks "
                 f"{statistics.mean(usual) / ideal_s:.2f}, which is {statistics.mean(usual):.3f} s"
             )
-        ddp(batch, steps)
-
-
-def ddp(batch: int, steps: int) -> None:
-    """The same with DDP."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    code = (
-        "import sys; from tests.team.kills import ddp_member; ddp_member(*map(int, sys.argv[1:]))"
-    )
-    members = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, *map(str, (rank, port, batch, steps))], cwd=ROOT
-        )
-        for rank in range(2)
-    ]
-    assert [each.wait() for each in members] == [0, 0]
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        torch.multiprocessing.spawn(ddp_member, (port, batch, steps), nprocs=2)  # type: ignore[no-untyped-call]
 
 
 def ddp_member(rank: int, port: int, batch: int, steps: int) -> None:

@@ -8,10 +8,8 @@ import os
 import pickle
 import random
 import signal
-import sys
-import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,9 +21,7 @@ from workers.engine.engine import Engine
 from workers.messages import Begin, Orders, TeamOrders, Verdict
 from workers.team import place, tensors
 from workers.team.desk import Desk
-from workers.team.following import Following
-from workers.team.leader import Leader
-from workers.team.wire import Connection
+from workers.team.wire import Connection, Frame
 from workers.training.checkpoints import weights_sha256
 from workers.training.trainer import MicroBatch, Trainer
 
@@ -53,15 +49,11 @@ class Channel:
     def wait(self, seconds: float) -> bool:
         """Wait at most so long for others."""
         until_s = time.monotonic() + seconds
-        while True:
-            try:
-                if self._orders.stat().st_mtime_ns != self._read:
-                    return True
-            except OSError:
-                pass
+        while not (self._orders.exists() and self._orders.stat().st_mtime_ns != self._read):
             if time.monotonic() >= until_s:
                 return False
             time.sleep(min(0.005, max(0.0, until_s - time.monotonic())))
+        return True
 
     def tell(self, status: dict[str, Any]) -> None:
         """Write it."""
@@ -80,20 +72,24 @@ def main(given: str) -> None:
     torch.set_num_threads(1)
     vars(tasks.PACE).update(pace)
     name = spec.slot.replace("/", "-")
-    log = (folder / f"{name}.log").open("a", buffering=1)
+    file = (folder / f"{name}.log").open("a", buffering=1)
+
+    def log(**fields: Any) -> None:
+        file.write(json.dumps(fields) + "\n")
+
     _observe(log, seed, folder / f"{name}.planted")
     if tasks.PACE.away_s is not None:
         vars(place)["AWAY_S"] = tasks.PACE.away_s
     _slow_state()
-    _die_inside(log, folder / f"{name}.dies")
+    _die_inside(folder / f"{name}.dies")
     channel = Channel(folder, name)
     engine = Engine(spec, Begin(fresh=not incarnation), incarnation)
     while True:
         status = engine.turn(channel.orders(), 0.1, channel.wait)
         for event in status.events:
-            log.write(json.dumps({"t": time.time(), "event": event.name, **event.detail}) + "\n")
+            log(**{"t": time.time(), "event": event.name, **event.detail})
         if status.error:
-            log.write(json.dumps({"error": status.error}) + "\n")
+            log(error=status.error)
         team = None if status.team is None else asdict(status.team)
         channel.tell(
             {
@@ -105,12 +101,10 @@ def main(given: str) -> None:
         if status.verdict is not Verdict.OK:
             break
     weights = None if status.progress is None else status.progress.weights_sha256
-    log.write(
-        json.dumps({"end": status.verdict, "reason": status.reason, "weights": weights}) + "\n"
-    )
+    log(end=status.verdict, reason=status.reason, weights=weights)
 
 
-def _observe(log: Any, seed: int | None, planted: Path) -> None:
+def _observe(log: Callable[..., None], seed: int | None, planted: Path) -> None:
     """Write down each update; draw the sizes of parts anew if there is a seed; change a weight where
     a file asks for it.
     """
@@ -124,18 +118,7 @@ def _observe(log: Any, seed: int | None, planted: Path) -> None:
             with torch.no_grad():
                 self.parameters[0].view(-1)[3] += 1e-3
         sha = weights_sha256(self.model.state_dict())[:16]
-        log.write(
-            json.dumps(
-                {
-                    "t": time.time(),
-                    "step": self.step,
-                    "loss": self.course.losses[-1],
-                    "sha": sha,
-                    "rows": rows,
-                }
-            )
-            + "\n"
-        )
+        log(t=time.time(), step=self.step, loss=self.course.losses[-1], sha=sha, rows=rows)
 
     def drawn(self: Desk, most_rows: int, level: int) -> MicroBatch | None:
         return part(self, rng.randint(1, most_rows) if seed else most_rows, level)
@@ -154,39 +137,16 @@ def _slow_state() -> None:
     vars(tensors)["send"] = slow
 
 
-def _die_inside(log: Any, planted: Path) -> None:
-    """Kill this process at a drawn moment of the next sums where a file asks for it."""
-    summed, hand_over, update = Leader._summed, Following._hand_over, Following._update
-    inside = [False]
+def _die_inside(planted: Path) -> None:
+    """Kill this process at a drawn chunk of the next sums where a file asks for it, which then has
+    the time of that.
+    """
+    into = Connection.into
 
-    def die() -> None:
-        log.write(json.dumps({"t": time.time(), "killed": True, "inside": inside[0]}) + "\n")
-        os.kill(os.getpid(), signal.SIGKILL)
+    def received(self: Connection, view: memoryview, frame: Frame) -> None:
+        if planted.exists() and random.random() < 0.3:  # noqa: S311 - no secret
+            planted.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        into(self, view, frame)
 
-    def begin() -> None:
-        inside[0] = True
-        if planted.exists():
-            planted.unlink()
-            threading.Timer(random.uniform(0, 0.006), die).start()  # noqa: S311 - no secret
-
-    def leads(self: Leader, *given: Any) -> Any:
-        begin()
-        try:
-            return summed(self, *given)
-        finally:
-            inside[0] = False
-
-    def follows(self: Following, round_: int) -> None:
-        begin()
-        hand_over(self, round_)
-
-    def updates(self: Following, *given: Any) -> Any:
-        inside[0] = False
-        return update(self, *given)
-
-    Leader._summed = leads  # type: ignore[method-assign]
-    Following._hand_over, Following._update = follows, updates  # type: ignore[method-assign]
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
+    Connection.into = received  # type: ignore[method-assign]

@@ -119,12 +119,21 @@ class Team:
         if self.generation:
             self.order(*self._named)
 
-    def status(self, slot: str) -> dict[str, Any] | None:
-        """Return the last status of the present process."""
+    def status(self, slot: str) -> dict[str, Any]:
+        """Return the last status of the present process; empty: it has told none."""
         with suppress(OSError, ValueError):
             said = json.loads((self.folder / f"{self._name(slot)}.json").read_text())
-            return said if said["pid"] == self.children[slot].pid else None
-        return None
+            return said if said["pid"] == self.children[slot].pid else {}
+        return {}
+
+    def role(self, slot: str) -> str:
+        """Return `leader` or `helper`."""
+        return "leader" if slot == self.leader else "helper"
+
+    def is_in(self, slot: str) -> bool:
+        """Whether it leads, or follows a leader."""
+        team = self.status(slot).get("team") or {"state": "REJOINING"}
+        return bool(team["state"] != "REJOINING")
 
     def alive(self, slot: str) -> bool:
         """Whether its process is there."""
@@ -135,11 +144,10 @@ class Team:
     def look(self) -> None:
         """Do what a head does: name another leader where there is none."""
         teams = {
-            slot: said["team"]
+            slot: team
             for slot in self.able
             if self.alive(slot) and slot not in self.stopped
-            and (said := self.status(slot)) is not None
-            and said["team"] and said["team"]["step"] is not None
+            and (team := self.status(slot).get("team")) and team["step"] is not None
         }  # fmt: skip
         if self.generation == 0 and len(teams) < len(self.able):
             return
@@ -180,8 +188,7 @@ class Team:
 
     def rests(self, slot: str) -> bool:
         """Whether it has saved, and computes nothing."""
-        said = self.status(slot)
-        return said is not None and said["rests"]
+        return bool(self.status(slot).get("rests"))
 
     def step(self) -> int:
         """Return the newest step that was logged."""
@@ -201,15 +208,23 @@ class Team:
         """Return its updates."""
         return [each for each in self.log(slot) if "step" in each and "sha" in each]
 
-    def events(self, *names: str) -> list[dict[str, Any]]:
-        """Return the events of these names, of all slots."""
+    def shas(self) -> dict[int, dict[str, str]]:
+        """Return for each step the SHA-256 of the weights after it, of each member that did it."""
+        found: dict[int, dict[str, str]] = {}
+        for slot in self.members:
+            for each in self.steps(slot):
+                found.setdefault(each["step"], {})[slot] = each["sha"]
+        return found
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        """Return the events of a name, of all slots."""
         return [
-            each for slot in self.members for each in self.log(slot) if each.get("event") in names
+            each for slot in self.members for each in self.log(slot) if each.get("event") == name
         ]
 
     def until(self, is_so: Callable[[], bool], turn: Callable[[], None] = lambda: None) -> None:
         """Be their head until something is so."""
-        patience = Patience(self._computed, 60.0)
+        patience = Patience(self.step, 60.0)
         while not is_so():
             assert not patience.is_over(), self._told()
             self.look()
@@ -219,18 +234,16 @@ class Team:
     def run(self, turn: Callable[[], None] = lambda: None) -> None:
         """Be their head until all have ended, but those that began anew after the first has."""
         self.until(lambda: any(map(self.has_ended, self.members)), turn)
-        self.until(lambda: all(self.has_ended(slot) or self._is_new(slot) for slot in self.members))
+        self.until(
+            lambda: all(
+                self.has_ended(slot) or not self.alive(slot) or not self.is_in(slot)
+                for slot in self.members
+            )
+        )
 
     def has_ended(self, slot: str) -> bool:
         """Whether a process of it has come to an end by itself."""
         return any("end" in each for each in self.log(slot))
-
-    def _is_new(self, slot: str) -> bool:
-        said = self.status(slot)
-        return not self.alive(slot) or said is None or said["team"]["state"] == "REJOINING"
-
-    def _computed(self) -> float:
-        return float(self.step())
 
     def _told(self) -> str:
         return "\n".join(

@@ -33,15 +33,16 @@ def compute(run: Trainer, ranges: list[tuple[int, int]], draw: random.Random) ->
 
 @pytest.mark.parametrize("seed", range(3))
 def test_ranges_in_two_trainings_are_the_training(seed: int) -> None:
+    """A third one without rows does the same update."""
     draw = random.Random(seed)  # noqa: S311 - sizes, not secrets
-    alone, members = trainer(steps=8), [shared(steps=8), shared(steps=8)]
-    own = [OwnSums(run) for run in members]
+    alone, members = trainer(steps=8), [shared(steps=8) for _ in range(3)]
+    own = [OwnSums(run) for run in members[:2]]
     while not alone.finished:
         while not alone.micro_batch(12).updated:
             pass
         cut, other = sorted(draw.sample(range(1, 12), 2))
         ranges = [[(other, 12 - other), (0, cut)], [(cut, other - cut)]]
-        for run, sums, places in zip(members, own, ranges, strict=True):
+        for run, sums, places in zip(members, own, ranges, strict=False):
             compute(run, places, draw)
             sums.take(0)
         parts = [sums.units[0] for sums in own]
@@ -51,7 +52,9 @@ def test_ranges_in_two_trainings_are_the_training(seed: int) -> None:
             run.write_sums(total, loss, parts[0].used)
             run.finish(lambda *own: own)
             assert run.course.losses[-1] == pytest.approx(alone.course.losses[-1], abs=2e-6)
-    assert checksum(members[0].parameters) == checksum(members[1].parameters)
+    assert len({checksum(run.parameters) for run in members}) == 1
+    assert len({run.weights_sha256() for run in members}) == 1
+    assert members[0].course == members[1].course == members[2].course
 
 
 def test_no_part_reaches_across_two_ranges() -> None:
@@ -62,22 +65,6 @@ def test_no_part_reaches_across_two_ranges() -> None:
     while run.has_rows:
         parts.append(run.micro_batch(12).rows)
     assert parts == [3, 5]
-
-
-def test_a_member_without_rows_does_the_same_update() -> None:
-    one, other = shared(steps=2), shared(steps=2)
-    sums = OwnSums(one)
-    for _ in range(2):
-        one.give(0, 12)
-        while one.has_rows:
-            one.micro_batch(5)
-        sums.take(0)
-        own = sums.units[0]
-        for run in (one, other):
-            run.write_sums(own.flat, own.loss, own.used)
-            run.finish(lambda *own: own)
-    assert one.weights_sha256() == other.weights_sha256()
-    assert one.course == other.course
 
 
 def test_a_training_whose_passes_change_the_model_is_refused() -> None:

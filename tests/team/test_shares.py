@@ -72,27 +72,6 @@ def test_a_member_that_got_nothing_is_measured_again() -> None:
     assert max(later) >= 8, "it has become fast"
 
 
-def test_rows_of_a_lost_member_come_back_and_one_that_returns_holds_none() -> None:
-    shares = Shares(12, MEMBERS, fixed=False)
-    for member in ("a", "b"):
-        shares.join(member)
-    shares.begin(0, 0.0)
-    first = shares.give("b", 4, 0.0)
-    shares.done("b", 1.0)
-    second = shares.give("b", 4, 1.0)
-    assert first is not None
-    assert second is not None
-    assert shares.leave("b") == first.rows + second.rows
-    shares.join("b")
-    assert shares.rows_of("b") == 0
-    taken = []
-    while (rows := shares.give("a", 4, 2.0)) is not None:
-        shares.done("a", 3.0)
-        taken.append(rows)
-    assert covered({"a": taken}) == list(range(12))
-    assert shares.is_complete
-
-
 def test_fixed_ranges_keep_their_places_whoever_computes_them() -> None:
     run = Clockwork((1, 1, 1), 32, fixed=True)
     usual = run.step(0)
@@ -138,11 +117,12 @@ def test_all_rows_are_computed_once_whoever_comes_and_goes(seed: int) -> None:
                     if draw.random() < 0.2:
                         shares.join(member)
                         here.add(member)
+                        assert shares.rows_of(member) == 0
                 elif member != "a" and draw.random() < 0.05:
-                    shares.leave(member)
+                    back = [*held[member], *filter(None, [under_way.pop(member, None)])]
+                    assert shares.leave(member) == sum(rows.rows for rows in back)
                     here.discard(member)
                     held[member] = []
-                    under_way.pop(member, None)
                 elif member in under_way:
                     shares.done(member, float(now))
                     held[member].append(under_way.pop(member))

@@ -7,6 +7,7 @@ import random
 import signal
 import socket
 import time
+from collections import Counter
 from contextlib import closing, suppress
 from itertools import pairwise
 from typing import Any
@@ -48,8 +49,7 @@ def refuse_gap(team: Team, **keys: Any) -> None:
 
 def last_weights(team: Team) -> set[str]:
     """Return the SHA-256 of the weights of all members that have done the last step."""
-    last = team.step()
-    return {each["sha"] for slot in team.members for each in team.steps(slot)[-1:] if each["step"] == last}  # fmt: skip
+    return set(team.shas()[team.step()].values())
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -57,15 +57,14 @@ def last_weights(team: Team) -> set[str]:
 def test_members_with_drawn_parts_train_as_one(start: Start, members: int) -> None:
     team = start(members, seed=5, steps=100)
     team.run()
-    by_step: dict[int, list[dict[str, Any]]] = {}
-    for slot in team.members:
-        for each in team.steps(slot):
-            by_step.setdefault(each["step"], []).append(each)
-    for each in by_step.values():
-        assert len({one["sha"] for one in each}) == 1
-    together = [each for each in by_step.values() if len(each) == members]
+    shas = team.shas()
+    assert all(len(set(each.values())) == 1 for each in shas.values())
+    together = [step for step in shas if len(shas[step]) == members]
     assert len(together) > 80
-    assert all(sum(one["rows"] for one in each) == 32 for each in together)
+    rows = Counter[int]()
+    for slot in team.members:
+        rows.update({each["step"]: each["rows"] for each in team.steps(slot)})
+    assert {rows[step] for step in together} == {32}
     refuse_gap(team, steps=100)
 
 
@@ -76,8 +75,7 @@ def test_a_slow_member_gets_its_share(start: Start, slow: int) -> None:
     team.run()
     rows = [sum(each["rows"] for each in team.steps(slot)[10:]) for slot in team.members]
     assert 0.15 <= rows[slow] / sum(rows) <= 0.4, rows
-    told = [team.status(slot) for slot in team.members]
-    alone_s = [each["team"]["pace"]["alone_s"] for each in told if each is not None]
+    alone_s = [team.status(slot)["team"]["pace"]["alone_s"] for slot in team.members]
     assert 1.5 <= alone_s[slow] / alone_s[1 - slow] <= 4.0, "without the waits for the other"
     assert alone_s[slow] >= 24 * 0.03
 
@@ -97,8 +95,9 @@ def test_memory_of_one_member_shrinks_its_own_parts_alone(start: Start, small: i
 class Killer:
     """Kills members at drawn moments, and starts them again."""
 
-    def __init__(self, team: Team, kills: int, who: str, seed: int) -> None:
-        self.team, self.left, self.who = team, kills, who
+    def __init__(self, team: Team, kills: int, who: str, seed: int, least: int = 2) -> None:
+        """Kill one of so many members at the `least`, which train together: `who` of them."""
+        self.team, self.left, self.who, self._least = team, kills, who, least
         self._draw = random.Random(seed)  # noqa: S311 - moments, not secrets
         self._dead: str | None = None
         self._at_step = 3.0
@@ -113,18 +112,18 @@ class Killer:
             return
         if not self.left or team.step() < self._at_step:
             return
-        joined = [slot for slot in team.members if self._is_in(slot)]
-        chosen = [slot for slot in joined if (slot == team.leader) == (self.who == "leader")]
-        if len(joined) > 1 and chosen:
-            time.sleep(self._draw.uniform(0, 0.03))  # anywhere in a step
+        joined = [slot for slot in team.members if team.is_in(slot)]
+        chosen = [slot for slot in joined if self.who in {"anybody", team.role(slot)}]
+        if len(joined) >= self._least and chosen:
             self._dead = self._draw.choice(chosen)
-            team.kill(self._dead)
+            self.kill(self._dead)
             self.left -= 1
             self._at_step = team.step() + 2
 
-    def _is_in(self, slot: str) -> bool:
-        said = self.team.status(slot)
-        return said is not None and said["team"]["state"] != "REJOINING"
+    def kill(self, slot: str) -> None:
+        """Kill its process, anywhere in a step."""
+        time.sleep(self._draw.uniform(0, 0.03))
+        self.team.kill(slot)
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -144,8 +143,7 @@ def test_killed_members_cost_no_step(start: Start, who: str) -> None:
 def test_a_stopped_member_returns_by_itself(start: Start, who: str) -> None:
     team = start(3, paces={number: {"row_s": 0.002} for number in range(3)}, steps=100_000)
     team.until(lambda: team.step() > 10)
-    leader = team.leader
-    stopped = leader if who == "leader" else next(each for each in team.members if each != leader)
+    stopped = next(each for each in team.members if team.role(each) == who)
     others = [each for each in team.members if each != stopped]
     team.kill(stopped, signal.SIGSTOP)
     before = team.step()
@@ -156,8 +154,7 @@ def test_a_stopped_member_returns_by_itself(start: Start, who: str) -> None:
     team.until(lambda: len(team.events("team_joined")) > joined)
     at = team.step()
     team.until(lambda: min(team.steps(each)[-1]["step"] for each in team.members) > at)
-    by_step = [{each["step"]: each["sha"] for each in team.steps(slot)} for slot in team.members]
-    assert len({each[at + 1] for each in by_step}) == 1
+    assert len(set(team.shas()[at + 1].values())) == 1
 
 
 @pytest.mark.parametrize("who", ["nobody", "nobody again", "helper", "leader"])
@@ -180,35 +177,25 @@ def exact() -> set[str]:
 def test_a_planted_difference_is_found_told_and_repaired(start: Start) -> None:
     team = start(steps=100_000)
     team.until(lambda: team.step() > 5)
-    helper = next(each for each in team.members if each != team.leader)
+    helper = next(each for each in team.members if team.role(each) == "helper")
     (team.folder / f"{helper.replace('/', '-')}.planted").touch()
     team.until(lambda: bool(team.events("team_differs")))
     (told,) = team.events("team_differs")
-    wrong, right = (
-        {each["step"]: each["sha"] for each in team.steps(slot)} for slot in (helper, team.leader)
-    )
-    planted = min(step for step in wrong if step in right and wrong[step] != right[step])
-    assert told["step"] - planted <= 10
-    at, shas = told["step"], {}
+    at = told["step"]
+    planted = min(step for step, each in team.shas().items() if len(set(each.values())) == 2)
+    assert at - planted <= 10
 
-    def is_repaired() -> bool:
-        """Whether both have done one and the same step since, the helper with the leader's state."""
-        both = [{each["step"]: each["sha"] for each in team.steps(slot)} for slot in team.members]
-        shas.update(
-            {step: {sha, both[1][step]} for step, sha in both[0].items() if step in both[1]}
-        )
-        return len([step for step in shas if step > at]) > 3
+    def since() -> list[set[str]]:
+        """The weights of both after the steps that both have done since."""
+        both = [(step, each) for step, each in team.shas().items() if len(each) == 2]
+        return [set(each.values()) for step, each in both if step > at]
 
-    team.until(is_repaired)
-    assert all(len(each) == 1 for step, each in shas.items() if step > at)
+    team.until(lambda: len(since()) > 3)
+    assert all(len(each) == 1 for each in since())
 
 
-def test_strangers_are_refused_while_the_training_goes_on(start: Start) -> None:
-    team = start(steps=100_000)
-    team.until(lambda: team.step() > 5)
-    said = team.status(team.leader)
-    assert said is not None
-    address = said["team"]["listens"]
+def strangers_come(address: str) -> None:
+    """Send noise, another secret, an old generation and another training: 33 strangers."""
     host, port = address.split(":")
     noise = os.urandom(1 << 16)
     for length in range(0, 120, 4):
@@ -216,14 +203,18 @@ def test_strangers_are_refused_while_the_training_goes_on(start: Start) -> None:
             end.sendall(noise[:length] if length < 110 else noise * 16)
     with pytest.raises(LostError):
         wire.connect(address, b"another secret")
-    old = wire.connect(address, SECRET)
-    old.tell(Kind.HELLO, 0, slot="pc1/0", generation=0, identity="", version=[0, 0], constant=0)
-    assert "generation 0" in old.frame().said["reason"]
-    old.release()
-    other = wire.connect(address, SECRET)
-    other.tell(Kind.HELLO, 0, slot="pc1/0", generation=1, identity="", version=[0, 0], constant=0)
-    assert "settings, data or model" in other.frame().said["reason"]
-    other.release()
+    for generation, why in ((0, "generation 0"), (1, "settings, data or model")):
+        other = wire.connect(address, SECRET)
+        said = {"generation": generation, "identity": "", "version": [0, 0], "constant": 0}
+        other.tell(Kind.HELLO, slot="pc1/0", **said)
+        assert why in other.frame().said["reason"]
+        other.release()
+
+
+def test_strangers_are_refused_while_the_training_goes_on(start: Start) -> None:
+    team = start(steps=100_000)
+    team.until(lambda: team.step() > 5)
+    strangers_come(team.status(team.leader)["team"]["listens"])
     before = team.step()
     team.until(lambda: team.step() > before + 20)
     assert sum(each["count"] for each in team.events("team_refused")) >= 25
@@ -269,11 +260,10 @@ def test_a_member_that_returns_is_given_the_state_beside_the_steps(start: Start)
     moments = [at_s, *(each["t"] for each in team.steps("pc0/0") if at_s < each["t"] < told["t"])]
     assert moments[-1] - moments[0] > 2
     assert max(after - before for before, after in pairwise(moments)) < 1.5
-    by_step = [{each["step"]: each["sha"] for each in team.steps(slot)} for slot in team.members]
-    both = by_step[0].keys() & by_step[1].keys()
+    both = {step: set(each.values()) for step, each in team.shas().items() if len(each) == 2}
     missed = {step for step in both if 20 < step <= told["step"]}
     assert len(missed) > 5, "they are done again from what was added up"
-    assert all(by_step[0][step] == by_step[1][step] for step in both)
+    assert all(len(each) == 1 for each in both.values())
 
 
 def test_what_cannot_be_shared_is_refused_in_words(start: Start) -> None:
@@ -281,7 +271,6 @@ def test_what_cannot_be_shared_is_refused_in_words(start: Start) -> None:
     team.until(lambda: all(map(team.has_ended, team.members)))
     for slot in team.members:
         said = team.status(slot)
-        assert said is not None
         assert said["verdict"] == "bad input"
         assert "cannot be shared by a team" in said["reason"]
 
@@ -292,7 +281,7 @@ def test_all_come_to_rest_wherever_their_step_is(start: Start) -> None:
     """
     team = start(2, paces={0: {"row_s": 0.001}, 1: {"row_s": 0.02}}, steps=10**6, batch=32)
     team.until(lambda: team.step() > 8)
-    other = next(slot for slot in team.members if slot != team.leader)
+    other = next(slot for slot in team.members if team.role(slot) == "helper")
     team.rest(team.leader)
     team.until(lambda: team.rests(team.leader))
     team.rest(*team.members)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from typing import Any
 
@@ -30,24 +30,7 @@ def address_of(listener: socket.socket) -> str:
 
 def in_thread(work: Callable[[], Any]) -> Callable[[], Any]:
     """Begin some work; return what waits for it, and returns or raises what it does."""
-    done: list[Any] = []
-
-    def run() -> None:
-        try:
-            done.append(work())
-        except LostError as error:
-            done.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-
-    def result() -> Any:
-        thread.join()
-        if isinstance(done[0], Exception):
-            raise done[0]
-        return done[0]
-
-    return result
+    return ThreadPoolExecutor().submit(work).result
 
 
 @pytest.fixture

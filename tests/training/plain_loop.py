@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -15,8 +17,8 @@ from workers.training.elastic import ElasticStep
 from workers.training.errors import TaskError
 
 Loss: TypeAlias = Callable[[Any], Any]
-#: Makes the loss of a model.
-Made: TypeAlias = Callable[[Any], Loss]
+#: From a model and a part to the loss.
+LossOf: TypeAlias = Callable[[Any, Any], Any]
 
 X = torch.randn(12, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 Y = torch.arange(12) % 3
@@ -34,8 +36,12 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW([w for w in model.parameters() if w.requires_grad], 0.01, eps=1e-2)
 
 
+def of_classes(model: nn.Module, part: Any) -> Tensor:
+    return functional.cross_entropy(model(part[0]), part[1])
+
+
 def classified(model: nn.Module) -> Loss:
-    return lambda part: functional.cross_entropy(model(part[0]), part[1])
+    return lambda part: of_classes(model, part)
 
 
 def out_of_memory() -> torch.OutOfMemoryError:
@@ -71,10 +77,14 @@ def refused(loss: Loss, model: nn.Module, batch: Any = (X, Y), **options: Any) -
 
 
 def trained(
-    model: nn.Module, loss: Loss, batch: Callable[[], Any] = lambda: (X, Y), most: int | None = None
+    model: nn.Module,
+    loss: Loss,
+    batch: Callable[[], Any] = lambda: (X, Y),
+    most: int | None = None,
+    make: Callable[[Any], Any] = adamw,
 ) -> list[Tensor]:
     """Return the weights after some steps of `ElasticStep`, in parts or at once."""
-    elastic = ElasticStep(model, adamw(model), sleep=lambda _: None)
+    elastic = ElasticStep(model, make(model), sleep=lambda _: None)
     elastic.most_rows = most
     _seed()
     for _ in range(4):
@@ -82,9 +92,14 @@ def trained(
     return weights(model)
 
 
-def plain(model: nn.Module, loss: Loss, batch: Callable[[], Any] = lambda: (X, Y)) -> list[Tensor]:
+def plain(
+    model: nn.Module,
+    loss: Loss,
+    batch: Callable[[], Any] = lambda: (X, Y),
+    make: Callable[[Any], Any] = adamw,
+) -> list[Tensor]:
     """Return the weights after as many steps of the plain loop."""
-    optimizer = adamw(model)
+    optimizer = make(model)
     _seed()
     for _ in range(4):
         optimizer.zero_grad()
@@ -102,7 +117,20 @@ def close(one: list[Tensor], other: list[Tensor]) -> bool:
     return all(torch.allclose(a, b, rtol=1e-8) for a, b in zip(one, other, strict=True))
 
 
-def is_as_plain(of: Made, rows: int, batch: Callable[[], Any] = lambda: (X, Y)) -> bool:
-    """Whether both loops end with the same weights, where no more than these samples fit."""
-    model, other = net(), net()
-    return close(trained(model, short(of(model), rows), batch), plain(other, of(other), batch))
+def trained_as_plain(
+    of: LossOf,
+    batch: Callable[[], Any] = lambda: (X, Y),
+    *,
+    rows: int = 12,
+    most: int | None = None,
+    model: Callable[[], Any] = net,
+    make: Callable[[Any], Any] = adamw,
+) -> tuple[Any, Any]:
+    """Train a model where no more than `rows` samples fit, and a copy of it by the plain loop.
+    Return both, which have the same weights.
+    """
+    one = model()
+    other = copy.deepcopy(one)
+    found = trained(one, short(partial(of, one), rows), batch, most, make)
+    assert close(found, plain(other, partial(of, other), batch, make))
+    return one, other

@@ -13,14 +13,13 @@ from torch import Tensor
 from workers.training import tasks
 from workers.training.batches import Samples
 from workers.training.dispatch_modes import OperatorMode
-from workers.training.host_states import states_of
 from workers.training.keyed_random import row_keys, uniform
-from workers.training.made_data import MadeText
 from workers.training.models import Gpt, GptShape
+from workers.training.optimizers import states_of
 from workers.training.order import Sample
 from workers.training.pictures import Cnn, landmark_loss
 from workers.training.settings import TrainSettings
-from workers.training.tasks import TrainTask
+from workers.training.tasks import MadeText, TrainTask
 from workers.training.trainer import Trainer
 
 CPU = torch.device("cpu")

@@ -13,7 +13,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tests.training.scene import CPU, GPT, Full, gap, settings, task, trainer
+from workers.training import accumulator
 from workers.training.trainer import Trainer
+
+
+@pytest.fixture(autouse=True)
+def few_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the gradients of norms and biases are written together, in models as small as these."""
+    monkeypatch.setattr(accumulator, "_TOGETHER_BYTES", 2048)
 
 
 def fails(run: Trainer, writes: int, limit: int, level: int) -> bool:
@@ -23,7 +30,8 @@ def fails(run: Trainer, writes: int, limit: int, level: int) -> bool:
     sums, written = {id(own) for own in run._accumulator.gradients}, count()
 
     def is_full(func: Any, args: tuple[Any, ...]) -> bool:
-        is_write = func.__name__ in {"copy_.default", "add_.Tensor"} and id(args[0]) in sums
+        into = args[0][0] if func.__name__ == "_foreach_copy_.default" else args[0]
+        is_write = func.__name__ in {"_foreach_copy_.default", "add_.Tensor"} and id(into) in sums
         return is_write and next(written) >= writes
 
     try:
@@ -32,6 +40,13 @@ def fails(run: Trainer, writes: int, limit: int, level: int) -> bool:
     except torch.OutOfMemoryError:
         return True
     return False
+
+
+def writes_of(run: Trainer) -> int:
+    """Count the writes of a first part's gradients into their sums."""
+    together = len(run._accumulator._small)
+    assert 1 < together < len(run.parameters)
+    return len(run.parameters) - together + 1
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
@@ -50,7 +65,7 @@ def test_running_out_of_memory_at_each_gradient_changes_no_bit(precision: str) -
             failures += 1
         if last:
             run.micro_batch(4, 2)
-    assert failures == 3 * 2 * len(run.parameters)
+    assert failures == 3 * (writes_of(run) + len(run.parameters))
     assert run.course.losses == alone.course.losses
     assert run.weights_sha256() == alone.weights_sha256()
 
@@ -64,7 +79,7 @@ def test_smaller_parts_end_where_the_part_that_failed_ends() -> None:
         alone.micro_batch(12)
         course.append(alone.course.losses[-1])
     while not run.finished:
-        limit, writes = drawn.randint(1, 12), drawn.randint(0, len(run.parameters))
+        limit, writes = drawn.randint(1, 12), drawn.randint(0, writes_of(run))
         ends = limit >= (run._accumulator.remaining or 12)
         if not ends and drawn.random() < 0.8:
             failures += fails(run, writes, limit, 0)

@@ -85,34 +85,28 @@ def test_what_would_be_compiled_in_every_step_is_taken_back() -> None:
     assert "more than 4 times" in figures["reason"]
 
 
-def test_a_compiler_that_fails_costs_its_own_time_only() -> None:
-    def backend(*_: object) -> None:
-        raise ValueError("no such instruction")
-
-    told, part = compiling(nn.Linear(8, 1), backend)
-    assert float(part(3)) == pytest.approx(float(part(1)) * 3)
-    ((name, figures),) = told
-    assert name == "not_compiled"
-    assert "no such instruction" in figures["reason"]
-
-
 @pytest.mark.parametrize(
-    "error",
+    ("error", "trials"),
     [
-        torch.OutOfMemoryError("CUDA out of memory. (injected)"),
-        RuntimeError("Triton Error [CUDA]: out of memory"),
+        (ValueError("no such instruction"), 1),
+        (torch.OutOfMemoryError("CUDA out of memory. (injected)"), 3),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), 3),
     ],
+    ids=["other", "memory", "Triton"],
 )
-def test_a_compiler_out_of_memory_is_given_three_trials(error: Exception) -> None:
+def test_a_compiler_that_fails_costs_its_own_time_only(error: Exception, trials: int) -> None:
     def backend(*_: object) -> None:
         raise error
 
     told, part = compiling(nn.Linear(8, 1), backend)
-    for _ in range(2):
+    for _ in range(trials - 1):
         with pytest.raises(Exception, match="out of memory"):
             part(3)
     assert float(part(3)) == pytest.approx(float(part(1)) * 3)
-    assert [name for name, _ in told] == ["not_compiled"]
+    ((name, figures),) = told
+    assert name == "not_compiled"
+    assert figures["reason"].startswith("memory ran out") == (trials > 1)
+    assert str(error) in figures["reason"]
 
 
 def test_a_cap_that_leaves_the_compiler_no_room_keeps_it_out() -> None:

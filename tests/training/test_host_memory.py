@@ -22,13 +22,9 @@ from tests.training.scene import (
     train,
     trainer,
 )
-from tests.training.test_memory_plan import begin_measuring
-from workers.devices.cpu import process_memory, reset_highest
+from tests.training.test_memory_plan import planned_and_measured
 from workers.training import host_memory
 from workers.training.errors import TaskError, UpdateInterruptedError
-from workers.training.memory_plan import MemoryPlanner
-from workers.training.settings import TrainSettings
-from workers.training.tasks import find_task
 from workers.training.trainer import Trainer
 
 
@@ -42,18 +38,7 @@ def test_no_place_in_training_waits_in_a_loop() -> None:
 SHARES_PCT = (0, 25, 50, 100)
 
 
-def test_no_bit_changes_with_the_share_of_states_on_the_host() -> None:
-    runs = [trainer(steps=15, clip=0.1, states_on_host=share) for share in SHARES_PCT]
-    losses = [train(each) for each in runs]
-    assert losses[0][-1] < losses[0][0]
-    assert losses[1:] == losses[:1] * 3
-    assert len({each.weights_sha256() for each in runs}) == 1
-    held = [private_bytes(each) for each in runs]
-    assert held[3] == 0
-    assert held[1:3] == pytest.approx([0.75 * held[0], 0.5 * held[0]], rel=0.05)
-
-
-def test_the_share_on_the_host_may_change_at_any_time() -> None:
+def test_the_share_on_the_host_may_change_at_any_time_and_changes_no_bit() -> None:
     alone, run = trainer(steps=12), trainer(steps=12, states_on_host=25)
     train(alone)
     for share in (25, 100, 50, 0):
@@ -90,34 +75,15 @@ def test_an_update_out_of_memory_is_rolled_back() -> None:
 
 
 def test_memory_falls_as_the_plan_predicts(in_child: InChild, record_property: Any) -> None:
-    planned, measured = in_child(_planned_and_measured)
-    record_property(
-        "planned_and_measured_mib",
-        [(a / 2**20, b / 2**20) for a, b in zip(planned, measured, strict=True)],
-    )
-    assert planned[0] - planned[3] > 80 * 2**20
-    for share in (1, 2, 3):
-        assert measured[0] - measured[share] == pytest.approx(planned[0] - planned[share], rel=0.05)
-
-
-def _planned_and_measured() -> tuple[list[int], list[int]]:
-    """Return what the plan says of each share, and the most that the kernel counts in a step."""
-    tidy_up = begin_measuring()
-    planned, measured = [], []
-    for share in (None, *SHARES_PCT):  # once before, for what libraries load
-        chosen = TrainSettings(
-            preset="gpt-mini", batch=4, seq=64, precision="fp32", states_on_host=share or 0
-        )
-        found = find_task(chosen, 0)
-        run = Trainer(found, chosen, CPU, 0)
-        run.micro_batch(4)
-        tidy_up()
-        reset_highest()
-        run.micro_batch(4)
-        planned.append(MemoryPlanner(found, chosen, on_card=False).plan(4, 0).total_bytes)
-        measured.append(process_memory().highest_bytes)
-        del run
-    return planned[1:], measured[1:]
+    keys = {"preset": "gpt-mini", "batch": 4, "seq": 64, "precision": "fp32"}
+    pairs = [
+        in_child(planned_and_measured, keys | {"states_on_host": share}, 0) for share in SHARES_PCT
+    ]
+    record_property("planned_and_measured_mib", [(a / 2**20, b / 2**20) for a, b in pairs])
+    (planned, measured), *others = pairs
+    assert planned - others[-1][0] > 80 * 2**20
+    for planned_less, measured_less in others:
+        assert measured - measured_less == pytest.approx(planned - planned_less, rel=0.05)
 
 
 def test_states_that_are_not_known_are_refused_on_the_host() -> None:

@@ -4,9 +4,9 @@ plain loop, or one sentence.
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,19 +17,20 @@ from torch.nn import functional
 
 from tests.training.plain_loop import (
     Loss,
-    Made,
+    LossOf,
     X,
     Y,
     adamw,
     classified,
     close,
-    is_as_plain,
     net,
+    of_classes,
     out_of_memory,
     plain,
     refused,
     short,
     trained,
+    trained_as_plain,
     weights,
 )
 from workers.training.elastic import ElasticStep
@@ -44,100 +45,53 @@ def same_label(labels: Tensor) -> Tensor:
     return (labels[:, None] == labels) & ~torch.eye(len(labels), dtype=torch.bool)
 
 
-def hardest_triplets(model: nn.Module) -> Loss:
-    def loss(part: Any) -> Tensor:
-        made, labels = functional.normalize(model(part[0]), dim=1), part[1]
-        apart = (made[:, None] - made).square().sum(-1)
-        same, other = same_label(labels), labels[:, None] != labels
-        counts = same.any(1) & other.any(1)
-        far = apart.masked_fill(~same, -1.0).amax(1)
-        near = apart.masked_fill(~other, 99.0).amin(1)
-        return (functional.relu(far - near + 0.3) * counts).sum() / len(labels)
-
-    return loss
+def hardest_triplets(model: nn.Module, part: Any) -> Tensor:
+    made, labels = functional.normalize(model(part[0]), dim=1), part[1]
+    apart = (made[:, None] - made).square().sum(-1)
+    same, other = same_label(labels), labels[:, None] != labels
+    counts = same.any(1) & other.any(1)
+    far = apart.masked_fill(~same, -1.0).amax(1)
+    near = apart.masked_fill(~other, 99.0).amin(1)
+    return (functional.relu(far - near + 0.3) * counts).sum() / len(labels)
 
 
-def supervised_contrast(model: nn.Module) -> Loss:
-    def loss(part: Any) -> Tensor:
-        made, same = functional.normalize(model(part[0]), dim=1), same_label(part[1])
-        alike = (2 * made @ made.T).masked_fill(torch.eye(len(made), dtype=torch.bool), -1e9)
-        of_pairs = (alike.log_softmax(1) * same).sum(1)
-        return -(of_pairs / same.sum(1).clamp(min=1)).mean()
-
-    return loss
+def supervised_contrast(model: nn.Module, part: Any) -> Tensor:
+    made, same = functional.normalize(model(part[0]), dim=1), same_label(part[1])
+    alike = (2 * made @ made.T).masked_fill(torch.eye(len(made), dtype=torch.bool), -1e9)
+    of_pairs = (alike.log_softmax(1) * same).sum(1)
+    return -(of_pairs / same.sum(1).clamp(min=1)).mean()
 
 
-def ranking(model: nn.Module) -> Loss:
-    def loss(part: Any) -> Tensor:
-        scores = model(part[0])[:, 0]
-        pairs = same_label(part[1]).triu()
-        return (functional.softplus(scores - scores[:, None]) * pairs).sum() / len(scores)
-
-    return loss
-
-
-@pytest.mark.parametrize("made", [hardest_triplets, supervised_contrast, ranking])
-@pytest.mark.parametrize("labels", [PAIRS, PAIRS.sort().values])
-@pytest.mark.parametrize("rows", [4, 12])
-def test_a_loss_over_pairs_of_one_label_is_refused(made: Made, labels: Tensor, rows: int) -> None:
-    """Also where no more than four samples fit, of which those with rare labels have no pairs."""
-    model = net()
-    assert COMPARES in refused(short(made(model), rows), model, (X, labels))
+def ranking(model: nn.Module, part: Any) -> Tensor:
+    scores = model(part[0])[:, 0]
+    pairs = same_label(part[1]).triu()
+    return (functional.softplus(scores - scores[:, None]) * pairs).sum() / len(scores)
 
 
 def of_each(model: nn.Module, part: Any) -> Tensor:
     return functional.cross_entropy(model(part[0]), part[1], reduction="none")
 
 
-def hardest(model: nn.Module) -> Loss:
-    def loss(part: Any) -> Tensor:
-        each = of_each(model, part)
-        return each.topk(min(5, len(each))).values.mean()
+def hardest(model: nn.Module, part: Any) -> Tensor:
+    each = of_each(model, part)
+    return each.topk(min(5, len(each))).values.mean()
+
+
+def without_outliers(model: nn.Module, part: Any) -> Tensor:
+    each = of_each(model, part)
+    known = each.detach()
+    return (each * (known <= known.mean() + 1.5 * known.std())).mean()
+
+
+def mixed_by(draw: Callable[[], Any]) -> LossOf:
+    """Mix two losses by a number that is drawn for the whole batch."""
+
+    def loss(model: nn.Module, part: Any) -> Tensor:
+        share, scores = draw(), model(part[0])
+        one, other = (functional.cross_entropy(scores, each) for each in (part[1], 2 - part[1]))
+        return share * one + (1 - share) * other  # type: ignore[no-any-return]
 
     return loss
-
-
-def without_outliers(model: nn.Module) -> Loss:
-    def loss(part: Any) -> Tensor:
-        each = of_each(model, part)
-        known = each.detach()
-        return (each * (known <= known.mean() + 1.5 * known.std())).mean()
-
-    return loss
-
-
-@pytest.mark.parametrize(
-    ("made", "rows"),
-    [
-        *((hardest, 12), (without_outliers, 12)),
-        *((hardest, 4), (supervised_contrast, 1), (supervised_contrast, 2), (ranking, 1)),
-    ],
-)
-def test_a_loss_that_chooses_among_samples_is_refused(made: Made, rows: int) -> None:
-    """Their losses are compared without gradients where not all fit, or just one."""
-    model = net()
-    assert COMPARES in refused(short(made(model), rows), model)
-
-
-def test_a_sum_in_place_of_a_mean_is_refused_where_one_sample_fits() -> None:
-    model = net()
-    said = refused(short(lambda part: of_each(model, part).sum(), 1), model)
-    assert "is a sum over its items" in said
-
-
-@pytest.mark.parametrize("draw", [lambda: np.random.beta(0.4, 0.4), lambda: torch.rand(())])
-def test_numbers_that_a_loss_draws_are_those_of_one_pass(draw: Callable[[], Any]) -> None:
-    """As of mixing two losses by `numpy.random.beta`, or of dropping a layer for a whole batch."""
-
-    def of(model: nn.Module) -> Loss:
-        def loss(part: Any) -> Tensor:
-            share, scores = draw(), model(part[0])
-            one, other = (functional.cross_entropy(scores, each) for each in (part[1], 2 - part[1]))
-            return share * one + (1 - share) * other  # type: ignore[no-any-return]
-
-        return loss
-
-    assert is_as_plain(of, 3)
 
 
 def test_a_batch_norm_that_keeps_no_statistics_is_refused_by_name() -> None:
@@ -146,54 +100,23 @@ def test_a_batch_norm_that_keeps_no_statistics_is_refused_by_name() -> None:
     assert "1 (BatchNorm1d) normalises over" in refused(classified(model), model.double().eval())
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-def test_a_loss_that_takes_a_gradient_itself_trains_in_parts(rows: int) -> None:
-    """A penalty on the gradient cannot be computed without one."""
-
-    def of(model: nn.Module) -> Loss:
-        def loss(part: Any) -> Tensor:
-            inputs = part[0].detach().requires_grad_()
-            each = functional.cross_entropy(model(inputs), part[1], reduction="none")
-            (slope,) = torch.autograd.grad(each.sum(), inputs, create_graph=True)
-            return (each + slope.square().sum(1)).mean()
-
-        return loss
-
-    assert is_as_plain(of, rows)
+def penalised(model: nn.Module, part: Any) -> Tensor:
+    """Take a gradient itself: its penalty cannot be computed without one."""
+    inputs = part[0].detach().requires_grad_()
+    each = functional.cross_entropy(model(inputs), part[1], reduction="none")
+    (slope,) = torch.autograd.grad(each.sum(), inputs, create_graph=True)
+    return (each + slope.square().sum(1)).mean()
 
 
-@pytest.mark.parametrize("rows", [1, 4, 12])
-def test_a_small_term_that_compares_samples_is_refused_under_autocast(rows: int) -> None:
-    """It is looked at in fp32: in bf16 an eighth of a gradient may be rounding."""
-    model = net().float()
-
-    def loss(part: Any) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            made = model(part[0])
-            contrast = functional.cross_entropy(made @ made.T, torch.arange(len(made)))
-            return functional.cross_entropy(made, part[1]) + 0.05 * contrast
-
-    assert COMPARES in refused(short(loss, rows), model, (X.float(), Y))
-
-
-def test_a_term_that_compares_samples_is_refused_when_it_comes() -> None:
-    """In the third step, by a switch that no batch, mode or code of the loss shows."""
-    model, step = net(), 0
-
-    def loss(part: Any) -> Tensor:
-        made = model(part[0])
-        value = functional.cross_entropy(made, part[1])
+def a_little_contrast(model: nn.Module, part: Any) -> Tensor:
+    """Compare samples under autocast, in a small term: in bf16 an eighth of a gradient may be
+    rounding, so it is looked at in fp32.
+    """
+    single = {name: each.float() for name, each in model.named_parameters()}
+    with torch.autocast("cpu", torch.bfloat16):
+        made = torch.func.functional_call(model, single, part[0].float())
         contrast = functional.cross_entropy(made @ made.T, torch.arange(len(made)))
-        return value + contrast if step == 2 else value
-
-    elastic = ElasticStep(model, adamw(model))
-    elastic.most_rows = 4
-    for step in range(2):  # noqa: B007 - the loss reads it
-        elastic.step((X, Y), loss)
-    step, before = 2, weights(model)
-    with pytest.raises(PartsError, match=COMPARES):
-        elastic.step((X, Y), loss)
-    assert all(map(torch.equal, before, weights(model)))
+        return functional.cross_entropy(made, part[1]) + 0.05 * contrast
 
 
 @pytest.mark.parametrize(
@@ -301,34 +224,36 @@ def test_a_large_table_that_a_pass_changes_is_named() -> None:
 
 
 class Annealed(nn.Module):
-    """Counts its passes and samples in attributes and a buffer, and changes its scale by them."""
+    """Counts its passes and samples in attributes and buffers, and changes its scale by them."""
 
     seen: Tensor
+    own: Tensor
 
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.utils.parametrizations.spectral_norm(net()[0])
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("own", torch.zeros((), dtype=torch.int64), persistent=False)
         self.passes, self.samples, self.warm = 0, 0, True
+        self.tensor, self.of_numpy = torch.zeros((), dtype=torch.int64), np.int64(0)
 
     def forward(self, x: Tensor) -> Tensor:
         self.passes += 1
         self.samples += len(x)
         self.seen += len(x)
-        self.warm = self.passes < 3
+        self.own += 1
+        self.tensor += 1
+        self.of_numpy += 1
+        self.warm = self.passes + self.own + self.tensor + self.of_numpy < 12
         made: Tensor = self.inner(x)
         return made * (1.0 if self.warm else 0.5)
 
 
 @pytest.mark.parametrize("rows", [2, 5, 12])
 def test_numbers_that_a_module_keeps_are_those_of_one_pass(rows: int) -> None:
-    model, other = Annealed(), Annealed()
-    other.load_state_dict(model.state_dict())
-
-    found = trained(model, short(classified(model), rows))
-    assert close(found, plain(other, classified(other)))
-    assert (model.passes, model.warm) == (other.passes, other.warm)
-    assert model.samples == other.samples
+    model, other = trained_as_plain(of_classes, rows=rows, model=Annealed)
+    for name in ("passes", "samples", "warm", "own", "tensor", "of_numpy"):
+        assert getattr(model, name) == getattr(other, name), name
 
 
 class Carrying(nn.Module):
@@ -403,44 +328,43 @@ def test_a_tensor_that_is_not_dense_is_not_cut(made: Callable[[], Tensor], calle
         trained(model, loss, lambda: (batch, Y), 5)
 
 
-@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32])
-def test_unsigned_tokens_are_looked_at(dtype: torch.dtype) -> None:
-    tokens = (X.abs() * 9).to(dtype)
-
-    def of(model: nn.Module) -> Loss:
-        return lambda part: functional.cross_entropy(model(part[0].double()), part[1])
-
-    assert is_as_plain(of, 5, lambda: (tokens, Y))
+def of_unsigned(model: nn.Module, part: Any) -> Any:
+    return functional.cross_entropy(model(part[0].double()), part[1])
 
 
-@pytest.mark.parametrize("rows", [1, 5, 12])
-def test_a_loss_may_write_into_its_batch(rows: int) -> None:
-    """Also where a part is computed again."""
-
-    def of(model: nn.Module) -> Loss:
-        def loss(part: Any) -> Tensor:
-            part[0].sub_(part[0].mean(1, keepdim=True)).mul_(2)
-            return functional.cross_entropy(model(part[0]), part[1])
-
-        return loss
-
-    assert is_as_plain(of, rows, lambda: (X.clone(), Y))
+def writing(model: nn.Module, part: Any) -> Tensor:
+    """Write into the batch, also where a part is computed again."""
+    part[0].sub_(part[0].mean(1, keepdim=True)).mul_(2)
+    return functional.cross_entropy(model(part[0]), part[1])
 
 
-def test_a_hook_of_an_activation_sees_the_sign_of_a_step() -> None:
-    def of(model: nn.Sequential) -> Loss:
-        def loss(part: Any) -> Tensor:
-            hidden = model[0](part[0])
-            hidden.register_hook(lambda gradient: gradient.clamp(min=0))
-            return functional.cross_entropy(model[1:](hidden), part[1])
+def writing_twice(model: nn.Module, part: Any) -> Tensor:
+    """Write into a tensor that the batch has twice: as input, and as what is to be found."""
+    part[0].mul_(0.5)
+    return (model(part[0]).sum(1) - part[1].sum(1)).square().mean()
 
-        return loss
 
-    assert is_as_plain(of, 5)
+def hooked_activation(model: Any, part: Any) -> Tensor:
+    """Have a hook that depends on the sign which a gradient has in a step."""
+    hidden = model[0](part[0])
+    hidden.register_hook(lambda gradient: gradient.clamp(min=0))
+    return functional.cross_entropy(model[1:](hidden), part[1])
+
+
+def keep_first_rows(model: Any) -> torch.optim.Optimizer:
+    """Hook a gradient so that it is written into, and nothing is returned: rows of an embedding
+    are kept as they are so.
+    """
+
+    def keep(gradient: Tensor) -> None:
+        gradient[:5] = 0
+
+    model[0].weight.register_hook(keep)
+    return adamw(model)
 
 
 class Balanced(nn.Module):
-    """Divides its loss by a running mean of it, which it keeps as a number."""
+    """Divides its loss by a running mean of it, which it keeps as a number, and counts its calls."""
 
     usual: Tensor
 
@@ -448,25 +372,30 @@ class Balanced(nn.Module):
         super().__init__()
         self.inner, self.last, self.total, self._reads_late = net(), 0.0, 0.0, reads_late
         self.register_buffer("usual", torch.ones((), dtype=torch.float64))
+        self.calls = 0
 
     def forward(self, part: Any) -> Tensor:
-        value = classified(self.inner)(part)
+        value = of_classes(self.inner, part)
         usual = self.usual.clone()
         if self.training:
             self.usual.lerp_(value.detach(), 0.1)
         self.last = value.item()  # which nothing reads
         self.total += self.last
+        self.calls += 1
+        value = value if self.calls < 3 else 0.7 * value
         return value / (self.usual.clone() if self._reads_late else usual)
 
 
-@pytest.mark.parametrize("rows", [1, 5, 12])
-def test_a_mean_that_a_module_keeps_is_that_of_one_pass(rows: int) -> None:
-    """Of the loss or of what samples give, in numbers and in buffers, whether it is read or not."""
-    model, other = Balanced(), Balanced()
-    found = trained(model, short(model, rows), most=rows)
-    assert close(found, plain(other, other))
-    for name in ("last", "total"):  # the buffer is among the weights
-        assert getattr(model, name) == pytest.approx(getattr(other, name), rel=1e-9)
+@pytest.mark.parametrize(("rows", "is_model"), [(1, True), (5, True), (12, True), (5, False)])
+def test_a_mean_that_a_module_keeps_is_that_of_one_pass(rows: int, is_model: bool) -> None:
+    """Of the loss or of what samples give, in numbers and in buffers, whether it is read or not.
+    The module is the model, or one that the loss names.
+    """
+    one, other = Balanced(), Balanced()
+    found = trained(one if is_model else one.inner, short(one, rows), most=rows)
+    assert close(found, plain(other if is_model else other.inner, other))
+    for name in ("calls", "last", "total", "usual"):
+        assert float(getattr(one, name)) == pytest.approx(float(getattr(other, name)), rel=1e-9)
 
 
 def test_a_mean_that_is_read_after_it_was_changed_is_named() -> None:
@@ -474,119 +403,133 @@ def test_a_mean_that_is_read_after_it_was_changed_is_named() -> None:
     assert refused(model, model).startswith("usual (Balanced) is changed by each pass")
 
 
-def test_an_own_generator_that_goes_on_is_seen_whatever_it_drew() -> None:
-    model, draw = net(), torch.Generator().manual_seed(3)
-
-    def seldom(part: Any) -> Tensor:
-        is_left_out = torch.rand((), generator=draw) < 1e-6
-        return classified(model)(part) * (0.0 if is_left_out else 1.0)
-
-    assert "draws from torch's own random numbers" in refused(seldom, model)
+GENERATOR = torch.Generator().manual_seed(3)
 
 
-@pytest.mark.parametrize("draw", [random.random, np.random.rand])
-def test_what_is_drawn_for_each_sample_is_seen_though_it_is_rare(
-    draw: Callable[[], float],
-) -> None:
-    model = net()
+def drawn_by_own_generator(model: nn.Module, part: Any) -> Tensor:
+    """Draw from a generator of its own, which goes on: it is seen whatever it drew."""
+    is_left_out = torch.rand((), generator=GENERATOR) < 1e-6
+    return of_classes(model, part) * (0.0 if is_left_out else 1.0)
 
-    def seldom(part: Any) -> Tensor:
+
+def drawn_for_each_sample(draw: Callable[[], float]) -> LossOf:
+    """Draw for each sample what is so rare that nothing changes."""
+
+    def loss(model: nn.Module, part: Any) -> Tensor:
         kept = torch.tensor([draw() > 1e-9 for _ in part[1]])
         return (of_each(model, part) * kept).mean()
 
-    assert "or those of Python or NumPy for each sample" in refused(seldom, model)
-
-
-def free_bits(model: nn.Module) -> Loss:
-    return lambda part: model(part[0]).square().mean(0).clamp(min=1e-9).sum()
-
-
-def flooded(model: nn.Module) -> Loss:
-    return lambda part: (classified(model)(part) - 0.01).abs() + 0.01
-
-
-def near(model: nn.Module) -> Loss:
-    return lambda part: functional.smooth_l1_loss(
-        model(part[0]).mean(0), -9 * torch.ones(3).double()
-    )
-
-
-def worse_of_two(model: nn.Module) -> Loss:
-    def loss(part: Any) -> Tensor:
-        made = model(part[0])
-        return torch.stack([made[:, 0].square().mean(), (made[:, 1] - 9).square().mean()]).max()
-
     return loss
 
 
-def sizes_of_means(model: nn.Module) -> Loss:
-    return lambda part: torch.linalg.vector_norm(model(part[0]).mean(0) - 9, ord=1)
+def summed(model: nn.Module, part: Any) -> Any:
+    return of_each(model, part).sum()
 
 
-@pytest.mark.parametrize("made", [free_bits, flooded, near, worse_of_two, sizes_of_means])
-def test_a_bend_of_a_mean_is_refused_before_parts_lie_on_both_sides(
-    made: Callable[[nn.Module], Loss],
+def free_bits(model: nn.Module, part: Any) -> Any:
+    return model(part[0]).square().mean(0).clamp(min=1e-9).sum()
+
+
+def flooded(model: nn.Module, part: Any) -> Any:
+    return (of_classes(model, part) - 0.01).abs() + 0.01
+
+
+def near(model: nn.Module, part: Any) -> Any:
+    return functional.smooth_l1_loss(model(part[0]).mean(0), -9 * torch.ones(3).double())
+
+
+def worse_of_two(model: nn.Module, part: Any) -> Tensor:
+    made = model(part[0])
+    return torch.stack([made[:, 0].square().mean(), (made[:, 1] - 9).square().mean()]).max()
+
+
+def sizes_of_means(model: nn.Module, part: Any) -> Any:
+    return torch.linalg.vector_norm(model(part[0]).mean(0) - 9, ord=1)
+
+
+BENDS = "bends what was added up or averaged over samples"
+
+
+@pytest.mark.parametrize(
+    ("made", "rows", "labels", "said"),
+    [
+        # Pairs of one label, also where no more than four samples fit: rare labels have none there.
+        *(
+            (made, rows, labels, COMPARES)
+            for made in (hardest_triplets, supervised_contrast, ranking)
+            for rows in (4, 12)
+            for labels in (PAIRS, PAIRS.sort().values)
+        ),
+        # Losses are compared without gradients where not all fit, or just one.
+        *((hardest, rows, Y, COMPARES) for rows in (4, 12)),
+        (without_outliers, 12, Y, COMPARES),
+        *((supervised_contrast, rows, Y, COMPARES) for rows in (1, 2)),
+        (ranking, 1, Y, COMPARES),
+        *((a_little_contrast, rows, Y, COMPARES) for rows in (1, 4, 12)),
+        (summed, 1, Y, "is a sum over its items"),
+        (drawn_by_own_generator, 12, Y, "draws from torch's own random numbers"),
+        *(
+            (drawn_for_each_sample(draw), 12, Y, "or those of Python or NumPy for each sample")
+            for draw in (random.random, np.random.rand)
+        ),
+        # Before parts lie on both sides of the bend.
+        *((made, 12, Y, BENDS) for made in (free_bits, flooded, near, worse_of_two)),
+        (sizes_of_means, 12, Y, BENDS),
+    ],
+)
+def test_what_does_not_add_up_is_refused(
+    made: LossOf, rows: int, labels: Tensor, said: str
 ) -> None:
     model = net()
-    assert "bends what was added up or averaged over samples" in refused(made(model), model)
+    assert said in refused(short(partial(made, model), rows), model, (X, labels))
 
 
-def bends_each_sample(model: nn.Module) -> Loss:
-    """Return what may bend: samples, parameters alone, and of some samples what each has."""
-
-    def loss(part: Any) -> Tensor:
-        each = of_each(model, part).clamp(max=1.0)
-        own = sum(parameter.norm().clamp(min=0.1) for parameter in model.parameters())
-        one_by_one = sum((model(x).mean() - 0.1).abs() for x in part[0])
-        close_by = functional.smooth_l1_loss(model(part[0])[:, 0], part[1].double())
-        return each.mean() + close_by + 0.01 * own + one_by_one / len(part[0])
-
-    return loss
+def bends_each_sample(model: nn.Module, part: Any) -> Tensor:
+    """Bend what may bend: samples, parameters alone, and of some samples what each has."""
+    each = of_each(model, part).clamp(max=1.0)
+    own = sum(parameter.norm().clamp(min=0.1) for parameter in model.parameters())
+    one_by_one = sum((model(x).mean() - 0.1).abs() for x in part[0])
+    close_by = functional.smooth_l1_loss(model(part[0])[:, 0], part[1].double())
+    return each.mean() + close_by + 0.01 * own + one_by_one / len(part[0])
 
 
-def packed(model: nn.Module) -> Loss:
-    """Return one that needs the longest first, as a collator has sorted them."""
-
-    def loss(part: Any) -> Tensor:
-        x, lengths, labels = part
-        given = nn.utils.rnn.pack_padded_sequence(x.view(len(x), 8, 1), lengths, batch_first=True)
-        return functional.cross_entropy(model(given)[1][0][0], labels)
-
-    return loss
+def packed(model: nn.Module, part: Any) -> Tensor:
+    """Need the longest first, as a collator has sorted them."""
+    x, lengths, labels = part
+    given = nn.utils.rnn.pack_padded_sequence(x.view(len(x), 8, 1), lengths, batch_first=True)
+    return functional.cross_entropy(model(given)[1][0][0], labels)
 
 
-def slopes(model: nn.Module) -> Loss:
-    """Return one that differentiates by torch.func, as of a differential equation."""
+def slopes(model: nn.Module, part: Any) -> Tensor:
+    """Differentiate by torch.func, as of a differential equation."""
 
-    def loss(part: Any) -> Tensor:
-        def at(x: Tensor) -> Any:
-            given = torch.func.functional_call(model, dict(model.named_parameters()), (x,))
-            return given.square().sum()
+    def at(x: Tensor) -> Any:
+        given = torch.func.functional_call(model, dict(model.named_parameters()), (x,))
+        return given.square().sum()
 
-        return torch.func.vmap(torch.func.grad(at))(part[0]).square().sum(1).mean()
-
-    return loss
+    return torch.func.vmap(torch.func.grad(at))(part[0]).square().sum(1).mean()
 
 
-def of_lists(model: nn.Module) -> Loss:
-    return lambda part: sum(model(x).square().mean() for x in part) / len(part)
+def of_lists(model: nn.Module, part: Any) -> Any:
+    return sum(model(x).square().mean() for x in part) / len(part)
 
 
-def of_arrays(model: nn.Module) -> Loss:
-    def loss(part: Any) -> Tensor:
-        part[0][:] = part[0] / 2
-        return classified(model)(tuple(map(torch.from_numpy, part)))
-
-    return loss
+def of_arrays(model: nn.Module, part: Any) -> Tensor:
+    part[0][:] = part[0] / 2
+    return of_classes(model, tuple(map(torch.from_numpy, part)))
 
 
-def copied(model: nn.Module) -> Loss:
-    return lambda part: classified(model)(tuple(each.clone() for each in part))
+def copied(model: nn.Module, part: Any) -> Any:
+    return of_classes(model, tuple(each.clone() for each in part))
 
 
 def inferred() -> Any:
     with torch.inference_mode():
         return X + 0, Y + 0
+
+
+def lstm() -> Any:
+    return nn.LSTM(1, 3, batch_first=True).double()
 
 
 LENGTHS = torch.tensor([8, 8, 8, 7, 6, 6, 5, 4, 3, 3, 2, 1])
@@ -597,23 +540,33 @@ RAGGED = [
 
 
 @pytest.mark.parametrize(
-    ("made", "batch"),
+    ("made", "batch", "limits"),
     [
-        (bends_each_sample, lambda: (X, Y)),
-        (packed, lambda: (X, LENGTHS, Y)),
-        (slopes, lambda: (X,)),
-        (of_lists, lambda: RAGGED),
-        (of_arrays, lambda: (X.numpy().copy(), Y.numpy().copy())),
-        (copied, inferred),
+        # Parts may look like something else.
+        (bends_each_sample, lambda: (X, Y), {"most": 4}),
+        (slopes, lambda: (X,), {"most": 4}),
+        (of_lists, lambda: RAGGED, {"most": 4}),
+        (of_arrays, lambda: (X.numpy().copy(), Y.numpy().copy()), {"most": 4}),
+        (copied, inferred, {"most": 4}),
+        (packed, lambda: (X, LENGTHS, Y), {"most": 4, "model": lstm}),
+        (mixed_by(lambda: np.random.beta(0.4, 0.4)), lambda: (X, Y), {"rows": 3}),
+        (mixed_by(lambda: torch.rand(())), lambda: (X, Y), {"rows": 3}),
+        *((penalised, lambda: (X, Y), {"rows": rows}) for rows in (1, 3)),
+        (of_unsigned, lambda: ((X.abs() * 9).to(torch.uint16), Y), {"rows": 5}),
+        (of_unsigned, lambda: ((X.abs() * 9).to(torch.uint32), Y), {"rows": 5}),
+        *((writing, lambda: (X.clone(), Y), {"rows": rows}) for rows in (1, 5, 12)),
+        (writing_twice, lambda: (X.clone(),) * 2, {"rows": 5}),
+        (hooked_activation, lambda: (X, Y), {"rows": 5}),
+        *(
+            (of_classes, lambda: (X, Y), {"rows": rows, "make": keep_first_rows})
+            for rows in (5, 12)
+        ),
     ],
 )
-def test_what_adds_up_trains_in_parts_of_four(
-    made: Callable[[nn.Module], Loss], batch: Callable[[], Any]
+def test_what_adds_up_trains_in_parts(
+    made: LossOf, batch: Callable[[], Any], limits: dict[str, Any]
 ) -> None:
-    """Also where some samples, or parts, happen to look like something else."""
-    one: Any = nn.LSTM(1, 3, batch_first=True).double() if made is packed else net()
-    other = copy.deepcopy(one)
-    assert close(trained(one, made(one), batch, 4), plain(other, made(other), batch))
+    trained_as_plain(made, batch, **limits)
 
 
 def test_a_batch_that_was_written_into_is_not_computed_again() -> None:
@@ -623,7 +576,7 @@ def test_a_batch_that_was_written_into_is_not_computed_again() -> None:
     def loss(part: Any) -> Tensor:
         if step == 2:
             part[0].neg_()
-        value = classified(model)(part)
+        value = of_classes(model, part)
         if step == 2 and len(part[0]) > 5:
             raise torch.OutOfMemoryError("CUDA out of memory. (acted)")
         return value
@@ -668,15 +621,4 @@ class Comparing(torch.optim.Optimizer):
 def test_an_optimiser_may_keep_a_gradient(
     most: int | None, keep: Callable[[Any, Tensor], object]
 ) -> None:
-    one, other = net(), net()
-    elastic, optimizer = (
-        ElasticStep(one, Comparing(one.parameters(), keep)),
-        Comparing(other.parameters(), keep),
-    )
-    elastic.most_rows = most
-    for step in range(3):
-        elastic.step((X + step, Y), classified(one))
-        optimizer.zero_grad()
-        torch.autograd.backward(classified(other)((X + step, Y)))
-        optimizer.step()
-    assert close(list(one.parameters()), list(other.parameters()))
+    trained_as_plain(of_classes, most=most, make=lambda model: Comparing(model.parameters(), keep))

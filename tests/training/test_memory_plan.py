@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -72,27 +71,20 @@ def test_the_predicted_peak_is_the_measured_one(
 ) -> None:
     if settings["preset"] == "cnn-landmarks":
         settings = {**settings, "data": str(drawn_folder(tmp_path, rows=64))}
-    planned, measured = in_child(_planned_and_measured, settings, level)
+    planned, measured = in_child(planned_and_measured, settings, level)
     record_property("error_pct", 100 * (planned / measured - 1))
     assert planned == pytest.approx(measured, rel=TOLERANCES[settings["precision"]])
 
 
-def begin_measuring() -> Callable[[], None]:
-    """Have what is freed in this process go back to the kernel; return what collects the rest."""
+def planned_and_measured(chosen: dict[str, Any], level: int) -> tuple[int, int]:
+    """Return what the plan says, and the most that the kernel counts in two steps.
+
+    What is freed in this process goes back to the kernel.
+    """
     warnings.simplefilter("ignore")
     libc = ctypes.CDLL(None)
     libc.mallopt(_M_MMAP_THRESHOLD, _THRESHOLD_BYTES)
     torch.set_num_threads(1)
-
-    def tidy_up() -> None:
-        gc.collect()
-        libc.malloc_trim(0)
-
-    return tidy_up
-
-
-def _planned_and_measured(chosen: dict[str, Any], level: int) -> tuple[int, int]:
-    tidy_up = begin_measuring()
     settings = TrainSettings(steps=9, **chosen)
     task = find_task(settings, 0)
     planned = MemoryPlanner(task, settings, on_card=False).plan(settings.batch, level).total_bytes
@@ -100,7 +92,8 @@ def _planned_and_measured(chosen: dict[str, Any], level: int) -> tuple[int, int]
     small.micro_batch(1, level)  # what the libraries load is not the training's
     small.micro_batch(1, level)
     del small
-    tidy_up()
+    gc.collect()
+    libc.malloc_trim(0)
     before = process_memory().resident_bytes
     trainer = Trainer(task, settings, torch.device("cpu"), 0)
     reset_highest()

@@ -15,9 +15,10 @@ from torch.nn import functional
 
 from tests.training.scene import CPU, GPT, replay, settings, task
 from workers.training import parts
+from workers.training.accumulator import Accumulator
 from workers.training.elastic import ElasticStep
 from workers.training.memory_plan import _LiveBytes
-from workers.training.parts import PartsError, check_parts
+from workers.training.parts import ROWS, PartsError, check_parts
 from workers.training.trainer import Trainer
 from workers.training.unevenness import telling
 
@@ -28,11 +29,11 @@ Loss = Callable[[nn.Module], Callable[[Batch], Tensor]]
 class Tokens(nn.Module):
     """Predicts tokens, with a module between embedding and head."""
 
-    def __init__(self, between: nn.Module | None = None) -> None:
+    def __init__(self, between: nn.Module | None = None, *, kinds: int = 50) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(50, 16)
+        self.embedding = nn.Embedding(kinds, 16)
         self.between = between or nn.Identity()
-        self.head = nn.Linear(16, 50)
+        self.head = nn.Linear(16, kinds)
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.head(self.between(self.embedding(tokens)))  # type: ignore[no-any-return]
@@ -132,6 +133,14 @@ def test_the_cause_is_named_where_parts_do_not_add_up(
     )
 
 
+def checked(model: nn.Module, each: Batch, loss: Callable[[Batch, int], Tensor]) -> object:
+    """Return what is found in a sum."""
+    sums = Accumulator(list(model.parameters()))
+    return check_parts(
+        model, each, loss, weight=None, counted="count", rows=ROWS, accumulator=sums, buffers={}
+    )
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("padded", [False, True])
 def test_what_adds_up_is_not_refused_in_any_precision(dtype: torch.dtype, padded: bool) -> None:
@@ -139,7 +148,7 @@ def test_what_adds_up_is_not_refused_in_any_precision(dtype: torch.dtype, padded
     model.to(dtype)
     each = batch(padded=padded)
     loss = SUM(model)
-    assert check_parts(model, each, lambda part, _: loss(part) / items(each)) == []
+    assert checked(model, each, lambda part, _: loss(part) / items(each)) == []
 
 
 def test_autocast_is_seen_and_given_its_rounding() -> None:
@@ -150,9 +159,9 @@ def test_autocast_is_seen_and_given_its_rounding() -> None:
         with torch.autocast("cpu", torch.bfloat16):
             return loss(part)
 
-    assert check_parts(model, batch(), in_half) == []
+    assert checked(model, batch(), in_half) == []
     with pytest.raises(PartsError, match="is a mean"):
-        check_parts(model, batch(), lambda part, _: in_half(part, 0) / len(part[0]))
+        checked(model, batch(), lambda part, _: in_half(part, 0) / len(part[0]))
 
 
 def test_a_hazard_is_told_once_where_the_loop_accepts_it() -> None:
@@ -189,43 +198,49 @@ def test_a_form_of_batch_is_checked_once_and_after_twice_as_many(
         elastic.step(batch(padded=True), MEAN(model))
 
 
-def test_samples_that_differ_most_are_looked_at() -> None:
-    """One short sample of 64 is enough to find a mean over unequally many items."""
-    model, optimizer = made()
+def one_is_short(turn: int) -> tuple[Tensor, Tensor]:
     tokens, labels = batch(rows=64)
-    labels[30, 2:] = -100
-    with pytest.raises(PartsError, match="unequally many"):
-        ElasticStep(model, optimizer).step((tokens, labels), MEAN(model))
+    labels[30, 2 if turn == 2 else 10 :] = -100
+    return tokens, labels
 
 
-def test_one_sample_of_large_weight_is_looked_at() -> None:
-    """Also in the third batch, before which all had one weight."""
-    model, weights = nn.Linear(8, 1), torch.ones(256)
-    elastic = ElasticStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    elastic.most_rows = 64
-
-    def weighted(part: Any) -> Tensor:
-        return (model(part[0])[:, 0].square() * part[1]).sum() / part[1].sum()  # type: ignore[no-any-return]
-
-    for turn in range(2):
-        elastic.step((torch.randn(256, 8), weights + turn), weighted)
-    weights[77] = 40.0
-    with pytest.raises(PartsError, match="unequally many"):
-        elastic.step((torch.randn(256, 8), weights), weighted)
+def one_weighs_more(turn: int) -> tuple[Tensor, Tensor]:
+    """Before it all have one weight."""
+    weights = torch.ones(256) + turn
+    weights[77] = 40.0 if turn == 2 else 1.0 + turn
+    return torch.randint(50, (256, 1)), weights
 
 
-def test_a_positive_number_that_is_ignored_is_looked_at() -> None:
-    """As 255 in maps of labels, in one of 64 samples."""
-    model, labels = nn.Linear(8, 3), torch.arange(64 * 36).view(64, 36) % 3
-    labels[21, 4:30] = 255
-    elastic = ElasticStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
+def ignores_a_positive_number(turn: int) -> tuple[Tensor, Tensor]:
+    """As 255 in maps of labels."""
+    labels = torch.arange(64 * 36).view(64, 36) % 3
+    labels[21, 4 : 30 if turn == 2 else 4] = 255
+    return torch.randint(50, (64, 36)), labels
+
+
+def by_weight(model: nn.Module) -> Callable[[Batch], Tensor]:
+    return lambda part: (model(part[0]).square().mean((1, 2)) * part[1]).sum() / part[1].sum()
+
+
+def of_pixels(model: nn.Module) -> Callable[[Batch], Tensor]:
+    return lambda part: functional.cross_entropy(model(part[0]).mT, part[1], ignore_index=255)
+
+
+@pytest.mark.parametrize(
+    ("made_of", "loss"),
+    [(one_is_short, MEAN), (one_weighs_more, by_weight), (ignores_a_positive_number, of_pixels)],
+)
+def test_one_sample_of_many_is_enough_to_see_unequal_items(
+    made_of: Callable[[int], Batch], loss: Loss
+) -> None:
+    """In the third batch, before which all have equally many."""
+    model, optimizer = made()
+    elastic = ElasticStep(model, optimizer)
     elastic.most_rows = 16
-
-    def of_pixels(part: Any) -> Tensor:
-        return functional.cross_entropy(model(part[0]).mT, part[1], ignore_index=255)
-
+    for turn in range(2):
+        elastic.step(made_of(turn), loss(model))
     with pytest.raises(PartsError, match="unequally many"):
-        elastic.step((torch.randn(64, 36, 8), labels), of_pixels)
+        elastic.step(made_of(2), loss(model))
 
 
 class ByName:
@@ -297,7 +312,7 @@ def test_samples_without_items_are_looked_at_whatever_else_differs(kind: str, se
 
 def trainer(**changes: Any) -> Trainer:
     """Return a training of a task of one's own."""
-    keys = {key: changes.pop(key) for key in ("exact", "micro") if key in changes}
+    keys = {key: changes.pop(key) for key in changes.keys() & {"exact", "micro", "precision"}}
     own = replace(task(GPT), blocks=lambda _: (), **changes)
     return Trainer(own, settings(preset="own:task", **keys), CPU, 1)
 
@@ -358,51 +373,26 @@ def test_a_part_of_no_items_adds_nothing_to_a_mean() -> None:
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 
-class WithKeyBias(nn.Module):
-    """A model with one parameter, or a part of one, whose gradient is nothing but rounding."""
+class KeyBias(nn.Module):
+    """An attention with one parameter, or a part of one, whose gradient is nothing but rounding."""
 
-    def __init__(self, *, one_projection: bool) -> None:
+    def __init__(self, *widths: int) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(256, 16)
-        widths = [48] if one_projection else [16, 16, 16]
         self.projections = nn.ModuleList(nn.Linear(16, width) for width in widths)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tokens(tokens)
-        query, key, value = torch.cat([each(x) for each in self.projections], dim=-1).chunk(
-            3, dim=-1
-        )
-        return functional.linear(
-            x + functional.scaled_dot_product_attention(query, key, value), self.tokens.weight
-        )
-
-
-class Classic(nn.Module):
-    def __init__(self, *, functional_dropout: bool) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(256, 16)
-        self.norm = nn.Identity() if functional_dropout else nn.BatchNorm1d(16)
-        self.functional_dropout = functional_dropout
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.norm(self.tokens(tokens).transpose(1, 2)).transpose(1, 2)
-        x = functional.dropout(x, 0.1) if self.functional_dropout else x
-        return functional.linear(x, self.tokens.weight)
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = torch.cat([each(x) for each in self.projections], dim=-1).chunk(3, -1)
+        return x + functional.scaled_dot_product_attention(query, key, value)
 
 
 def test_parts_that_stay_make_only_torchs_random_numbers_a_hazard() -> None:
-    for functional_dropout in (False, True):
-        own = replace(
-            task(GPT),
-            model=lambda drops=functional_dropout: Classic(functional_dropout=drops),
-            blocks=lambda _: (),
-        )
-        run = Trainer(own, settings(preset="own:task", exact=True, micro=4), CPU, 1)
+    for between in (Norm(), AlwaysDropout()):
+        run = trainer(model=partial(Tokens, between, kinds=256), exact=True, micro=4)
         run.micro_batch(4)
-        assert len(run.hazards) == functional_dropout
+        assert len(run.hazards) == isinstance(between, AlwaysDropout)
 
 
-class Counting(Classic):
+class Counting(Tokens):
     """Counts its passes in a number, which only a process has."""
 
     passes = 0
@@ -413,43 +403,26 @@ class Counting(Classic):
 
 
 def test_a_number_that_no_checkpoint_has_is_told_in_the_second_step() -> None:
-    own = replace(
-        task(GPT), model=lambda: Counting(functional_dropout=False).eval(), blocks=lambda _: ()
-    )
-    run = Trainer(own, settings(preset="own:task"), CPU, 1)
-    run.model.eval()
+    run = trainer(model=partial(Counting, kinds=256))
     replay(run, [[12, 0, 2]])
     (sentence,) = run.hazards
     assert sentence.startswith("passes of Counting is a number that each pass changes")
 
 
 @pytest.mark.parametrize(
-    ("model", "named"),
+    ("between", "named"),
     [
-        (
-            lambda: WithKeyBias(one_projection=False),
-            "of the gradient of projections.1.bias is nothing but rounding",
-        ),
-        (
-            lambda: WithKeyBias(one_projection=True),
-            "of the gradient of projections.0.bias is nothing but rounding",
-        ),
-        (
-            lambda: Classic(functional_dropout=False),
-            r"norm \(BatchNorm1d\) normalises over the samples",
-        ),
-        (
-            lambda: Classic(functional_dropout=True),
-            "the model draws from torch's own random numbers",
-        ),
+        (KeyBias(16, 16, 16), r"of the gradient of between.projections.1.bias is nothing but"),
+        (KeyBias(48), "of the gradient of between.projections.0.bias is nothing but rounding"),
+        (Norm(), r"norm \(BatchNorm1d\) normalises over the samples"),
+        (AlwaysDropout(), "the model draws from torch's own random numbers"),
     ],
     ids=["key bias", "key bias in one projection", "batch norm", "functional dropout"],
 )
 def test_a_hazard_is_named_alone_and_the_model_stays_as_it_was(
-    model: type[nn.Module], named: str
+    between: nn.Module, named: str
 ) -> None:
-    own = replace(task(GPT), model=model, blocks=lambda _: ())
-    run = Trainer(own, settings(preset="own:task", precision="bf16"), CPU, 1)
+    run = trainer(model=partial(Tokens, between, kinds=256), precision="bf16")
     before = [weight.clone() for weight in run.parameters]
     run.micro_batch(8)
     (sentence,) = run.hazards

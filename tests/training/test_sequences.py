@@ -13,12 +13,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from tests.training.scene import GPT, task
-from workers.training.made_data import MadeText
 from workers.training.memory_plan import MemoryPlanner, answer
-from workers.training.order import by_length, packed_rows, pool_samples, samples
 from workers.training.sequences import NO_TOKEN, PackedRows, filled_up
 from workers.training.settings import TrainSettings
-from workers.training.tasks import find_task
+from workers.training.tasks import MadeText, find_task
 
 SEQ, LEAST, ITEMS = 16, 3, 100
 
@@ -43,31 +41,11 @@ class Documents(MadeText):
         return [text[:length] for text, length in whole]
 
 
-def test_batches_of_similar_length_use_each_sample_once() -> None:
-    size = pool_samples(10_000, 8)
-    assert size == 8 * 64
-    assert pool_samples(100, 12) == 24, (
-        "of a small data set at most a quarter, or an item came twice in a batch"
-    )
-    pool = samples(1, 10_000, size, size)
-    lengths = Documents(256, 8, 10_000).lengths([each.index for each in pool])
-    found = by_length(pool, lengths, 8, seed=1)
-    assert sorted(each.number for each in found) == [each.number for each in pool]
-    length_of = dict(zip((each.number for each in pool), lengths, strict=True))
-    batches = [
-        [length_of[each.number] for each in found[first : first + 8]] for first in range(0, size, 8)
-    ]
-    assert max(max(each) - min(each) for each in batches) < 32
-    longest = [max(each) for each in batches]
-    assert longest not in (sorted(longest), sorted(longest, reverse=True)), "their order is drawn"
-    assert by_length(pool, lengths, 8, seed=2) != found
-
-
 def test_each_document_is_in_one_row_and_rows_are_full() -> None:
     made = Documents(256, 8, 5000)
     lengths = [each - 1 for each in made.lengths(list(range(5000)))]
     found = PackedRows(made, 256)
-    rows = [found.documents_of(row) for row in range(len(found))]
+    rows = [found._rows[row].tolist() for row in range(len(found))]
     assert sorted(document for row in rows for document in row) == list(range(5000))
     assert max(max(row) - min(row) for row in rows) < 1024, (
         "those of a row lie near each other in a file"
@@ -75,8 +53,6 @@ def test_each_document_is_in_one_row_and_rows_are_full() -> None:
     filled = [sum(lengths[document] for document in row) for row in rows]
     assert max(filled) <= 256
     assert sum(filled) > 0.98 * 256 * len(rows)
-    with pytest.raises(ValueError, match="document 1 has 9 tokens, and a row 8"):
-        packed_rows([8, 9], 8)
 
 
 def losses_and_gradient(
@@ -97,7 +73,7 @@ def losses_and_gradient(
 def test_the_loss_of_each_token_is_that_of_its_document_alone() -> None:
     made = Documents(SEQ, LEAST, ITEMS)
     rows = PackedRows(made, SEQ)
-    mine = [document for row in range(len(rows)) for document in rows.documents_of(row)]
+    mine = [document for row in range(len(rows)) for document in rows._rows[row].tolist()]
     assert len(mine) > 1.5 * len(rows)
     tokens = filled_up([made[document] for document in mine])
     inputs, labels, places = torch.stack(rows.__getitems__(range(len(rows)))).unbind(1)

@@ -18,7 +18,7 @@ from workers.tuning import messages
 
 def arm(connection, log):
     messages._ARM = "tests.tuning.loading_arm"
-    messages.run_arm(connection, messages.ArmSpec(spec=spec_of(), log=log))
+    messages.run_arm(connection, spec_of(), log)
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])

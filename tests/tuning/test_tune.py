@@ -9,6 +9,7 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -17,7 +18,6 @@ import pytest
 from orchestrator.config.load import load_config
 from tests.scene import COMMAND, PATIENCE_S, ROOT, orchestrator, spec_of, wait_for
 from workers.tuning import messages
-from workers.tuning.messages import ArmSpec
 
 #: A model so small that a round takes a second.
 SMALL = ("--set", "train.batch=4", "--set", "train.seq=16")
@@ -156,9 +156,10 @@ def test_an_arm_has_the_environment_of_a_worker(
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
     ours, theirs = multiprocessing.Pipe()
-    spec = ArmSpec(spec=spec_of(), log=tmp_path / "log", settings={"deterministic": True})
+    spec = spec_of()
+    spec = replace(spec, workload=replace(spec.workload, settings={"deterministic": True}))
     child = multiprocessing.get_context("fork").Process(
-        target=messages.run_arm, args=(theirs, spec)
+        target=messages.run_arm, args=(theirs, spec, tmp_path / "log")
     )
     child.start()
     environment = ours.recv()

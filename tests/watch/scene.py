@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from tests.scene import ROOT
@@ -21,8 +23,13 @@ class Clock:
         return self.now_s
 
 
-def head_process(folder: Path) -> subprocess.Popen[bytes]:
-    """Start a head that works on this folder until it is killed."""
-    return subprocess.Popen(
+@contextmanager
+def begun_head(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Have a head work on this folder until it is killed; it has begun."""
+    with subprocess.Popen(
         [sys.executable, "-m", "tests.watch.head", str(folder)], cwd=ROOT, stdout=subprocess.PIPE
-    )
+    ) as head:
+        assert head.stdout is not None
+        assert head.stdout.readline() == b"0\n"
+        yield head
+        head.kill()

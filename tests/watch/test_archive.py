@@ -10,10 +10,8 @@ import os
 import shutil
 import socket
 import sqlite3
-import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +30,7 @@ from orchestrator.record.store import STORE_NAME, RunStore
 from orchestrator.run.resume import environment_of
 from tests.factories import FACTS, add_event, begun_run, event, make_row, make_snapshot, record
 from tests.scene import namespaced
-from tests.watch.scene import head_process
+from tests.watch.scene import begun_head
 from workers.keeper.processes import start_time
 from workers.messages import Progress, WorkerState
 from workers.settings import Learned, PolicyState
@@ -83,15 +81,6 @@ def store(folder: Path) -> RunStore:
     store.slots([record(), record("pc2/0", state="LOST")])
     assert store.commit(), store.problem
     return store
-
-
-@contextmanager
-def begun_head(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    with head_process(folder) as head:
-        assert head.stdout is not None
-        assert head.stdout.readline() == b"0\n"
-        yield head
-        head.kill()
 
 
 def test_everything_comes_back_as_it_was(folder: Path, store: RunStore) -> None:

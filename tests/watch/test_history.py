@@ -5,10 +5,8 @@ A run is followed while it goes.
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,7 +26,7 @@ from tests.factories import (
     record,
 )
 from tests.scene import wait_for
-from tests.watch.scene import Clock, head_process
+from tests.watch.scene import Clock, begun_head
 from workers.messages import Progress, WorkerState
 
 SLOTS = ("pc1/0", "pc1/1")
@@ -99,41 +97,26 @@ def test_states_are_spans(folder: Path) -> None:
     assert span.cause == "memory ran out"
 
 
-@pytest.fixture
-def live(tmp_path: Path) -> Iterator[tuple[Path, int]]:
-    """Run a head that works on a folder; the pid is its own."""
-    place = tmp_path / "20261120-051500-0b76"
-    head = head_process(place)
-    try:
-        assert head.stdout is not None
-        for _ in range(4):
-            head.stdout.readline()
-        yield place, head.pid
-    finally:
+def test_a_run_is_followed_while_its_head_works_and_dies(tmp_path: Path) -> None:
+    folder, clock = tmp_path / FACTS.run_id, Clock()
+    with begun_head(folder) as head:
+        follower = Follower(folder, monotonic_s=clock, unix_s=lambda: 0.0)
+        frame = follower.look()
+        assert frame.freshness is Freshness.LIVE
+        seen = [each.number for each in frame.events]
+        for _ in range(3):
+            clock.now_s += 1.0
+            wait_for(lambda: follower.look().events, "another frame")
+            assert follower.look().freshness is Freshness.LIVE
+        later = [each.number for each in read_events(folder, limit=10_000)]
+        assert later[: len(seen)] == seen
+        head.send_signal(signal.SIGSTOP)
+        wait_for(lambda: not follower.look().events, "the head to stand still")
+        clock.now_s += LATE_AFTER_S + 7.0
+        late = follower.look()
+        assert (late.freshness, late.late_s >= LATE_AFTER_S) == (Freshness.LATE, True)
         head.kill()
-        head.communicate()
-
-
-def test_a_run_is_followed_while_its_head_works_and_dies(live: tuple[Path, int]) -> None:
-    folder, pid = live
-    clock = Clock()
-    follower = Follower(folder, monotonic_s=clock, unix_s=lambda: 0.0)
-    frame = follower.look()
-    assert frame.freshness is Freshness.LIVE
-    seen = [each.number for each in frame.events]
-    for _ in range(3):
-        clock.now_s += 1.0
-        wait_for(lambda: follower.look().events, "another frame")
-        assert follower.look().freshness is Freshness.LIVE
-    later = [each.number for each in read_events(folder, limit=10_000)]
-    assert later[: len(seen)] == seen
-    os.kill(pid, signal.SIGSTOP)
-    wait_for(lambda: not follower.look().events, "the head to stand still")
-    clock.now_s += LATE_AFTER_S + 7.0
-    late = follower.look()
-    assert (late.freshness, late.late_s >= LATE_AFTER_S) == (Freshness.LATE, True)
-    os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: follower.look().freshness is Freshness.HEAD_GONE, "its end to be seen")
+        wait_for(lambda: follower.look().freshness is Freshness.HEAD_GONE, "its end to be seen")
 
 
 def test_a_run_of_another_machine_lives_while_its_store_changes(tmp_path: Path) -> None:

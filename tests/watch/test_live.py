@@ -43,7 +43,7 @@ def test_the_last_frame_stays_whole_and_the_cursor_is_back() -> None:
     stream = io.StringIO()
     table = LiveTable(terminal(stream))
     snapshot = make_snapshot(
-        *(make_row(slot=f"pc1/{index}") for index in range(70)), restart_count=2
+        *(make_row(slot=f"pc1/{index}", restarts=index // 68) for index in range(70))
     )
     stdout = sys.stdout
     table.update(snapshot)
@@ -128,8 +128,8 @@ def test_plain_lines_say_changes_once_and_progress_regularly(
 
 def test_plain_lines_end_with_the_table_and_the_sums() -> None:
     stream = io.StringIO()
-    rows = (make_row(), make_row(slot="pc2/0", node="pc2", tflops=None, steps_ok=0))
-    PlainLines(stream).close(make_snapshot(*rows, restart_count=1, elapsed_s=1.0))
+    rows = (make_row(restarts=1), make_row(slot="pc2/0", node="pc2", tflops=None, steps_ok=0))
+    PlainLines(stream).close(make_snapshot(*rows, elapsed_s=1.0))
 
     lines = stream.getvalue().splitlines()
     assert lines[-1] == (

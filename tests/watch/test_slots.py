@@ -11,7 +11,7 @@ from orchestrator.record.model import Row, Snapshot
 from orchestrator.view.cells import (
     MISSING,
 )
-from orchestrator.view.health import health_lines
+from orchestrator.view.live import health_lines
 from orchestrator.view.slots import cards_table, slots_table
 from orchestrator.view.tables import Table, Tone
 from tests.factories import make_row, make_snapshot

@@ -26,7 +26,7 @@ from orchestrator.record.store import (
 from orchestrator.run.supervisor import Outlets
 from tests.factories import FACTS, make_row, make_snapshot, record
 from tests.scene import ROOT, namespaced
-from tests.watch.scene import Clock, head_process
+from tests.watch.scene import Clock, begun_head
 from workers.messages import WorkerState
 from workers.settings import Learned, PolicyState
 
@@ -164,9 +164,9 @@ def test_a_killed_writer_leaves_what_it_committed(path: Path) -> None:
     """In several lives, each killed at a random moment after it began to write."""
     chance = random.Random()  # noqa: S311 - moments, not secrets
     for life in range(1, 4):
-        with head_process(path.parent) as head:
+        with begun_head(path.parent) as head:
             assert head.stdout is not None
-            said = head.stdout.readline()
+            said = b"0\n"
             time.sleep(chance.random() * 0.15)
             head.kill()
             said += head.stdout.read()

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -69,12 +68,7 @@ class Browser:
         While a page loads there may be nothing to ask.
         """
         tried = f"(() => {{ try {{ return {code} }} catch {{ return null }} }})()"
-        ends_s = time.monotonic() + PATIENCE_S
-        while time.monotonic() < ends_s:
-            if answer := self.js(tried):
-                return answer
-            self.rest(0.05)
-        raise AssertionError(f"no {code} within {PATIENCE_S:.0f} s")
+        return wait_for(lambda: self.js(tried), code, rest=self.rest)
 
     def rest(self, seconds: float) -> None:
         """Leave the time to the server and the browser."""

@@ -35,7 +35,7 @@ from tests.factories import (
     record,
     store_queue,
 )
-from tests.scene import PATIENCE_S
+from tests.scene import wait_for
 from workers.keeper.processes import start_time
 from workers.messages import WorkerState
 
@@ -213,12 +213,7 @@ class Server:
 
     def until(self, ask: Callable[[], Any], what: str) -> Any:
         """Serve until the answer is true; return it."""
-        ends_s = time.monotonic() + PATIENCE_S
-        while time.monotonic() < ends_s:
-            if answer := ask():
-                return answer
-            self.rest(0.05)
-        raise AssertionError(f"no {what} within {PATIENCE_S:.0f} s")
+        return wait_for(ask, what, rest=self.rest)
 
     def rest(self, seconds: float) -> None:
         """Serve for some time."""

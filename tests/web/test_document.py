@@ -13,7 +13,7 @@ from orchestrator.record.archive import Follower, Freshness
 from orchestrator.view import html_report
 from orchestrator.view.cells import MISSING
 from orchestrator.view.document import document
-from orchestrator.view.health import health_lines
+from orchestrator.view.live import health_lines
 from orchestrator.view.terminal import plain_text
 from tests.alerts.traces import frame_at
 from tests.web.scene import make_run, serving

@@ -22,7 +22,7 @@ from orchestrator.control.slots import Answer
 from orchestrator.errors import UsageError
 from orchestrator.record.store import RunStore
 from orchestrator.view.web.guard import COOKIE
-from orchestrator.view.web.server import LOOK_EVERY_S, PAGE, SERVED
+from orchestrator.view.web.server import PAGE, SERVED
 from tests.factories import add_event, begun_run
 from tests.scene import COMMAND, PATIENCE_S, ROOT
 from tests.web.scene import Server, facts_here, make_run, put_turn, rows_at, serving
@@ -141,7 +141,7 @@ def test_the_page_and_metrics_follow_the_newest_run(folder: Path) -> None:
         assert server.ask("/api/v1/document").told["head"]["run"] == RUN_ID
 
 
-def test_one_look_serves_all_pages_and_none_without_one(folder: Path) -> None:
+def test_one_look_serves_all_pages(folder: Path) -> None:
     with serving(folder) as server:
         site = server.site
         assert site.looks == 0
@@ -151,14 +151,6 @@ def test_one_look_serves_all_pages_and_none_without_one(folder: Path) -> None:
         assert site.looks <= 2
         for stream in streams:
             stream.close()
-
-        def is_still() -> bool:
-            """No look in some seconds."""
-            before = site.looks
-            server.rest(LOOK_EVERY_S * 2)
-            return site.looks == before
-
-        server.until(is_still, "end of following")
 
 
 def test_a_fault_of_a_look_is_told_and_the_next_succeeds(

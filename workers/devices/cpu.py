@@ -6,9 +6,8 @@ private mappings too). Set to the present size plus the cap, it makes every reco
 engine happen for real on a machine without a GPU. Linux only. Does not bound the resident set, nor
 memory that other processes share.
 
-The limit holds while the workload computes, and is lifted in between.
-Otherwise the kernel would refuse buffers of Ray or Python, and the process would end instead of
-backing off. Growth of the process in between is not charged to the cap.
+The limit holds while the workload computes, and is lifted in between. Otherwise the kernel would
+refuse what the engine needs to back off. What the process grows by in between is not charged.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import gc
 import os
 import re
 import resource
-import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -127,10 +125,6 @@ _STEPS_KEPT = 256
 #: walk through them takes a twentieth of a small step.
 _COUNTED_EVERY = 16
 
-#: 8 MiB in all, in chunks under the smallest block.
-_STOCK_CHUNKS = 171
-_STOCK_CHUNK_BYTES = 48 * 1024
-
 #: glibc's M_ARENA_MAX. Where the kernel refuses a mapping, malloc looks for room on the heap of
 #: another arena, which grows to 64 MiB and never shrinks below its last living block: seen after
 #: 1000 refusals, 64 MiB not given back.
@@ -160,8 +154,7 @@ _DRIFT_LIMIT_BYTES = 64 * 2**20
 _RESET = "measured: the highest resident size, which is reset before each step"
 _NOT_RESET = (
     "not measured: the kernel does not let this process reset its highest resident size "
-    "(/proc/self/clear_refs), so "
-    "memory that a step frees before it returns is not seen"
+    "(/proc/self/clear_refs), so memory that a step frees before it returns is not seen"
 )
 
 #: Kernels that oneDNN keeps ready, unless the user has said it. Its own 1,024 take 15 MiB for each
@@ -188,7 +181,6 @@ class CpuDevice:
         os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", _ONEDNN_CACHE)
         os.environ.setdefault("ONEDNN_MAX_CPU_ISA", _ONEDNN_ISA)
         use_mappings_for_blocks()
-        _lay_in_stock()
         threads = threads_for(spec.workers_on_host)
         torch.set_num_threads(threads)
         self.torch_device = torch.device("cpu")
@@ -215,10 +207,9 @@ class CpuDevice:
         if self.most_bytes < floor_bytes:
             raise IncompatibleError(
                 f"{spec.slot}: of the budget of {spec.budget_bytes / MIB:.1f} MiB the runtime "
-                "leaves "
-                f"{self.most_bytes / MIB:.1f} MiB, under the floor of {floor_bytes / MIB:.1f} "
-                "MiB; raise "
-                f"nodes.{spec.node}.vram_per_worker_gib (or the scale), or lower memory.floor_mib",
+                f"leaves {self.most_bytes / MIB:.1f} MiB, under the floor of "
+                f"{floor_bytes / MIB:.1f} MiB; raise nodes.{spec.node}.vram_per_worker_gib (or the "
+                "scale), or lower memory.floor_mib",
                 cause=Cause.OUT_OF_MEMORY,
             )
         self._peak_bytes = 0
@@ -253,7 +244,6 @@ class CpuDevice:
             dtype=_DTYPE_NAMES[self.torch_dtype],
             threads=threads,
             pid=os.getpid(),
-            hostname=socket.gethostname(),
             torch_version=str(torch.__version__),  # its own type would make the head load torch
         )
 
@@ -413,21 +403,6 @@ def use_mappings_for_blocks() -> None:
 def _set_malloc(threshold_bytes: int, trim_bytes: int) -> None:
     _LIBC.mallopt(_M_MMAP_THRESHOLD, threshold_bytes)
     _LIBC.mallopt(_M_TRIM_THRESHOLD, trim_bytes)
-
-
-def _lay_in_stock() -> None:
-    """Keep space on the heap for small allocations, which no block can take.
-
-    While the cap is used up, the other threads of the process live on it: refused the few kilobytes
-    of a message, Ray's would end the process (seen once in 300,000 to 700,000 walls without it).
-    Each chunk is smaller than any block and has a neighbour that stays, so that they never grow
-    together into room for one. It is there before the cap is measured, and costs address space more
-    than memory.
-    """
-    _LIBC.malloc.restype = ctypes.c_void_p
-    chunks = sorted(_LIBC.malloc(_STOCK_CHUNK_BYTES) for _ in range(2 * _STOCK_CHUNKS))
-    for chunk in chunks[1::2]:
-        _LIBC.free(ctypes.c_void_p(chunk))
 
 
 class _MallocInfo(ctypes.Structure):

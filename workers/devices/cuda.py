@@ -26,7 +26,7 @@ from workers.messages import Cause, DeviceInfo, IncompatibleError, MemoryInfo
 from workers.nvml import queries
 from workers.settings import ASSUMED_CONTEXT_BYTES, WorkerSpec
 from workers.training.precision import allow_tf32
-from workers.units import MIB
+from workers.units import GIB, MIB
 from workers.verification.products import freivalds, least_scratch, same_bits
 
 T = TypeVar("T")
@@ -95,12 +95,9 @@ class CudaDevice:
         if cap_bytes < spec.memory.floor_bytes:
             raise IncompatibleError(
                 f"{spec.slot}: the budget of {spec.budget_bytes / MIB:.0f} MiB leaves "
-                f"{cap_bytes / MIB:.0f} MiB "
-                f"after a CUDA context of {context_bytes / MIB:.0f} MiB ({source}), under the "
-                "floor of "
-                f"{spec.memory.floor_bytes / MIB:.0f} MiB; raise "
-                f"nodes.{spec.node}.vram_per_worker_gib or start "
-                f"fewer workers",
+                f"{cap_bytes / MIB:.0f} MiB after a CUDA context of {context_bytes / MIB:.0f} MiB "
+                f"({source}), under the floor of {spec.memory.floor_bytes / MIB:.0f} MiB; "
+                f"raise nodes.{spec.node}.vram_per_worker_gib or start fewer workers",
                 cause=Cause.OUT_OF_MEMORY,
             )
         self._set_cap(cap_bytes)
@@ -122,7 +119,6 @@ class CudaDevice:
             dtype=spec.workload.dtype,
             threads=threads,
             pid=os.getpid(),
-            hostname=socket.gethostname(),
             torch_version=str(torch.__version__),  # its own type would make the head load torch
             driver=queries.driver_version(),
         )
@@ -141,7 +137,7 @@ class CudaDevice:
     def free_bytes(self) -> int:
         """See `Device.free_bytes`; asks the driver, so other tenants of the card count."""
         stats = torch.cuda.memory_stats(self.torch_device)
-        return obtainable_bytes(stats, self.most_bytes, self._free_on_card_bytes())
+        return obtainable_bytes(stats, self.most_bytes, self._on_card_bytes()[0])
 
     def allowed_bytes(self, leave_bytes: int) -> int:
         """See `Device.allowed_bytes`.
@@ -149,9 +145,8 @@ class CudaDevice:
         Gaps in segments that are partly in use do not count: no block is sure to fit.
         """
         stats = torch.cuda.memory_stats(self.torch_device)
-        within_reach = (
-            int(stats["reserved_bytes.all.current"]) + self._free_on_card_bytes() - leave_bytes
-        )
+        free_bytes, _ = self._on_card_bytes()
+        within_reach = int(stats["reserved_bytes.all.current"]) + free_bytes - leave_bytes
         return max(
             0, min(self.most_bytes, within_reach) - int(stats["inactive_split_bytes.all.current"])
         )
@@ -208,15 +203,15 @@ class CudaDevice:
         self.most_bytes = int(fraction * self._total_bytes)
 
     def memory(self) -> MemoryInfo:
-        free_on_card = self._free_on_card_bytes()
+        free_bytes, used_bytes = self._on_card_bytes()
         stats = torch.cuda.memory_stats(self.torch_device)
         allocated = int(stats["allocated_bytes.all.current"])
         reserved = int(stats["reserved_bytes.all.current"])
         peak, self._peak_bytes = max(self._peak_bytes, allocated), allocated
         return MemoryInfo(
             device_total_bytes=self._total_bytes,
-            device_used_bytes=self._used_on_card_bytes(),
-            free_bytes=obtainable_bytes(stats, self.most_bytes, free_on_card),
+            device_used_bytes=used_bytes,
+            free_bytes=obtainable_bytes(stats, self.most_bytes, free_bytes),
             allocated_bytes=allocated,
             reserved_bytes=reserved,
             peak_bytes=peak,
@@ -229,9 +224,8 @@ class CudaDevice:
         self._gap_bytes = 0
 
     def emergency(self) -> None:
-        torch.cuda.synchronize(
-            self.torch_device
-        )  # an error of an earlier launch surfaces here, not in the next step
+        # An error of an earlier launch surfaces here, and not in the next step.
+        torch.cuda.synchronize(self.torch_device)
         self._emergency.run()
 
     def timed(self, work: Callable[[], T], largest: object = None) -> tuple[T, float]:
@@ -251,28 +245,20 @@ class CudaDevice:
         ended.synchronize()
         return result, started.elapsed_time(ended) / 1e3
 
-    def _free_on_card_bytes(self) -> int:
-        """Return what the card has free for this process.
+    def _on_card_bytes(self) -> tuple[int, int]:
+        """Return what the card has free for this process, and what all programs use of it.
 
         CUDA reports to a client of MPS that has a memory limit what is free below that limit, and
         nothing of the card: there the driver is asked too, and the smaller one counts.
         """
         free_bytes = torch.cuda.mem_get_info(self.torch_device)[0]
-        on_card_bytes = (
-            queries.card_free_bytes(self._card) if mps.MEMORY_LIMIT in os.environ else None
-        )
-        return free_bytes if on_card_bytes is None else min(free_bytes, on_card_bytes)
-
-    def _used_on_card_bytes(self) -> int:
-        """Return what all programs use of the card.
-
-        See `_free_on_card_bytes` for why not always by CUDA.
-        """
-        used_bytes = queries.card_used_bytes(self._card) if mps.MEMORY_LIMIT in os.environ else None
+        used_bytes = self._total_bytes - free_bytes
+        if mps.MEMORY_LIMIT not in os.environ:
+            return free_bytes, used_bytes
+        told = queries.card_free_bytes(self._card), queries.card_used_bytes(self._card)
         return (
-            self._total_bytes - torch.cuda.mem_get_info(self.torch_device)[0]
-            if used_bytes is None
-            else used_bytes
+            free_bytes if told[0] is None else min(free_bytes, told[0]),
+            used_bytes if told[1] is None else told[1],
         )
 
     def _warm_up(self, budget_bytes: int) -> None:
@@ -317,8 +303,8 @@ def _why_no_card() -> str:
         return "this torch is a CPU build: install a CUDA build of it there"
     return (
         f"it is built for CUDA {torch.version.cuda}, and the driver is missing or too old for "
-        "that: nvidia-smi there "
-        f"shows the newest CUDA it can; update the driver, or install a torch built for that CUDA"
+        "that: nvidia-smi there shows the newest CUDA it can; update the driver, or install a "
+        "torch built for that CUDA"
     )
 
 
@@ -327,11 +313,10 @@ def _check_card(spec: WorkerSpec, total_bytes: int, name: str) -> None:
     allowed = int(spec.memory_fraction * total_bytes)
     if spec.card_budget_bytes > allowed:
         raise IncompatibleError(
-            f"{spec.node}: the workers of one card may hold {spec.card_budget_bytes / 2**30:.2f} "
-            "GiB in sum, but "
-            f"{spec.memory_fraction:.2f} of the {total_bytes / 2**30:.2f} GiB this {name} really "
-            "has is "
-            f"{allowed / 2**30:.2f} GiB; lower nodes.{spec.node}.workers or .vram_per_worker_gib"
+            f"{spec.node}: the workers of one card may hold {spec.card_budget_bytes / GIB:.2f} GiB "
+            f"in sum, but {spec.memory_fraction:.2f} of the {total_bytes / GIB:.2f} GiB this "
+            f"{name} really has is {allowed / GIB:.2f} GiB; lower nodes.{spec.node}.workers or "
+            ".vram_per_worker_gib"
         )
 
 

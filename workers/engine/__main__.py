@@ -142,7 +142,7 @@ def main() -> None:
     # What CUDA reads from the environment must be there before torch is loaded.
     from workers.engine.engine import Engine  # noqa: PLC0415
 
-    engine = Engine(start.spec, start.begin(), start.incarnation)
+    engine = Engine(start.spec, start.begin, start.incarnation)
     obeyed: Orders | None = None
     other.tell(engine.status())
     while not other.is_closed:

@@ -18,6 +18,7 @@ from workers.devices import open_device
 from workers.devices.base import Device
 from workers.engine.account import Account
 from workers.engine.between_steps import DutyCycle, ResultChecks, ThermalControl
+from workers.engine.chaos import ChaoticMemory
 from workers.engine.memory import SlotMemory
 from workers.host import mps
 from workers.learned_limits import choose, default_path, settings_hash, workload_fingerprint
@@ -112,9 +113,8 @@ def _make_workload(
             raise
     raise IncompatibleError(
         f"{spec.slot}: the constructor of workload {spec.workload.name} needs "
-        f"{held_bytes / MIB:.0f} MiB or more, and "
-        f"the cap is {device.most_bytes / MIB:.0f} MiB; allocate in `step` what its size decides, "
-        "or raise "
+        f"{held_bytes / MIB:.0f} MiB or more, and the cap is {device.most_bytes / MIB:.0f} MiB; "
+        "allocate in `step` what its size decides, or raise "
         f"nodes.{spec.node}.vram_per_worker_gib",
         cause=Cause.OUT_OF_MEMORY,
     )
@@ -199,13 +199,19 @@ def open_session(spec: WorkerSpec, begin: Begin, incarnation: int, account: Acco
         driver=info.driver,
     )
     key = _limit_key(spec, device, stages)
+    given = device, workload, spec.memory.leave_free_bytes, account
+    memory = SlotMemory(*given)
+    if spec.oom_rate:
+        # The errors of each process are its own.
+        seed = f"{spec.chaos_seed}/{spec.slot}/{incarnation}"
+        memory = ChaoticMemory(*given, seed=seed, oom_rate=spec.oom_rate)
     return Session(
         spec=spec,
         device=device,
         workload=workload,
         stages=stages,
         policy=_make_policy(spec, device, workload, key, begin.resume, account),
-        memory=SlotMemory(device, workload, spec.memory.leave_free_bytes, account),
+        memory=memory,
         key=key,
         thermal=thermal,
         checks=ResultChecks(

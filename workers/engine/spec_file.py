@@ -11,12 +11,12 @@ import json
 import os
 import types
 import typing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from workers.messages import Begin
-from workers.settings import PolicyState, WorkerSpec
+from workers.settings import WorkerSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,15 +25,9 @@ class Start:
 
     spec: WorkerSpec
     incarnation: int = 0
-    resume: PolicyState | None = None
-    fresh: bool = True
-    checkpoint: str | None = None
+    begin: Begin = field(default_factory=lambda: Begin(fresh=True))
+    copy: str | None = None
     """Path of the head's copy of the slot's state."""
-
-    def begin(self) -> Begin:
-        """Return it as the engine takes it; `OSError` if the copy cannot be read."""
-        copy = None if self.checkpoint is None else Path(self.checkpoint).read_bytes()
-        return Begin(resume=self.resume, fresh=self.fresh, checkpoint=copy)
 
 
 def write_spec(
@@ -46,13 +40,8 @@ def write_spec(
         OSError: It cannot be written.
     """
     path = folder / "spec.json"
-    start = Start(
-        spec=spec,
-        incarnation=incarnation,
-        resume=begin.resume,
-        fresh=begin.fresh,
-        checkpoint=None if copy is None else str(copy),
-    )
+    place = None if copy is None else str(copy)
+    start = Start(spec=spec, incarnation=incarnation, begin=begin, copy=place)
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(json.dumps(dataclasses.asdict(start), indent=1).encode("ascii"))
@@ -60,14 +49,18 @@ def write_spec(
 
 
 def read_spec(path: Path) -> Start:
-    """Read what `write_spec` has made, or a person. Fields that have a default may be left out.
+    """Read what `write_spec` has made, or a person, and the copy of the state. Fields that have a
+    default may be left out.
 
     Raises:
-        OSError: It cannot be read.
+        OSError: One of them cannot be read.
         ValueError, TypeError, KeyError: It is no JSON, or its fields are others.
     """
     start: Start = _made(Start, json.loads(path.read_text("utf-8")))
-    return start
+    if start.copy is None:
+        return start
+    checkpoint = Path(start.copy).read_bytes()
+    return dataclasses.replace(start, begin=dataclasses.replace(start.begin, checkpoint=checkpoint))
 
 
 def _made(kind: Any, value: Any) -> Any:  # noqa: ANN401 - any field

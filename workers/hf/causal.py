@@ -1,21 +1,43 @@
-"""The preset `hf-causal`: the next token of your own text, by the model of a folder.
+"""The preset `hf-causal`: the next token of your own text, by the model of a folder: windows,
+documents, or answers to prompts and in chats.
 
 A sample is two rows of token numbers: what goes in, and what is to be predicted in each place. So
-an answer alone can be trained on, and what fills up never counts.
+an answer alone can be trained on, and what fills up never counts. The text is tokenised once on a
+PC, when the first sample is asked for, into a file of 4 bytes a token.
 """
 
 from __future__ import annotations
 
-from functools import partial
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property, partial
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from workers.hf.folder import ModelFolder, blocks_of, heads_of
-from workers.hf.token_data import CausalSamples
-from workers.training.sequences import cross_entropy, filled_up, packed_tokens, shortened
+from workers.hf.folder_files import TOKENIZER
+from workers.training.sequences import (
+    NO_TOKEN,
+    cross_entropy,
+    filled_up,
+    packed_tokens,
+    shortened,
+)
 from workers.training.settings import TrainSettings
 from workers.training.tasks import TrainTask, Validation
+from workers.training.text import HeldOut, TextError, TextFiles, objects_of, texts_of
+from workers.training.token_files import SampleWriter, TokenSamples
+from workers.units import MIB
+
+#: Text that is read and tokenised at once.
+_TOGETHER_BYTES: Final = MIB
+
+#: Names of the answer in a line with a "prompt".
+_ANSWERS: Final = ("answer", "completion", "response")
+
+_VALID: Final = 'valid: {"text": …}, {"prompt": …, "answer": …} or {"messages": […]}'
 
 
 def causal_task(settings: TrainSettings) -> TrainTask:
@@ -25,12 +47,10 @@ def causal_task(settings: TrainSettings) -> TrainTask:
         TaskError: The folder or a key cannot be used.
     """
     folder = ModelFolder(settings, "AutoModelForCausalLM")
-    text = CausalSamples(
-        str(settings.data), settings, folder, holds_out=settings.validation is None
-    )
+    text = CausalSamples(str(settings.data), settings, folder)
     unseen = text.unseen
     if settings.validation is not None:
-        unseen = CausalSamples(settings.validation, settings, folder, holds_out=False).all
+        unseen = CausalSamples(settings.validation, settings, folder).all
     return TrainTask(
         name=f"hf-causal {folder.config.model_type}",
         model=folder.model,
@@ -59,3 +79,187 @@ def token_loss(model: nn.Module, part: Tensor, label_smoothing: float = 0.0) -> 
     # What fills up comes last, so no other token sees it.
     logits = model(input_ids=tokens.clamp(min=0), use_cache=False).logits
     return cross_entropy(logits, labels, label_smoothing)
+
+
+class Document(NamedTuple):
+    """A text, in parts that are to be predicted or not."""
+
+    parts: list[tuple[str, bool]]
+    begins: bool = True
+    """Whether the tokenizer's first token comes before it."""
+    ends: bool = True
+    """Whether the token for the end comes after it."""
+    whole: bool = False
+    """Whether it is one sample, cut off where it is too long, wherever others end."""
+
+
+class CausalSamples(HeldOut):
+    """Samples (2, up to seq): tokens that go in, and the labels of each place."""
+
+    def __init__(self, path: str, settings: TrainSettings, folder: ModelFolder) -> None:
+        """Look at the files.
+
+        Raises:
+            TextError: There is no text.
+        """
+        self.holds_out = settings.validation is None
+        self._unit = settings.documents
+        self._folder = folder
+        self._files = TextFiles(path)
+        digest = hashlib.blake2b((folder.path / TOKENIZER).read_bytes(), digest_size=8).hexdigest()
+        self.fingerprint = f"{self._unit} {self._files.fingerprint()} tokenizer {digest}"
+        """What changes when a file is added, removed or changes its length, or tokens change."""
+
+    @cached_property
+    def _tokens(self) -> TokenSamples:
+        """The samples; tokens that are not to be predicted are inverted (~)."""
+        folder = self._folder
+        key = ("causal", self._unit, folder.seq, folder.tokenizer_version)
+        written = self._files.written(key, {"text": "int32"}, self._write, seq=folder.seq)
+        samples = written["text"]
+        if not len(samples):
+            raise TextError(
+                f"train.data: {self._files.root} has nothing to predict within train.seq, "
+                f"{self._folder.seq} tokens; give more text, or raise train.seq"
+            )
+        return samples
+
+    def lengths(self, indices: Sequence[int]) -> list[int]:
+        """Return how many tokens these samples have."""
+        return [length - 1 for length in self._tokens.lengths(indices)]
+
+    def _count(self) -> int:
+        return len(self._tokens)
+
+    def _sample(self, index: int) -> Tensor:
+        numbers = self._tokens[index].long()
+        inputs = torch.where(numbers < 0, ~numbers, numbers)[:-1]
+        return torch.stack((inputs, numbers[1:].clamp(min=NO_TOKEN)))
+
+    def _write(self, writer: SampleWriter) -> None:
+        seq = self._folder.seq
+        for documents in _together(self._read()):
+            for document, numbers in zip(documents, self._numbers(documents), strict=True):
+                if document.whole:
+                    writer.end()  # of the windows before it
+                    if not any(number >= 0 for number in numbers[1 : seq + 1]):
+                        continue  # of a prompt without its answer nothing can be learned
+                writer.add(numbers[: seq + 1] if document.whole else numbers)
+                if document.whole or self._unit != "windows":
+                    writer.end()
+        writer.end()
+
+    def _numbers(self, documents: Sequence[Document]) -> Iterator[list[int]]:
+        """Yield the tokens of each document; those that are not to be predicted inverted."""
+        tokenizer = self._folder.tokenizer
+        first = [
+            token for token in tokenizer("")["input_ids"][:1] if token == tokenizer.bos_token_id
+        ]
+        last = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        texts = [text for document in documents for text, _ in document.parts]
+        # Of no text, as of a chat without an answer, it cannot make tokens.
+        encoded = tokenizer(texts or [""], add_special_tokens=False, verbose=False)
+        made = iter(encoded["input_ids"])
+        for document in documents:
+            numbers = [~token for token in first] if document.begins else []
+            for _, predicted in document.parts:
+                numbers += [token if predicted else ~token for token in next(made)]
+            yield numbers + (last if document.ends else [])
+
+    def _read(self) -> Iterator[Document]:
+        for path in self._files.paths:
+            if path.suffix in {".jsonl", ".json"}:
+                for where, content in objects_of(path, _VALID):
+                    yield self._document_of(content, where)
+                continue
+            lines = (line for _, line in texts_of(path))
+            if self._unit == "lines":
+                for line in lines:
+                    if line.strip():
+                        yield Document([(line.rstrip("\r\n"), True)])
+            elif self._unit == "files":
+                yield Document([("".join(lines), True)])
+            else:
+                yield from _of_stream(lines)
+
+    def _document_of(self, content: dict[str, Any], where: str) -> Document:
+        """Return what a line of JSON holds.
+
+        Raises:
+            TextError: It holds no text, prompt or chat.
+        """
+        text, prompt, messages = (content.get(key) for key in ("text", "prompt", "messages"))
+        answer = next((content[key] for key in _ANSWERS if key in content), None)
+        if isinstance(text, str):
+            return Document([(text, True)])
+        if isinstance(prompt, str) and isinstance(answer, str):
+            if not self._folder.tokenizer.chat_template:
+                return Document([(prompt, False), (answer, True)], whole=True)
+            roles = (("user", prompt), ("assistant", answer))
+            messages = [{"role": role, "content": text} for role, text in roles]
+        if isinstance(messages, list) and messages:
+            return self._chat(messages, where)
+        keys = ", ".join(map(repr, content))[:200]
+        raise TextError(f"train.data: {where} has the keys {keys}; {_VALID}")
+
+    def _chat(self, messages: list[Any], where: str) -> Document:
+        """Return a chat by the folder's template, of which the answers are to be predicted."""
+        tokenizer = self._folder.tokenizer
+        if not tokenizer.chat_template:
+            raise TextError(
+                f'train.data: {where} has "messages", and {self._folder.path} has no chat '
+                'template; add chat_template.jinja, or give lines with "prompt" and "answer"'
+            )
+        parts, text = list[tuple[str, bool]](), ""
+        try:
+            for place, message in enumerate(messages):
+                if (message["role"], bool(message["content"]))[0] != "assistant":
+                    continue  # a template writes nothing for content that is not there
+                asked, answered = (
+                    tokenizer.apply_chat_template(
+                        messages[:end], tokenize=False, add_generation_prompt=end == place
+                    )
+                    for end in (place, place + 1)
+                )
+                if not (asked.startswith(text) and answered.startswith(asked)):
+                    raise TextError(  # noqa: TRY301 - told apart from what a template raises
+                        f"train.data: {where}: the chat template of {self._folder.path} writes "
+                        "earlier messages anew for each answer; divide the chat at its answers"
+                    )
+                parts += [(asked[len(text) :], False), (answered[len(asked) :], True)]
+                text = answered
+        except TextError:
+            raise
+        except Exception as failure:
+            raise TextError(
+                f"train.data: {where} does not suit the chat template of {self._folder.path}: "
+                f"{type(failure).__name__}: {failure}; a message is "
+                '{"role": "user", "content": "a text"}'
+            ) from failure
+        # The template writes first and last tokens itself.
+        return Document(parts, begins=False, ends=False, whole=True)
+
+
+def _together(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    """Yield documents that are tokenised at once."""
+    some, characters = list[Document](), 0
+    for document in documents:
+        some.append(document)
+        characters += sum(len(text) for text, _ in document.parts) + 1
+        if characters > _TOGETHER_BYTES:
+            yield some
+            some, characters = [], 0
+    if some:
+        yield some
+
+
+def _of_stream(lines: Iterable[str]) -> Iterator[Document]:
+    """Yield a file in parts that end with lines."""
+    part, characters, begins = list[str](), 0, True
+    for line in lines:
+        part.append(line)
+        characters += len(line)
+        if characters > _TOGETHER_BYTES:
+            yield Document([("".join(part), True)], begins=begins, ends=False)
+            part, characters, begins = [], 0, False
+    yield Document([("".join(part), True)], begins=begins)

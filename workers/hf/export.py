@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from torch import nn
 
 from workers.files import made_whole
-from workers.training.checkpoints import Identity, RefusedError, newest_of
+from workers.training.checkpoints import Identity, RefusedError, newest_good
 from workers.training.errors import TrainingError
 from workers.training.lora import load_weights, merge, new_model, peft_layers
 from workers.training.settings import TrainSettings
@@ -66,7 +66,7 @@ def export(request: Request) -> dict[str, Any]:
         TrainingError: The task of the run cannot be made on this machine.
         OSError: The disk refuses.
     """
-    path, saved, told = newest_of([Path(name) for name in request.checkpoints])
+    path, saved, told = newest_good(map(Path, request.checkpoints))
     settings = TrainSettings.model_validate(dict(request.settings))
     task = find_task(settings, request.seed)
     model = _trained(task, settings, saved, path, average=request.average)

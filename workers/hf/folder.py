@@ -10,7 +10,6 @@ import hashlib
 import importlib
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -61,14 +60,17 @@ def transformers() -> ModuleType:
 
 
 def load_code(folder: str) -> None:
-    """Import what the model of a folder needs; what cannot be is told by `ModelFolder`."""
-    with suppress(Exception):
-        library = transformers()
-        config = library.AutoConfig.from_pretrained(Path(folder).expanduser())
-        for auto in (getattr(library, name) for name in get_args(AutoClass)):
-            if type(config) in auto._model_mapping:
-                auto._model_mapping[type(config)]
-        library.AutoTokenizer, library.PreTrainedTokenizerFast  # noqa: B018 - imported when named
+    """Import what the model of a folder needs.
+
+    Raises:
+        Exception: It cannot be; `ModelFolder` tells why.
+    """
+    library = transformers()
+    config = library.AutoConfig.from_pretrained(Path(folder).expanduser())
+    for auto in (getattr(library, name) for name in get_args(AutoClass)):
+        if type(config) in auto._model_mapping:
+            auto._model_mapping[type(config)]
+    library.AutoTokenizer, library.PreTrainedTokenizerFast  # noqa: B018 - imported when named
 
 
 class ModelFolder:

@@ -11,7 +11,7 @@ import csv
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from math import isfinite
 from pathlib import Path
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from workers.hf.folder import ModelFolder, blocks_of, heads_of
-from workers.hf.folder_files import check_folder
+from workers.hf.folder_files import CONFIG, check_folder, refused
 from workers.training.batches import rows_of
 from workers.training.sequences import NO_TOKEN, cross_entropy, filled_up, shortened
 from workers.training.settings import TrainSettings
@@ -54,8 +54,7 @@ def pairs_task(settings: TrainSettings) -> TrainTask:
     """
     rows = Rows(str(settings.data), settings.columns)
     writes = settings.labels == "text"
-    labels = rows.labels()
-    classes = [] if writes else _classes_of(settings, labels)
+    classes = [] if writes else _classes_of(settings, rows.labels)
     numbers = {name: number for number, name in enumerate(classes)}
     if writes:
         folder = ModelFolder(settings, "AutoModelForSeq2SeqLM")
@@ -68,49 +67,32 @@ def pairs_task(settings: TrainSettings) -> TrainTask:
             **({"id2label": dict(enumerate(classes)), "label2id": numbers} if classes else {}),
         )
     known = None if writes else numbers
-    data = Pairs(rows, labels, known, folder, holds_out=settings.validation is None)
+    data = Pairs(rows, known, folder, settings)
     samples = data.unseen
     if settings.validation is not None:
-        others = Rows(settings.validation, settings.columns)
-        samples = Pairs(others, others.labels(), known, folder, holds_out=False).all
-    task = TrainTask(
+        samples = Pairs(Rows(settings.validation, settings.columns), known, folder, settings).all
+    loss, count = (text_loss, _count_targets) if writes else (pair_loss, rows_of)
+    validation = Validation if writes else partial(PairsValidation, classes=len(classes))
+    tokens = torch.zeros((1, 2, folder.seq), dtype=torch.int64)
+    return TrainTask(
         name=f"hf-pairs {folder.config.model_type}",
         model=folder.model,
         dataset=data,
         fingerprint=f"pairs {rows.digest(classes)}",
-        loss=partial(pair_loss, label_smoothing=settings.label_smoothing),
-        evaluate=PairsValidation(
-            samples=samples,
-            loss=pair_loss,
-            count=rows_of,
-            collate=_collated,
-            classes=len(classes),
-        ),
+        loss=partial(loss, label_smoothing=settings.label_smoothing),
+        count=count,
+        items="tokens" if writes else "samples",
+        evaluate=validation(samples=samples, loss=loss, count=count, collate=_collated),
         blocks=blocks_of,
         collate=_collated,
-        shorten=lambda part: (shortened(part[0]), part[1]),
-        largest=lambda: (torch.zeros((1, 2, folder.seq), dtype=torch.int64), data.labels[:1]),
-        whole=lambda model: dict.fromkeys(heads_of(model), settings.head != "frozen"),
+        shorten=lambda part: (shortened(part[0]), shortened(part[1]) if writes else part[1]),
+        largest=lambda: (tokens, tokens[:, 0] if writes else data.labels[:1]),
+        whole=lambda model: dict.fromkeys(
+            heads_of(model), settings.head == "train" or (settings.head == "auto" and not writes)
+        ),
         notes=folder.notes,
         uses=frozenset({"data", "seq", "dropout", "label_smoothing"}),
         lr=2e-4 if settings.adapter != "none" else 5e-5,
-    )
-    if not writes:
-        return task
-    return replace(
-        task,
-        loss=partial(text_loss, label_smoothing=settings.label_smoothing),
-        count=_count_targets,
-        items="tokens",
-        evaluate=Validation(
-            samples=samples, loss=text_loss, count=_count_targets, collate=_collated
-        ),
-        shorten=lambda part: (shortened(part[0]), shortened(part[1])),
-        largest=lambda: (
-            torch.zeros((1, 2, folder.seq), dtype=torch.int64),
-            torch.zeros((1, folder.seq), dtype=torch.int64),
-        ),
-        whole=lambda model: dict.fromkeys(heads_of(model), settings.head == "train"),
     )
 
 
@@ -125,8 +107,9 @@ class Rows:
         self.files = TextFiles(path)
         self.columns = columns
 
+    @cached_property
     def labels(self) -> list[str]:
-        """Read the labels.
+        """The labels of all rows.
 
         Raises:
             TextError: As above, or there is no row.
@@ -182,34 +165,30 @@ class Pairs(HeldOut):
     def __init__(
         self,
         rows: Rows,
-        labels: Sequence[str],
         numbers: Mapping[str, int] | None,
         folder: ModelFolder,
-        *,
-        holds_out: bool,
+        settings: TrainSettings,
     ) -> None:
         """Texts are tokenised when the first sample is asked for.
 
         Args:
             rows: Where they are.
-            labels: Of all rows.
             numbers: Of the classes; empty: a label is a number; `None`: it is tokenised, too.
             folder: Has the tokenizer.
-            holds_out: Whether the last rows are.
+            settings: Those of the training.
 
         Raises:
             TextError: There is a label that the training data does not have, or none.
         """
-        super().__init__(holds_out=holds_out)
+        self.holds_out = settings.validation is None
         self._rows = rows
-        self._rows_count = len(labels)
         self._folder = folder
         self.labels = torch.empty(0)
         self._columns = ["text", "label"] if numbers is None else ["text"]
         if numbers is None:
             return
         try:
-            found = [numbers[text] if numbers else _finite(text) for text in labels]
+            found = [numbers[text] if numbers else _finite(text) for text in rows.labels]
         except (KeyError, ValueError) as failure:
             known = ", ".join([*numbers][:5]) or "numbers"
             raise TextError(
@@ -223,7 +202,7 @@ class Pairs(HeldOut):
         return self._tokens["text"].lengths(indices)
 
     def _count(self) -> int:
-        return self._rows_count
+        return len(self._rows.labels)
 
     def _sample(self, index: int) -> Part:
         own = self._tokens["text"][index].long()
@@ -351,7 +330,14 @@ def _classes_of(settings: TrainSettings, labels: Sequence[str]) -> list[str]:
         )
     known = check_folder(str(settings.model)).get("label2id") or {}
     if found <= known.keys():
-        return sorted(known, key=lambda name: int(known[name]))
+        try:
+            return sorted(known, key=lambda name: int(known[name]))
+        except (ValueError, TypeError) as failure:
+            raise refused(
+                Path(str(settings.model)).expanduser() / CONFIG,
+                f'has a "label2id" with a value that is no integer ({failure}); give each label '
+                "its number, from 0",
+            ) from failure
     return sorted(found, key=lambda name: (int(name), "") if name.isdecimal() else (0, name))
 
 

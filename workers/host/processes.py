@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import psutil
 import pynvml
 
 from workers.keeper.processes import below, name_of, start_time
@@ -72,13 +73,6 @@ class Activity:
     """
 
 
-@dataclass(frozen=True, slots=True)
-class _Look:
-    at_s: float
-    threads: Mapping[int, tuple[float, float]]
-    """Of each thread the seconds that it ran, and that it waited for a CPU."""
-
-
 class SilenceMeter:
     """Looks again and again at a process that tells nothing."""
 
@@ -92,7 +86,8 @@ class SilenceMeter:
         self._since_s = time.monotonic()
         self._active_at_s: float | None = None
         self._computed_s = 0.0
-        self._before: _Look | None = None
+        self._before: tuple[float, Mapping[int, tuple[float, float]]] | None = None
+        """The last look, and when it was."""
         self._card_samples_from_us = time.time_ns() // 1000
 
     def look(self, pid: int | None, after_s: float) -> Quiet | None:
@@ -116,20 +111,20 @@ class SilenceMeter:
 
     def activity(self, pid: int) -> Activity | None:
         """Return what the process did since the look before; `None` if it is gone."""
-        before = self._before
-        if before is None:
-            before = _look(pid)
+        if self._before is None:
+            self._before = time.monotonic(), _look(pid)
             time.sleep(_FIRST_LOOK_S)
-        now = self._before = _look(pid)
-        if not now.threads:
+        before_s, before = self._before
+        now_s, threads = self._before = time.monotonic(), _look(pid)
+        if not threads:
             return None
         used = []
-        for thread, (ran_s, waited_s) in now.threads.items():
-            ran_before_s, waited_before_s = before.threads.get(thread, (0.0, 0.0))
+        for thread, (ran_s, waited_s) in threads.items():
+            ran_before_s, waited_before_s = before.get(thread, (0.0, 0.0))
             used.append((ran_s - ran_before_s, waited_s - waited_before_s))
         ran_s, waited_s = max(used, key=sum)
         return Activity(
-            interval_s=now.at_s - before.at_s,
+            interval_s=now_s - before_s,
             wanted_s=ran_s + waited_s,
             cpu_s=ran_s,
             on_card=self._on_card and self._computes_on_card(pid),
@@ -152,39 +147,25 @@ def _computes_on(card: queries.Card, pid: int, since_us: int) -> bool:
     return rates is not None and rates.gpu > 0
 
 
-def _look(pid: int) -> _Look:
-    threads = {
-        tid: times
-        for process in (pid, *below(pid))
-        for tid in _numbers(f"/proc/{process}/task")
-        if (times := _times(process, tid))
-    }
-    return _Look(time.monotonic(), threads)
-
-
-def _times(pid: int, tid: int) -> tuple[float, float] | None:
-    """Return the seconds that a thread ran and waited for a CPU (Linux,
-    Documentation/scheduler/sched-stats.rst).
+def _look(pid: int) -> dict[int, tuple[float, float]]:
+    """Return for how many seconds each thread of a process and of its children ran, and waited for
+    a CPU.
     """
-    with contextlib.suppress(OSError, ValueError):
-        ran_ns, waited_ns, _ = (
-            Path(f"/proc/{pid}/task/{tid}/schedstat").read_text(encoding="ascii").split()
-        )
-        return int(ran_ns) / 1e9, int(waited_ns) / 1e9
+    found = {}
+    for process in (pid, *below(pid)):
+        with contextlib.suppress(psutil.Error):
+            for thread in psutil.Process(process).threads():
+                ran_s = thread.user_time + thread.system_time
+                found[thread.id] = ran_s, _waited_s(process, thread.id)
+    return found
+
+
+def _waited_s(pid: int, tid: int) -> float:
+    """Return for how long a thread waited for a CPU (Linux,
+    Documentation/scheduler/sched-stats.rst); 0 where the kernel does not say, without
+    CONFIG_SCHED_INFO.
+    """
     with contextlib.suppress(OSError, ValueError, IndexError):
-        # A kernel without CONFIG_SCHED_INFO: what it ran is known, what it waited is not.
-        fields = (
-            Path(f"/proc/{pid}/task/{tid}/stat")
-            .read_text(encoding="utf-8", errors="replace")
-            .rpartition(")")[2]
-        )
-        user_ticks, system_ticks = fields.split()[11:13]
-        return (int(user_ticks) + int(system_ticks)) / os.sysconf("SC_CLK_TCK"), 0.0
-    return None
-
-
-def _numbers(folder: str) -> list[int]:
-    with contextlib.suppress(OSError):
-        # A Path for each thread costs more than the look.
-        return [int(name) for name in os.listdir(folder)]  # noqa: PTH208
-    return []
+        fields = Path(f"/proc/{pid}/task/{tid}/schedstat").read_text(encoding="ascii").split()
+        return int(fields[1]) / 1e9
+    return 0.0

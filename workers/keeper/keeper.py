@@ -294,8 +294,7 @@ def _start(task: Task, log: Log, channel: int | None) -> int:
     def prepare() -> None:
         _become_program(keeper)
 
-    # The process is waited for by its id.
-    return subprocess.Popen(  # noqa: S603 - what it is for
+    process = subprocess.Popen(  # noqa: S603 - what it is for
         list(task.argv),
         env=dict(task.env),
         cwd=task.cwd,
@@ -305,7 +304,11 @@ def _start(task: Task, log: Log, channel: int | None) -> int:
         pass_fds=() if channel is None else (channel,),
         start_new_session=True,
         preexec_fn=prepare,  # noqa: PLW1509 - this process has one thread
-    ).pid
+    )
+    # It is waited for by its id. Without a return code, dropping this object would take the status
+    # of a program that has ended already.
+    process.returncode = 0
+    return process.pid
 
 
 def _fork(task: Task, module: str, log: Log, channel: int | None) -> int:

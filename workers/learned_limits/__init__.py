@@ -35,8 +35,6 @@ STATE_DIR_VARIABLE: Final = "ORCHESTRATOR_STATE_DIR"
 
 _PRODUCT: Final = "oom-orchestrator"
 _MATMUL_MODULE: Final = "workers.workloads.matmul"
-_MARK: Final = "@"
-"""Between a workload's name and what distinguishes its versions; no name holds one."""
 _HASH_DIGITS: Final = 12
 """Hexadecimal digits: no two versions of a file share so many by chance."""
 _PATIENCE_S: Final = 2.0
@@ -59,7 +57,7 @@ def workload_fingerprint(workload: str | Callable[..., object], **settings: Scal
         name = "matmul"
     source = _source_hash(_MATMUL_MODULE if name == "matmul" else name.partition(":")[0])
     words = [f"{key}={value}" for key, value in sorted(settings.items())]
-    return " ".join([name if source is None else f"{name}{_MARK}{source}", *words])
+    return " ".join([name if source is None else f"{name}@{source}", *words])
 
 
 def settings_hash(settings: Mapping[str, Scalar]) -> str:
@@ -121,13 +119,6 @@ class LimitStore:
     def best(self, key: LimitKey, now_unix_s: float) -> StoredLimit | None:
         """Return the limit to start from; `None` if nothing that fits is known."""
         return choose(self.all(now_unix_s), key)
-
-    def candidates(self, workload: str, now_unix_s: float) -> tuple[StoredLimit, ...]:
-        """Return every limit of a workload, in any version: a worker, which knows its card and its
-        own copy of the source, chooses.
-        """
-        named = ((limit.key.workload.partition(" ")[0], limit) for limit in self.all(now_unix_s))
-        return tuple(limit for name, limit in named if name.partition(_MARK)[0] == workload)
 
     def remember(self, *limits: StoredLimit) -> None:
         """Store these limits in place of what was known of the same card, type and workload."""

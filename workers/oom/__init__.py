@@ -17,6 +17,7 @@ import re
 import traceback
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
@@ -356,18 +357,11 @@ def _judge_text(message: str) -> tuple[FailureKind, str]:
 
 
 def _requested_bytes(message: str) -> int | None:
-    match = _REQUEST.search(message)
-    try:
-        return (
-            None
-            if match is None
-            else int(float(match[1]) * _UNIT_BYTES.get(match[2][0].upper(), 1))
-        )
-    except (
-        ValueError,
-        OverflowError,
-    ):  # 1.2.3, or more digits than a float has: no request of any allocator
-        return None
+    # 1.2.3, or more digits than a float has, is no request of any allocator.
+    with suppress(ValueError, OverflowError):
+        if match := _REQUEST.search(message):
+            return int(float(match[1]) * _UNIT_BYTES.get(match[2][0].upper(), 1))
+    return None
 
 
 def _torch_type(exc: BaseException, name: str) -> type | None:

@@ -11,8 +11,9 @@ began, at the same clock.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Final
 
 from workers.readings import THROTTLE_ALARMS, SensorReading, Throttle
@@ -78,64 +79,57 @@ class CardAlarm:
     """What it means and what to do, for a person."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AlarmState:
-    """Which alarms stand, and what is known of the memory's bandwidth."""
+class CardAlarms:
+    """Which alarms of a card stand, and what is known of its memory's bandwidth."""
 
-    standing: Mapping[str, float] = field(default_factory=dict)
-    """When the trouble of each alarm that stands was last seen; the oldest alarm first."""
-    recent_bytes_per_mhz: tuple[float, ...] = ()
-    """The last few measurements, each divided by the memory clock in MHz."""
-    best_bytes_per_mhz: float = 0.0
-    highest_clock_mhz: int = 0
-    slowdown_seen: bool = False
-    """Whether the last reading showed `HARDWARE_SLOWDOWN`."""
-    complains: bool = False
-    """Whether the last reading showed a fault; idleness and the power limit are normal."""
+    def __init__(self) -> None:
+        self.standing: dict[str, float] = {}
+        """When the trouble of each alarm that stands was last seen; the oldest alarm first."""
+        self.complains = False
+        """Whether the last reading showed a fault; idleness and the power limit are normal."""
+        self._slowdown_seen = False
+        self._recent: deque[float] = deque(maxlen=_JUDGED)
+        """The last few measurements of the bandwidth, in bytes a second for each MHz of the
+        memory's clock.
+        """
+        self._best = 0.0
+        self._highest_clock_mhz = 0
 
     @property
     def of_hardware(self) -> bool:
         """Whether an alarm other than that of slow memory stands."""
         return bool(self.standing.keys() - {SLOW_MEMORY})
 
-    def after_reading(
-        self, reading: SensorReading, at_s: float
-    ) -> tuple[AlarmState, tuple[CardAlarm, ...]]:
-        """Return the state after a reading, and the alarms it raised or cleared."""
+    def after_reading(self, reading: SensorReading, at_s: float) -> tuple[CardAlarm, ...]:
+        """Return the alarms that a reading raised or cleared."""
         seen = Throttle((reading.throttle_bits or 0) & THROTTLE_ALARMS)
         # NVML may show this one during a mere change of clocks, so alone it must be there twice in
         # a row.
-        bits = seen if self.slowdown_seen or seen != Throttle.HARDWARE_SLOWDOWN else Throttle(0)
+        is_new = seen == Throttle.HARDWARE_SLOWDOWN and not self._slowdown_seen
+        self._slowdown_seen = Throttle.HARDWARE_SLOWDOWN in seen
+        bits = Throttle(0) if is_new else seen
+        self.complains = bool(bits)
         troubles = {name: text for bit, (name, text) in _COMPLAINTS.items() if bits & bit}
         if reading.lost:
             troubles[LOST] = _LOST_TEXT
-        state = replace(
-            self, slowdown_seen=Throttle.HARDWARE_SLOWDOWN in seen, complains=bool(bits)
-        )
-        return state._judged(troubles, self.standing.keys() - {SLOW_MEMORY}, at_s)
+        return self._judged(troubles, self.standing.keys() - {SLOW_MEMORY}, at_s)
 
     def after_bandwidth(
         self, bytes_per_s: float, clock_mhz: int, at_s: float
-    ) -> tuple[AlarmState, tuple[CardAlarm, ...]]:
-        """Return the state after a measurement of the bandwidth, and the alarm it raised or
-        cleared.
+    ) -> tuple[CardAlarm, ...]:
+        """Return the alarm that a measurement of the bandwidth raised or cleared.
 
         Args:
             bytes_per_s: What the memory of the card moved, in a measurement of a fixed kind.
             clock_mhz: Of the memory at that time; 0 is unknown, and the measurement is not judged.
             at_s: Monotonic seconds.
         """
-        if not clock_mhz or bytes_per_s <= 0 or clock_mhz < _SAME_CLOCK * self.highest_clock_mhz:
-            return self, ()
-        recent = (*self.recent_bytes_per_mhz, bytes_per_s / clock_mhz)[-_JUDGED:]
-        level = sorted(recent)[-2] if len(recent) == _JUDGED else 0.0
-        best = max(level, self.best_bytes_per_mhz)
-        state = replace(
-            self,
-            recent_bytes_per_mhz=recent,
-            best_bytes_per_mhz=best,
-            highest_clock_mhz=max(clock_mhz, self.highest_clock_mhz),
-        )
+        if not clock_mhz or bytes_per_s <= 0 or clock_mhz < _SAME_CLOCK * self._highest_clock_mhz:
+            return ()
+        self._highest_clock_mhz = max(clock_mhz, self._highest_clock_mhz)
+        self._recent.append(bytes_per_s / clock_mhz)
+        level = sorted(self._recent)[-2] if len(self._recent) == _JUDGED else 0.0
+        self._best = best = max(level, self._best)
         drop = _ALARMING_DROP / 2.0 if SLOW_MEMORY in self.standing else _ALARMING_DROP
         troubles = {}
         if level < (1.0 - drop) * best:
@@ -145,28 +139,27 @@ class AlarmState:
                 "failed transfers looks like this: lower the memory clock and check the cooling of "
                 "the memory, unless another program always uses the card"
             )
-        return state._judged(troubles, self.standing.keys() & {SLOW_MEMORY}, at_s)
+        return self._judged(troubles, self.standing.keys() & {SLOW_MEMORY}, at_s)
 
     def _judged(
         self, troubles: Mapping[str, str], judged: set[str], at_s: float
-    ) -> tuple[AlarmState, tuple[CardAlarm, ...]]:
-        """Return the state after some troubles were seen, and what that raised or cleared.
+    ) -> tuple[CardAlarm, ...]:
+        """Return what the troubles that were seen raised, or their absence cleared.
 
         `judged`: the alarms that stand and whose trouble would have been seen.
         """
-        over = [
-            name
+        cleared = [
+            CardAlarm(name=name, raised=False, text=f"not seen for {CALM_S:.0f} s")
             for name, seen_at_s in self.standing.items()
             if name in judged - troubles.keys() and at_s - seen_at_s >= CALM_S
-        ]
-        standing = {name: seen for name, seen in self.standing.items() if name not in over}
-        standing |= {name: max(at_s, standing.get(name, at_s)) for name in troubles}
-        cleared = [
-            CardAlarm(name=name, raised=False, text=f"not seen for {CALM_S:.0f} s") for name in over
         ]
         raised = [
             CardAlarm(name=name, raised=True, text=text)
             for name, text in troubles.items()
             if name not in self.standing
         ]
-        return replace(self, standing=standing), (*cleared, *raised)
+        for alarm in cleared:
+            del self.standing[alarm.name]
+        for name in troubles:
+            self.standing[name] = max(at_s, self.standing.get(name, at_s))
+        return (*cleared, *raised)

@@ -68,12 +68,10 @@ class ClassicPolicy:
         """As it was told last."""
         self._good_since_cleanup = 0
         """Good steps since memory was last released."""
-        self._tried_in_vain = False
-        """Whether the floor failed again during this emergency, although the workload's stated need
-        was there.
-        """
         self._looks = 0
-        """Times that `next` was asked in this emergency since the floor was last tried."""
+        """Times that `next` was asked in this emergency since the floor failed last; from the
+        beginning enough for a try where the workload says what the floor needs.
+        """
         self._has_worked = False
         """Whether a step has ended well: until then each is a probe, as no later one is larger."""
 
@@ -82,7 +80,7 @@ class ClassicPolicy:
         if allowed_bytes is not None:
             self._allowed_bytes = allowed_bytes
         if self.is_emergency and not self._is_worth_a_try():
-            needed_bytes = self._needs.needed_bytes(self.floor.size, self.floor.batch)
+            needed_bytes = self._floor_bytes
             need = "" if needed_bytes is None else f", it needs {needed_bytes / MIB:.1f} MiB"
             self.reason = (
                 f"out of memory at the smallest step (size {self.floor.size} batch "
@@ -108,7 +106,8 @@ class ClassicPolicy:
         self._good_since_cleanup = 0
         step = self._step_after(self.failures)
         if step == self.floor:
-            self._tried_in_vain, self.is_emergency, self._looks = self.is_emergency, True, 0
+            is_first = not self.is_emergency and self._floor_bytes is not None
+            self.is_emergency, self._looks = True, LOOKS_PER_BLIND_TRY if is_first else 0
             return
         # The least count with a smaller step; by bisection, because the formulas never rise.
         more = range(self.failures + 1, MAX_FAILURES + 1)
@@ -128,15 +127,15 @@ class ClassicPolicy:
 
     def _is_worth_a_try(self) -> bool:
         """Count a look at memory in an emergency; say whether the floor is to be tried now."""
-        # The count stops at a try, however long memory is too small for it.
-        self._looks = min(self._looks + 1, LOOKS_PER_BLIND_TRY)
-        is_due = self._looks == LOOKS_PER_BLIND_TRY
-        needed_bytes = self._needs.needed_bytes(self.floor.size, self.floor.batch)
-        if needed_bytes is not None:
-            is_due = self._allowed_bytes >= needed_bytes and (is_due or not self._tried_in_vain)
-        if is_due:
-            self._looks = 0
-        return is_due
+        self._looks += 1
+        return self._looks >= LOOKS_PER_BLIND_TRY and self._allowed_bytes >= (
+            self._floor_bytes or 0
+        )
+
+    @property
+    def _floor_bytes(self) -> int | None:
+        """What the floor needs, if the workload says so."""
+        return self._needs.needed_bytes(self.floor.size, self.floor.batch)
 
     def _step_after(self, failures: int) -> Run:
         """Apply the guide's formulas, techniques 7 and 9."""

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-from workers.policy.card_alarms import AlarmState, CardAlarm
+from workers.policy.card_alarms import CardAlarm, CardAlarms
 from workers.readings import SensorReading
 from workers.settings import COLDEST_C, HOTTEST_C, ThermalSettings
 
@@ -52,12 +52,6 @@ _SLOPE_S: Final = 12.0
 #: The brake: how far it looks ahead, and how hard it acts for each degree above the ceiling there.
 _AHEAD_S: Final = 60.0
 _BRAKE_PER_C_S: Final = 0.01
-#: The aim lies further below the ceiling the more single readings stand above the smoothed ones: by
-#: half the quantum of a sensor that reports whole degrees, and this factor.
-_HALF_DEGREE_C: Final = 0.5
-_STANDS_OUT: Final = 1.3
-_MOST_SPREAD_C: Final = 3.0
-_REMEMBERED_S: Final = 600.0
 
 #: What a complaint of the hardware takes for as long as it stands, and what a pause takes once.
 _COMPLAINT_PER_S: Final = 0.1
@@ -114,11 +108,13 @@ class ThermalGovernor:
         self._resume_c = settings.resume_c
         if settings.critical_c is not None and settings.resume_c is None:
             self._resume_c = settings.critical_c - _HYSTERESIS_C
-        self._hot_c = HOTTEST_C if settings.hot_c is None else settings.hot_c
-        self._ceiling_c = settings.critical_c or self._hot_c + _HOT_BAND_C
+        hot_c = HOTTEST_C if settings.hot_c is None else settings.hot_c
+        self._ceiling_c = settings.critical_c or hot_c + _HOT_BAND_C
+        self._aim_c = max(hot_c, self._ceiling_c - _MARGIN_C)
+        """The temperature that is held."""
         # Without a hot band the duty is never reduced.
         self._smallest_duty = 1.0 if settings.hot_c is None else _SMALLEST_DUTY
-        self.alarms = AlarmState()
+        self.alarms = CardAlarms()
         self._band: ThermalBand | None = None
         """By temperature alone."""
         self._temperature_c: float | None = None
@@ -134,15 +130,12 @@ class ThermalGovernor:
         self._smooth_c: float | None = None
         self._slow_c = 0.0
         """The smoothed temperature, smoothed once more: their distance is the slope."""
-        self._spread_c = 0.0
-        """How far a single reading stood above the smoothed temperature lately."""
 
     def after_bandwidth(self, bytes_per_s: float, clock_mhz: int, at_s: float) -> ThermalDecision:
         """Take note of a measurement of the memory's bandwidth; return what to do."""
         if self._settings.off:
             return _OFF
-        self.alarms, alarms = self.alarms.after_bandwidth(bytes_per_s, clock_mhz, at_s)
-        return self._decision(alarms)
+        return self._decision(self.alarms.after_bandwidth(bytes_per_s, clock_mhz, at_s))
 
     def after_reading(self, reading: SensorReading, at_s: float) -> ThermalDecision:
         """Take note of a reading at `at_s` (monotonic seconds); return what to do until the next
@@ -152,7 +145,7 @@ class ThermalGovernor:
             return _OFF
         last_s = at_s if self._at_s is None else self._at_s
         passed_s, self._at_s = min(_LONGEST_STEP_S, max(0.0, at_s - last_s)), max(at_s, last_s)
-        self.alarms, alarms = self.alarms.after_reading(reading, at_s)
+        alarms = self.alarms.after_reading(reading, at_s)
         told_c = reading.temperature_c
         # A temperature that no running card can have, NaN included, is unknown.
         if told_c is not None and COLDEST_C < told_c < HOTTEST_C:
@@ -199,20 +192,12 @@ class ThermalGovernor:
         smooth_c = _toward(before_c, temperature_c, passed_s, _SMOOTH_S)
         self._smooth_c = smooth_c
         self._slow_c = _toward(self._slow_c, smooth_c, passed_s, _SLOPE_S)
-        faded_c = _toward(self._spread_c, 0.0, passed_s, _REMEMBERED_S)
-        self._spread_c = min(_MOST_SPREAD_C, max(faded_c, temperature_c - smooth_c))
         if self._band is ThermalBand.CRITICAL:  # nothing runs: it says nothing about the duty
             return
         per_s = _GAIN_PER_C / _RESET_S * (smooth_c - self._aim_c)
         ahead_c = smooth_c + _AHEAD_S * (smooth_c - self._slow_c) / _SLOPE_S
         per_s += _BRAKE_PER_C_S * max(0.0, ahead_c - self._ceiling_c)
         self._log_duty -= _GAIN_PER_C * (smooth_c - before_c) + per_s * passed_s
-
-    @property
-    def _aim_c(self) -> float:
-        """The temperature that is held."""
-        noise_c = _HALF_DEGREE_C + _STANDS_OUT * self._spread_c
-        return max(self._hot_c, self._ceiling_c - max(_MARGIN_C, noise_c))
 
     @property
     def _is_cool(self) -> bool:

@@ -270,18 +270,18 @@ def resilient(  # noqa: PLR0913 - accelerate's three, and options with names
             `resilient` below those). Or a batch size is no whole number.
         ValueError: The options leave no size to try.
     """
-    options: dict[str, Any] = {
-        "starting_batch_size": starting_batch_size,
-        "reduce_batch_size_fn": reduce_batch_size_fn,
-        "smallest_batch_size": smallest_batch_size,
-        "multiple_of": multiple_of,
-        "failures_per_minute": failures_per_minute,
-        "max_wait_s": max_wait_s,
-        "on_retry": on_retry,
-    }
-    rules = RetryRules(name="resilient" if function is None else name_of(function), **options)
+    rules = RetryRules(
+        name="resilient" if function is None else name_of(function),
+        starting_batch_size=starting_batch_size,
+        reduce_batch_size_fn=reduce_batch_size_fn,
+        smallest_batch_size=smallest_batch_size,
+        multiple_of=multiple_of,
+        failures_per_minute=failures_per_minute,
+        max_wait_s=max_wait_s,
+        on_retry=on_retry,
+    )
     if function is None:
-        return functools.partial(resilient, **options, remember=remember)
+        return functools.partial(_wrapped, rules=rules, remember=remember)
     return _wrapped(function, rules, remember)
 
 

@@ -63,7 +63,7 @@ class Desk(Place):
         """The step of the state, and the checksum of the weights that are trained."""
         self.constant = 0
         """The checksum of those that are not."""
-        self.is_here = False
+        self.is_computing = False
         """Whether the computing thread has come since the last update: it may save before."""
         self._work: Work | None = None
         self._is_anew = True
@@ -81,15 +81,10 @@ class Desk(Place):
     def attend(self) -> None:
         """Do nothing: the others compute the samples of a member that rests."""
 
-    @property
-    def is_computing(self) -> bool:  # type: ignore[override]
-        """Whether a step is under way: what follows the one before it is done."""
-        return self.is_here
-
     def part(self, most_rows: int, level: int) -> MicroBatch | None:
         """Do a part of the work, of at most so many samples; `None`: it was of no samples."""
         began_s = time.monotonic()
-        with self.at_work():
+        with self.busy():
             done = self._do(most_rows, level)
         if done is not None:
             ended_s = time.monotonic()
@@ -159,8 +154,8 @@ class Desk(Place):
     def _is_ready(self, seconds: float) -> bool:
         began_s = time.monotonic()
         with self.changed:
-            if not self.is_here:
-                self.is_here = True
+            if not self.is_computing:
+                self.is_computing = True
                 self.changed.notify_all()
             if self._work is None:
                 self._seen_s = time.monotonic()
@@ -177,7 +172,7 @@ class Desk(Place):
             work.change(trainer)
             done = MicroBatch(rows=0, level=level, updated=work.updates)
             self.version = trainer.step, checksum(trainer.parameters)
-            self.is_here = False
+            self.is_computing = False
         elif work.rows is not None:
             # With `exact` each range has sums of its own, whichever member computes it.
             keep = self.sums if trainer.settings.exact else None

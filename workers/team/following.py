@@ -28,7 +28,6 @@ class Following:
         """
         self._desk, self._orders = desk, orders
         self._trainer, self._sums = desk.check(orders)
-        self._fixed = self._trainer.settings.exact
         self._unit: int | None = None
         """Of the rows that were computed last in this step; `None`: none were."""
         self._round = 0
@@ -36,10 +35,6 @@ class Following:
         self._received = 0
         """Chunks of the total."""
         self._sender: threading.Thread | None = None
-        self._hello = {
-            "slot": desk.slot, "generation": orders.generation, "identity": desk.identity,
-            "version": desk.version, "constant": desk.constant,
-        }  # fmt: skip
         self._connection = wire.connect(orders.address, orders.secret)
 
     def join(self, least_step: int) -> None:
@@ -48,7 +43,11 @@ class Following:
         Raises:
             LostError, LeftError: As above.
         """
-        self._connection.tell(Kind.HELLO, 0, **self._hello)
+        desk = self._desk
+        self._connection.tell(
+            Kind.HELLO, slot=desk.slot, generation=self._orders.generation,
+            identity=desk.identity, version=desk.version, constant=desk.constant,
+        )  # fmt: skip
         frame = self._connection.frame()
         said = frame.said
         if frame.kind is not Kind.WELCOME:
@@ -57,7 +56,7 @@ class Following:
             raise LostError(f"it is at step {said['step']}, and was at {least_step}")
         if said["state"] is not None:
             state = tensors.receive(self._connection, said["state"])
-            self._desk.change(partial(tensors.load, state=state))
+            desk.change(partial(tensors.load, state=state))
         # What the others have added up since, until this member has missed nothing.
         while not self._trainer.finished:
             frame = self._connection.frame()
@@ -136,7 +135,7 @@ class Following:
         """Send the own sums; those of all come meanwhile."""
         self._desk.give(None)  # the claim of a computing thread that saves
         self._round, self._received = round_, 0
-        if self._unit is not None and not self._fixed:
+        if self._unit is not None and not self._trainer.settings.exact:
             self._sums.take(self._unit, in_total=True)
         self._connection.tell(Kind.SUMS, round_, units=self._sums.said())
         self._sender = threading.Thread(target=self._send, args=(round_,), name="team-sums")

@@ -33,9 +33,9 @@ from workers import oom
 from workers.messages import TeamOrders, TeamState, TeamStatus
 from workers.settings import TeamSpec
 from workers.team import place, tensors, wire
-from workers.team.calls import Call, Link
 from workers.team.door import Door, Serve
 from workers.team.place import AGAIN_S, STEPS, Place
+from workers.team.tensors import Call, Link
 from workers.team.wire import Connection, Kind, LostError
 from workers.training.batches import map_tensors, tensors_in, versions_of
 from workers.training.cut import Given, Pass, Portion, only_hidden
@@ -50,6 +50,8 @@ class Half(Place):
     def __init__(self, spec: TeamSpec, slot: str, tell: Callable[..., None]) -> None:
         super().__init__(spec, slot, tell)
         self._other = next(each for each in spec.members if each != slot)
+        leader_bytes, other_bytes = spec.budgets_bytes
+        self.portion = Portion(leads=not self.lends, budgets_bytes=(leader_bytes, other_bytes))
         self._link: Link | None = None
         self._lost_s = 0.0
         """Since when the other member is not there, while it is not."""
@@ -60,12 +62,6 @@ class Half(Place):
     def is_needed(self) -> bool:  # type: ignore[override]
         """Whether the training is not over where its last step is done."""
         return not self._is_over
-
-    @property
-    def portion(self) -> Portion:  # type: ignore[override]
-        """Which part of the model is here."""
-        leader_bytes, other_bytes = self.spec.budgets_bytes
-        return Portion(leads=not self.lends, budgets_bytes=(leader_bytes, other_bytes))
 
     @property
     def waits_for(self) -> str:  # type: ignore[override]
@@ -101,7 +97,7 @@ class Half(Place):
     @contextmanager
     def busy(self) -> Iterator[None]:
         """Return the region in which the other member is needed; it is left where that is gone."""
-        with self.at_work():
+        with super().busy():
             try:
                 yield
             except LostError as error:
@@ -110,7 +106,7 @@ class Half(Place):
     def status(self) -> TeamStatus:
         """Say how this member stands."""
         trainer, orders, steps = self.trainer, self.orders, self._wire_of_steps
-        self._told = self.stands
+        self._told = self.stands, self._lost
         lent_pct = None if trainer is None or trainer.cut is None else 100 * trainer.cut.lent_share
         return TeamStatus(
             state=self.stands,
@@ -242,7 +238,7 @@ class Leader(Half):
             )
             return True  # the next part says so, and the training goes back to its last checkpoint
         state = None if is_same else self._without_constant(trainer.lent_state)
-        with self.at_work():  # the state may take long on the wire
+        with super().busy():  # the state may take long on the wire
             link.call("welcome", line=self._line, step=trainer.step, state=state)
         trainer.drop_sums()  # of which the other member may lack its own
         self._link, self.stands = link, TeamState.TOGETHER
@@ -482,17 +478,13 @@ class Lender(Half):
         if call.name == "backward":
             return {"tensor": self._backward(said["gradient"])}
         if call.name == "state":
-            return self._state_for(said)
+            trained, constant = tensors.split_weights(trainer)
+            state = {**trainer.state(), "weights": trained}
+            return {"state": state, **({"constant": constant} if said["constant"] else {})}
         if call.name == "norm":
             trainer.finish(self._agree)
             return None
         raise LostError(f"it asks for {call.name!r}")
-
-    def _state_for(self, said: Mapping[str, Any]) -> dict[str, Any]:
-        trainer = self.training
-        trained, constant = tensors.split_weights(trainer)
-        state = {**trainer.state(), "weights": trained}
-        return {"state": state, **({"constant": constant} if said["constant"] else {})}
 
     def _drop(self, why: str) -> None:
         self._held, self._next, self._wants_save = None, None, False

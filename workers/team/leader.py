@@ -13,7 +13,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, Final, TypeAlias
@@ -153,7 +153,8 @@ class Leader:
                 trainer, sums = desk.check(self.orders)
                 is_same, step, helper.version = before == desk.version, desk.version[0], None
                 self._behind.append(helper)
-                copying.enter_context(self._unchanged())
+                self._copying += 1
+                copying.callback(self._copied)
             state = None if is_same else trainer.state()
             if state is not None:
                 if constant == desk.constant:
@@ -213,22 +214,17 @@ class Leader:
         """Wait until rows of a step are given out, and the state is that before it. With the lock;
         while this process validates, other weights may stand in the place of its own.
         """
-        while not (self._gives and self._desk.is_here):
+        while not (self._gives and self._desk.is_computing):
             self._desk.changed.wait(LOOK_S)
             helper.connection.ping()
             if self._is_over:
                 raise LostError("the team is over")
 
-    @contextmanager
-    def _unchanged(self) -> Iterator[None]:
-        """Have the state stay as it is."""
-        self._copying += 1
-        try:
-            yield
-        finally:
-            with self._desk.changed:
-                self._copying -= 1
-                self._desk.changed.notify_all()
+    def _copied(self) -> None:
+        """Let the state change again as far as this copy goes."""
+        with self._desk.changed:
+            self._copying -= 1
+            self._desk.changed.notify_all()
 
     def _hear(self, helper: Helper) -> None:
         """Take in one frame of a helper."""

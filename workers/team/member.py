@@ -38,12 +38,10 @@ class Member(Desk):
         self._steps: deque[Stepped] = deque(maxlen=STEPS)
         self._acting: Leader | Following | None = None
         self._generation: int | None = None
-        self._lost: int | None = None
         self._reached: int | None = None
         """The step at which it followed last in this generation."""
         self._since_s = 0.0
         """When it got its orders."""
-        self._told_lost: int | None = None
         self._acts = False
         self.listens = Door(self, self._admits).address
         for target, name in ((self._ping, "team-ping"), (self._live, "team")):
@@ -53,7 +51,7 @@ class Member(Desk):
         """Share none until `open`; wait until none of its tensors is used."""
         with self.changed:
             self.trainer = self.sums = self._work = None
-            self.is_here = False
+            self.is_computing = False
             self.changed.notify_all()
             while self._acts:
                 self.changed.wait()
@@ -71,21 +69,16 @@ class Member(Desk):
         steps = list(self._steps)
         return sum(each.share for each in steps) / len(steps) if steps else 1.0
 
-    @property
-    def has_news(self) -> bool:
-        """Whether the head should hear at once how this member stands."""
-        return super().has_news or self._told_lost != self._lost
-
     def status(self) -> TeamStatus:
         """Say how this member stands."""
         trainer, steps = self.trainer, list(self._steps)
-        self._told, self._told_lost = self.stands, self._lost
+        self._told = state, lost = self.stands, self._lost
         return TeamStatus(
-            state=self._told,
+            state=state,
             listens=self.listens,
             generation=self._generation,
             step=None if trainer is None else self.version[0],
-            lost=self._told_lost,
+            lost=lost,
             members=steps[-1].members if steps else 1,
             share_pct=100 * self.share if steps else None,
             wire_s=median(each.wire_s for each in steps) if steps else None,

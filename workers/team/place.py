@@ -12,7 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, Final
 
 from workers.messages import TeamOrders, TeamState, TeamStatus
@@ -77,7 +77,9 @@ class Place(ABC):
         self.identity = ""
         """Equal for members that can share a training."""
         self.stands = TeamState.REJOINING
-        self._told = self.stands
+        self._lost: int | None = None
+        """The generation whose leader it has lost, as `TeamStatus.lost`."""
+        self._told: tuple[TeamState, int | None] = self.stands, None
         self._events: deque[tuple[str, dict[str, Any]]] = deque(maxlen=_MOST_EVENTS)
         self._is_busy, self._seen_s = False, 0.0
         self._is_over = False
@@ -125,13 +127,9 @@ class Place(ABC):
         """Say whether the computing thread is there."""
         return self._is_busy or time.monotonic() - self._seen_s < AWAY_S
 
-    def busy(self) -> AbstractContextManager[None]:
-        """Return the region in which the computing thread saves, or judges itself."""
-        return self.at_work()
-
     @contextmanager
-    def at_work(self) -> Iterator[None]:
-        """Have the others wait for this one, which does something that may take long."""
+    def busy(self) -> Iterator[None]:
+        """Have the others wait for the computing thread, which does what may take long."""
         with self.changed:
             self._is_busy = True
         try:
@@ -154,7 +152,7 @@ class Place(ABC):
     @property
     def has_news(self) -> bool:
         """Whether the head should hear at once how this member stands."""
-        return self._told is not self.stands
+        return self._told != (self.stands, self._lost)
 
     @abstractmethod
     def status(self) -> TeamStatus:

@@ -2,7 +2,8 @@
 first part.
 
 Each gradient of a part goes into its sum as soon as the backward pass has it, and is freed: beside
-the sums, the gradients of a part never live all at once. A part may run out of memory when some of
+the sums, the gradients of a part never live all at once. Only those of the smallest parameters do,
+up to 1 MiB: those of a first part are copied in one call. A part may run out of memory when some of
 its gradients are in their sums already. So each sum says up to which row of the batch it counts:
 where it holds those of a part, it does not take them again, and no part reaches across such a row.
 
@@ -14,9 +15,10 @@ optimiser then leaves it alone.
 from __future__ import annotations
 
 import math
+import operator
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial, reduce
+from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
 from itertools import chain
 from typing import Final
 
@@ -29,6 +31,7 @@ from workers.training.errors import NotFiniteError, TaskError
 from workers.training.host_memory import wait_asleep
 from workers.training.optimizers import Update
 from workers.training.precision import LossScaler
+from workers.units import MIB
 
 #: How the names of operators begin that are straight on both sides of a bend.
 _BENDS: Final = (
@@ -37,8 +40,9 @@ _BENDS: Final = (
     "Threshold", "PreluKernel",
 )  # fmt: skip
 
-#: A tensor that nothing else holds, for comparison.
-_ALONE: Final = [torch.zeros(1)]
+#: The gradients that are taken together live at once, and take so much at most. A call for each
+#: takes 20 us of a processor, which is half of the time of a step of many small layers.
+_TOGETHER_BYTES: Final = MIB
 
 #: What `torch.nn.utils.clip_grad_norm_` adds to a norm.
 _CLIP_EPS: Final = 1e-6
@@ -77,6 +81,8 @@ class Accumulator:
             for each in parameters
         ]
         self.parameters, self._held = list(parameters), [0] * len(parameters)
+        self._small = _smallest(parameters, _TOGETHER_BYTES)
+        """The places of parameters whose gradients are added in one call."""
         self.used = set[int]()
         """The places of parameters that a loss has depended on."""
         self._fewest = len(parameters) + 1
@@ -166,15 +172,21 @@ class Accumulator:
         """
         end = self.done + rows
 
-        def take(place: int, gradient: Tensor) -> None:
-            if self._held[place] >= end:  # of an attempt that failed later
-                return
-            gradient = changed(self.parameters[place], gradient)
-            if self._held[place]:
-                self.gradients[place].add_(gradient)
-            else:
-                self._anew(place).copy_(gradient)
-            self._held[place] = end
+        def take(given: Mapping[int, Tensor]) -> None:
+            first = dict[int, Tensor]()
+            for place, gradient in given.items():
+                if self._held[place] >= end:  # of an attempt that failed later
+                    continue
+                new = changed(self.parameters[place], gradient)
+                if self._held[place]:
+                    self.gradients[place].add_(new)
+                    self._held[place] = end
+                else:
+                    first[place] = new
+            if first:  # where the copy ends halfway, what is there means nothing still
+                torch._foreach_copy_([self._anew(place) for place in first], [*first.values()])
+            for place in first:
+                self._held[place] = end
 
         self.backward(loss, scale, take, inputs)
         with torch.no_grad():
@@ -187,12 +199,12 @@ class Accumulator:
         self,
         loss: Tensor,
         scale: float,
-        take: Callable[[int, Tensor], object],
+        take: Callable[[Mapping[int, Tensor]], object],
         inputs: Sequence[Tensor] = (),
     ) -> None:
-        """Compute the gradients of a part's summed loss, and hand over each, with the place of its
-        parameter, when it is there. Gradients and hooks of the parameters stay as they were;
-        `inputs` get theirs.
+        """Compute the gradients of a part's summed loss, and hand over each, by the place of its
+        parameter, when it is there; those of the smallest together. Gradients and hooks of the
+        parameters stay as they were; `inputs` get theirs.
 
         Raises:
             TaskError: A gradient is sparse.
@@ -204,27 +216,35 @@ class Accumulator:
         before = [(each, each.grad, each._backward_hooks) for each in self.parameters]
         given = set[int]()
 
-        def taken(place: int, parameter: Tensor) -> None:
-            gradient, parameter.grad = parameter.grad, None
-            if gradient is None:
-                return
-            if gradient.is_sparse:
+        def taken(*places: int) -> None:
+            new = dict[int, Tensor]()
+            for place in places:
+                parameter = self.parameters[place]
+                gradient, parameter.grad = parameter.grad, None
+                if gradient is not None:
+                    new[place] = gradient
+            if any(each.is_sparse for each in new.values()):
                 raise TaskError(
                     "the gradient of an embedding is sparse, and sums of parts are dense; make the "
                     "embedding with sparse=False, and train it with an optimiser for dense "
                     "gradients"
                 )
-            given.add(place)
-            take(place, gradient)
+            given.update(new)
+            take(new)
+
+        def hooked(place: int) -> Callable[[Tensor], None]:
+            return lambda _: taken(place)
 
         hooks = [
-            each.register_post_accumulate_grad_hook(partial(taken, place))  # type: ignore[no-untyped-call]
+            each.register_post_accumulate_grad_hook(hooked(place))  # type: ignore[no-untyped-call]
             for place, each in enumerate(self.parameters)
+            if place not in self._small
         ]
         try:
             for parameter, *_ in before:
                 parameter.grad = parameter._backward_hooks = None
             torch.autograd.backward(loss, seed, inputs=[*self.parameters, *inputs])
+            taken(*self._small)
         except RuntimeError:
             _refuse_reentrant(loss)
             raise
@@ -298,10 +318,8 @@ class Accumulator:
             UpdateInterruptedError: Memory ran out in the update.
         """
         totals = self.totals()
-        norms = [
-            norm.double() for norm in torch._foreach_norm([own for _, own in totals] or self.loss)
-        ]
-        both = torch.stack((self.loss[0], torch.linalg.vector_norm(torch.stack(norms))))
+        norms = torch.stack(torch._foreach_norm([own for _, own in totals] or self.loss)).double()
+        both = torch.stack((self.loss[0], torch.linalg.vector_norm(norms)))
         wait_asleep(both.device)  # the one moment at which the host waits for a card
         total, scaled_norm = agreed(*both.tolist())
         loss, norm = total / self._count, scaled_norm / scaler.scale
@@ -320,15 +338,35 @@ def _zeros(parameter: nn.Parameter) -> Tensor:
     return torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
 
 
+def _smallest(parameters: Sequence[nn.Parameter], most_bytes: int) -> list[int]:
+    """Return the places of the smallest parameters, which take no more than this together, as far
+    as their gradients are added without a change of their type: that takes memory, and could fail
+    when some of them are in their sums.
+    """
+    places, left_bytes = list[int](), most_bytes
+    for place in sorted(range(len(parameters)), key=lambda place: parameters[place].nbytes):
+        left_bytes -= parameters[place].nbytes
+        if left_bytes < 0:
+            break
+        if parameters[place].dtype in {torch.float32, torch.float64}:
+            places.append(place)
+    return places
+
+
+def _holders(sums: list[Tensor], place: int) -> tuple[int, int, int]:
+    """Count what holds the storage, the tensor and the Python object of a sum."""
+    own = sums[place]
+    storage = torch._C._storage_Use_Count(own.untyped_storage()._cdata)
+    return storage, own._use_count(), sys.getrefcount(own)  # type: ignore[attr-defined]
+
+
+#: Those of a tensor that only a list holds.
+_ALONE: Final = _holders([torch.zeros(1)], 0)
+
+
 def _is_kept(sums: list[Tensor], place: int) -> bool:
     """Whether anything but this list holds a sum, or a view of it."""
-    views = torch._C._storage_Use_Count(sums[place].untyped_storage()._cdata)
-    alone = torch._C._storage_Use_Count(_ALONE[0].untyped_storage()._cdata)
-    return bool(
-        views > alone
-        or sums[place]._use_count() > 1  # type: ignore[attr-defined]
-        or sys.getrefcount(sums[place]) > sys.getrefcount(_ALONE[0])
-    )
+    return any(map(operator.gt, _holders(sums, place), _ALONE))
 
 
 def _fits(parameter: nn.Parameter, own: Tensor) -> bool:

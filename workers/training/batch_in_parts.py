@@ -43,7 +43,6 @@ from workers.training.parts import (
     PartsError,
     Place,
     Snapshot,
-    check_losses,
     check_parts,
     places_of,
     put,
@@ -157,7 +156,7 @@ class BatchInParts:
             if has_room:
                 found = self._compare(one, rows, look)
             if is_cut and all(each.cause == "rounding" for each in found or ()):
-                more = self._look_at_losses(one, rows, look.counted)
+                more = self._look_at_losses(one, rows, look)
                 found = [*more, *(found or ())] if more else found
         except TaskError as error:
             if is_cut or isinstance(error, PartsError):
@@ -191,21 +190,10 @@ class BatchInParts:
         """Compare the whole and its parts, in fp32 where that is possible: there rounding is small.
         It takes twice the memory of half precision.
         """
-        compare = partial(
-            check_parts,
-            self._all_of(one.loss),
-            one.batch,
-            one.value_of,
-            weight=one.weight,
-            counted=look.counted,
-            accumulator=self.sums,
-            buffers=self.buffers,
-            sees_rounding=look.sees_rounding,
-        )
         if rows > 3 and self._can_widen(one):
             try:
                 with Widened():
-                    return compare(rows=rows // 2)
+                    return self._check(one, rows // 2, look, self.sums)
             except TaskError:
                 raise
             except Exception as error:
@@ -213,7 +201,22 @@ class BatchInParts:
                     raise
                 oom.drop_frames(error)
             self._widens = False
-        return compare(rows=rows)
+        return self._check(one, rows, look, self.sums)
+
+    def _check(
+        self, one: OneBatch, rows: int, look: Look, sums: Accumulator | None
+    ) -> list[PartsError] | None:
+        return check_parts(
+            self._all_of(one.loss),
+            one.batch,
+            one.value_of,
+            weight=one.weight,
+            counted=look.counted,
+            rows=rows,
+            accumulator=sums,
+            buffers=self.buffers,
+            sees_rounding=look.sees_rounding,
+        )
 
     def _can_widen(self, one: OneBatch) -> bool:
         """Whether this loss computes in half precision and could in fp32, as two samples show."""
@@ -229,7 +232,7 @@ class BatchInParts:
                 oom.drop_frames(error)
         return self._widens
 
-    def _look_at_losses(self, one: OneBatch, rows: int, counted: str) -> list[PartsError]:
+    def _look_at_losses(self, one: OneBatch, rows: int, look: Look) -> list[PartsError]:
         """Compare the losses of more samples than fit with their gradients; return what was found.
 
         A forward pass alone keeps the activations of a layer or two: of twice as many samples no
@@ -240,15 +243,7 @@ class BatchInParts:
         while many > max(1, rows):
             try:
                 with Widened() if self._can_widen(one) else nullcontext():
-                    found = check_losses(
-                        self._all_of(one.loss),
-                        one.batch,
-                        one.value_of,
-                        one.weight,
-                        rows=many,
-                        counted=counted,
-                        buffers=self.buffers,
-                    )
+                    found = self._check(one, many, look, None)
             except TaskError:
                 raise
             except Exception as error:

@@ -19,12 +19,13 @@ import math
 import os
 import pickle
 import queue
+import shutil
 import struct
 import threading
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any, Final, TypeAlias, cast
@@ -76,7 +77,12 @@ Lever: TypeAlias = bool | int | float | str | None
 
 
 class RefusedError(Exception):
-    """A file is no checkpoint that can be used; the text says why, as the end of a sentence."""
+    """A file is no checkpoint that can be used; the text says why, as the end of a sentence. Or none
+    of several files is: a sentence for each.
+    """
+
+    def __str__(self) -> str:
+        return "; ".join(self.args) or "there is no checkpoint"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,28 +142,10 @@ def _differing(saved: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[tup
             yield name, saved.get(name), own.get(name)
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """What a folder had to offer."""
-
-    state: dict[str, Any] | None = None
-    """`None`: training begins anew."""
-    step: int | None = None
-    refused: tuple[str, ...] = ()
-    """A sentence for each file that cannot be used, newest first, and what is done instead."""
-
-
 class Checkpoints:
     """Keeps the last generations of one training in a folder, so that one is always good."""
 
-    def __init__(
-        self,
-        folder: Path,
-        identity: Identity,
-        *,
-        save_every_s: float = 60.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, folder: Path, identity: Identity, *, save_every_s: float = 60.0) -> None:
         """Remove what a killed process has left, and start the thread that writes.
 
         Raises nothing.
@@ -169,14 +157,13 @@ class Checkpoints:
         self._folder = folder
         self._identity = identity
         self._save_every_s = save_every_s
-        self._clock = clock
         self._copy = HostCopy()
-        self._taken_at = clock()
+        self._taken_at = time.monotonic()
         self._due_at = self._taken_at + pause_s(save_every_s, 0.0, failed=False)
         self._slots = [folder / f"generation-{index}.pt" for index in range(_GENERATIONS)]
+        self._candidates = (*self._slots, folder / FROM_HEAD)
         self.good: Path | None = None
         """The newest file that is known to be good: it stays while the next one is written."""
-        self._number = 0
         self._idle = threading.Event()
         self._idle.set()
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -186,24 +173,26 @@ class Checkpoints:
         # An interpreter that ends while the thread is in torch's code crashes (seen: SIGSEGV).
         weakref.finalize(self, self._idle.wait, _END_S)
 
-    def load(self) -> Loaded:
+    def load(self) -> tuple[dict[str, Any] | None, list[str]]:
         """Read the newest good checkpoint of this training, into host memory.
+
+        Return its state (`None`: training begins anew), and a sentence for each file that cannot be
+        used, newest first, and what is done instead.
 
         Raises:
             RuntimeError: There is no memory for it.
         """
         self.wait()
-        candidates = (*self._slots, self._folder / FROM_HEAD)
-        self._number = max(self._number, *(read_number(path) or 0 for path in candidates))
-        good, refused = newest_good(
-            candidates, lambda content: self._identity.difference(content.get("identity"))
-        )
-        if good is None:
-            return Loaded(refused=(*refused, "training begins anew") if refused else ())
-        self.good, content = good
+        try:
+            self.good, content, refused = newest_good(
+                self._candidates,
+                lambda content: self._identity.difference(content.get("identity")),
+            )
+        except RefusedError as refusal:
+            return None, [*refusal.args, "training begins anew"] if refusal.args else []
         self.saved_step = content["step"]
-        instead = [f"training goes on from step {self.saved_step}"] if refused else []
-        return Loaded(content["state"], content["step"], (*refused, *instead))
+        instead = f"training goes on from step {self.saved_step}"
+        return content["state"], [*refused, instead] if refused else []
 
     def discard(self) -> None:
         """Remove all checkpoints: the training begins anew.
@@ -221,11 +210,10 @@ class Checkpoints:
         needed = (_GENERATIONS + 1) * sum(tensor.nbytes for tensor in tensors_in(state))
         try:
             existing = next(path for path in (self._folder, *self._folder.parents) if path.exists())
-            disk = os.statvfs(existing)
-            there = sum(path.stat().st_size for path in self._slots if path.exists())
+            free = shutil.disk_usage(existing).free
+            free += sum(path.stat().st_size for path in self._slots if path.exists())
         except OSError as failure:
             return f"the folder of checkpoints {self._folder} cannot be used: {failure.strerror}"
-        free = disk.f_bavail * disk.f_frsize + there
         if free >= needed:
             return None
         return (
@@ -236,7 +224,7 @@ class Checkpoints:
 
     def due(self) -> bool:
         """Whether a checkpoint should be taken now; never while one is being written."""
-        return self._idle.is_set() and self._clock() >= self._due_at
+        return self._idle.is_set() and time.monotonic() >= self._due_at
 
     def save(
         self, state: Mapping[str, Any], step: int, best: Mapping[str, float] | None = None
@@ -251,7 +239,7 @@ class Checkpoints:
         """
         if not self._idle.is_set():
             return False
-        began_s, self._taken_at = time.perf_counter(), self._clock()
+        began_s, self._taken_at = time.perf_counter(), time.monotonic()
         try:
             self._copy.take(state)
         except (RuntimeError, OSError, OverflowError, MemoryError) as failure:
@@ -285,14 +273,15 @@ class Checkpoints:
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if best is None:
-                write_file(target, content, self._number + 1)
+                last = max(read_number(path) or 0 for path in self._candidates)
+                write_file(target, content, last + 1)
             else:
                 write_file(self._folder / BEST, {**content, "figures": dict(best)}, step)
         except Exception as error:  # noqa: BLE001 - whatever it is, training goes on, and `failure` says it
             failure = error
         else:
             if best is None:
-                self._number, self.good, self.saved_step = self._number + 1, target, step
+                self.good, self.saved_step = target, step
         if not self._copy.from_card:
             cost_s += _CPU_LOSS * (time.thread_time() - began_cpu_s)
         self._finish(step, cost_s, failure)
@@ -321,17 +310,6 @@ def pause_s(save_every_s: float, cost_s: float, *, failed: bool) -> float:
     """Return the seconds to the next checkpoint, after one that cost the training `cost_s`."""
     wanted_s = min(save_every_s, _RETRY_S) if failed else save_every_s
     return max(EARLIER * wanted_s, cost_s / MOST_SHARE)
-
-
-def _is_there(path: Path) -> bool:
-    """Whether there is a file. One that cannot be looked at is to be told, and not
-    taken for none.
-    """
-    try:
-        path.stat()
-    except OSError as failure:
-        return not isinstance(failure, FileNotFoundError | NotADirectoryError)
-    return True
 
 
 class HostCopy:
@@ -404,7 +382,7 @@ def write_file(path: Path, content: dict[str, Any], number: int) -> None:
             if sink.failure is not None:  # torch reports that a write failed, not why
                 raise sink.failure from None
             raise
-        fields = _FIELDS.pack(_MARK, VERSION, number, sink.written_bytes)
+        fields = _FIELDS.pack(_MARK, VERSION, number, file.tell())
         sink.write(fields)
         trailer = fields + sink.digest.digest()
         sink.write(trailer[_FIELDS.size :] + _CHECKSUM.pack(zlib.crc32(trailer)))
@@ -420,38 +398,30 @@ def read_number(path: Path) -> int | None:
 
 
 def newest_good(
-    paths: Sequence[Path],
+    paths: Iterable[Path],
     difference: Callable[[Mapping[str, Any]], str | None] = lambda _: None,
-) -> tuple[tuple[Path, dict[str, Any]] | None, list[str]]:
-    """Return the newest file that can be used, with what it holds, and a sentence for each newer one.
+) -> tuple[Path, dict[str, Any], list[str]]:
+    """Return the newest file that can be used, what it holds, and a sentence for each newer one.
 
     `difference` says why what a file holds is not to be used; `None`: it is.
-    """
-    refused: list[str] = []
-    there = filter(_is_there, paths)
-    # What cannot be dated comes first: it may be the newest, and its refusal is to be told.
-    for path in sorted(there, key=lambda path: read_number(path) or math.inf, reverse=True):
-        try:
-            content = read_file(path)
-            reason = difference(content)
-        except RefusedError as failure:
-            reason = str(failure)
-        if reason is None:
-            return (path, content), refused
-        refused.append(f"the checkpoint {path} is not used: {reason}")
-    return None, refused
-
-
-def newest_of(paths: Sequence[Path]) -> tuple[Path, dict[str, Any], list[str]]:
-    """Return the newest file that is whole, what it holds, and a sentence for each newer one.
 
     Raises:
         RefusedError: There is none.
     """
-    good, refused = newest_good(paths)
-    if good is None:
-        raise RefusedError("; ".join(refused) or "there is no checkpoint")
-    return *good, refused
+    refused: list[str] = []
+    # What cannot be dated comes first: it may be the newest, and its refusal is to be told.
+    for path in sorted(paths, key=lambda path: read_number(path) or math.inf, reverse=True):
+        try:
+            content = read_file(path)
+            reason = difference(content)
+        except RefusedError as failure:
+            if isinstance(failure.__cause__, FileNotFoundError | NotADirectoryError):
+                continue
+            reason = str(failure)
+        if reason is None:
+            return path, content, refused
+        refused.append(f"the checkpoint {path} is not used: {reason}")
+    raise RefusedError(*refused)
 
 
 def read_file(path: Path) -> dict[str, Any]:
@@ -487,12 +457,8 @@ class _HashingSink(io.RawIOBase):
 
     def __init__(self, file: io.FileIO) -> None:
         self.digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-        self.written_bytes = 0
         self.failure: OSError | None = None
         self._file = file
-
-    def writable(self) -> bool:
-        return True
 
     def write(self, data: Any) -> int:  # noqa: ANN401 - whatever has bytes
         view = memoryview(data).cast("B")
@@ -505,7 +471,6 @@ class _HashingSink(io.RawIOBase):
             except OSError as failure:
                 self.failure = failure
                 raise
-        self.written_bytes += len(view)
         return len(view)
 
 

@@ -229,7 +229,7 @@ class Cut:
                 module._parameters.clear()
                 module._buffers.clear()
                 # A layer of 4 bits would look for its weight.
-                setattr(module, "_save_to_state_dict", _save_nothing)  # noqa: B010 - a method
+                setattr(module, "_save_to_state_dict", lambda *_, **__: None)  # noqa: B010 - a method
 
     def merged(self, own: State, other: State) -> dict[str, Any]:
         """Return the state of the whole from that of the leader and that of the other process."""
@@ -255,10 +255,6 @@ class Cut:
         states = {int(number): state for number, state in whole["optimizer"]["state"].items()}
         own = {number: state for number, state in states.items() if number in there}
         return {**whole, "weights": weights, "optimizer": {**whole["optimizer"], "state": own}}
-
-
-def _save_nothing(*_: object, **__: object) -> None:
-    """Add nothing to a `state_dict`."""
 
 
 def middle_of(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,7 +20,7 @@ from workers.training import lora
 from workers.training.checkpoints import (
     Identity,
     RefusedError,
-    newest_of,
+    newest_good,
     read_file,
     write_file,
 )
@@ -35,7 +35,7 @@ NUMBER: Final = 0
 _KEYS: Final = ("adapter", "adapter_rank", "adapter_alpha", "adapter_targets", "head")
 
 
-def take_out(paths: Sequence[Path], to: Path) -> dict[str, Any]:
+def take_out(paths: Iterable[Path], to: Path) -> dict[str, Any]:
     """Write the weights of the newest good checkpoint; return its step and name, and a sentence for
     each that was refused.
 
@@ -43,7 +43,7 @@ def take_out(paths: Sequence[Path], to: Path) -> dict[str, Any]:
         RefusedError: No file can be used.
         OSError: They cannot be written.
     """
-    path, saved, told = newest_of(paths)
+    path, saved, told = newest_good(paths)
     levers = {key: saved["identity"]["levers"][key] for key in _KEYS}
     weights = saved["state"]["weights"]
     to.parent.mkdir(parents=True, exist_ok=True)
@@ -89,7 +89,7 @@ def _begun(task: TrainTask, settings: TrainSettings, saved: Mapping[str, Any]) -
 def answer(question: dict[str, Any]) -> dict[str, Any]:
     """Return what `take_out` does, or under `refused` why it does nothing."""
     try:
-        return take_out([Path(path) for path in question["checkpoints"]], Path(question["to"]))
+        return take_out(map(Path, question["checkpoints"]), Path(question["to"]))
     except RefusedError as refusal:
         return {"refused": str(refusal)}
     except OSError as failure:

@@ -141,6 +141,29 @@ def _over(part: torch.UntypedStorage | None, tensor: Tensor) -> Tensor:
     return block.as_strided(layout.shape, layout.stride())
 
 
+def to_host(tensors: Sequence[Tensor], device: torch.device) -> None:
+    """Move tensors of a device, one by one, to host memory: each goes before the next one is copied.
+
+    Raises:
+        RuntimeError, OSError, OverflowError: There is no memory.
+    """
+    wait_asleep(device)
+    hosts = like_all([tensor.detach() for tensor in tensors], pinned=device.type == "cuda")
+    for tensor, host in zip(tensors, hosts, strict=True):
+        tensor.data = host.copy_(tensor.data)
+
+
+def to_device(tensors: Sequence[Tensor], device: torch.device) -> None:
+    """Move tensors to a device: all of them, or, if it has no memory for them, none."""
+    moved = [torch.empty_like(tensor.data, device=device) for tensor in tensors]
+    for tensor, there in zip(tensors, moved, strict=True):
+        there.copy_(tensor.data, non_blocking=True)
+    wait_asleep(device)
+    for tensor, there in zip(tensors, moved, strict=True):
+        tensor.data = there
+    give_back(device)
+
+
 class Parking:
     """Moves tensors of a device to the host for a while."""
 
@@ -160,22 +183,12 @@ class Parking:
             for tensor in tensors
             if tensor.device.type == self._device.type and id(tensor) not in stay
         }
-        wait_asleep(self._device)
-        # One by one from here on: each tensor of the device goes before the next one is copied.
-        hosts = like_all([tensor.detach() for tensor in moving.values()])
-        for tensor, host in zip(moving.values(), hosts, strict=True):
-            tensor.data = host.copy_(tensor.data)
-            self._parked.append(tensor)
+        to_host([*moving.values()], self._device)
+        self._parked += moving.values()
         sizes = [tensor.nbytes for tensor in self._parked]
         return host_bytes(sizes, on_card=self._device.type == "cuda")
 
     def unpark(self) -> None:
         """Move back what was parked: all of it, or, if the device has no memory for it, nothing."""
-        back = [torch.empty_like(tensor.data, device=self._device) for tensor in self._parked]
-        for tensor, there in zip(self._parked, back, strict=True):
-            there.copy_(tensor.data, non_blocking=True)
-        wait_asleep(self._device)
-        for tensor, there in zip(self._parked, back, strict=True):
-            tensor.data = there
+        to_device(self._parked, self._device)
         self._parked = []
-        give_back(self._device)

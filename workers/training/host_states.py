@@ -3,7 +3,7 @@ between any two steps.
 
 For the update they come to the device, a few parameters at a time, and go back. So the update is
 computed where it always is, to the same bits, and clipping sees all gradients. Each byte of a state
-is copied twice in each optimiser step. Does not decide how many states; see `ladder`.
+is copied twice in each optimiser step. Does not decide how many states.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from workers.training.errors import TaskError
-from workers.training.host_memory import give_back, like_all, wait_asleep
-from workers.training.optimizers import allocate_states, large
+from workers.training.host_memory import give_back, to_device, to_host, wait_asleep
+from workers.training.optimizers import allocate_states, states_of
 from workers.units import MIB
 
 #: States that come to the device at once, unless those of a single parameter are more.
@@ -39,11 +39,6 @@ def hosted_of(parameters: Sequence[nn.Parameter], share_pct: int) -> list[nn.Par
             hosted.append(parameter)
             left_bytes -= parameter.nbytes
     return hosted
-
-
-def states_of(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
-    """Return the states that can be on the host."""
-    return large(optimizer.state.get(parameter, {}), parameter)
 
 
 def parts_of(optimizer: Optimizer, hosted: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
@@ -120,19 +115,12 @@ class HostStates:
         """Have so many per cent on the host. After running out of memory, call it again."""
         hosted = hosted_of(self._parameters, share_pct)
         leaving = self._states(set(self._hosted).difference(hosted))
-        left = [tensor.data for tensor in leaving]  # until the copies have ended
-        for tensor in leaving:
-            tensor.data = tensor.to(self._device, non_blocking=True, copy=True)
-        wait_asleep(self._device)
-        del left
+        to_device(leaving, self._device)
         # Those that stay move to other blocks if some leave: a block is pinned as long as one of
         # its tensors lives. A state that was loaded may not be on the host yet.
         there = {id(tensor) for tensor in self.tensors if not leaving}
         wanted = self._states(hosted)
-        moving = [tensor for tensor in wanted if id(tensor) not in there]
-        hosts = like_all(moving, pinned=self._device.type == "cuda")
-        for tensor, host in zip(moving, hosts, strict=True):
-            tensor.data = host.copy_(tensor)
+        to_host([tensor for tensor in wanted if id(tensor) not in there], self._device)
         self._hosted, self.tensors, self.share_pct = hosted, wanted, share_pct
         give_back(self._device)
 

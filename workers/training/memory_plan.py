@@ -17,8 +17,8 @@ import subprocess
 import sys
 import weakref
 from bisect import bisect_right
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from itertools import pairwise
@@ -39,12 +39,12 @@ from workers.training.cut import Cut, Given, Portion, only_hidden
 from workers.training.dispatch_modes import Operator, OperatorMode, Returned
 from workers.training.errors import TrainingError
 from workers.training.host_memory import host_bytes, power_of_two
-from workers.training.host_states import hosted_of, parts_of, states_of
+from workers.training.host_states import hosted_of, parts_of
 from workers.training.keyed_random import Dropouts
 from workers.training.lora import new_model
 from workers.training.model_levers import ModelLevers, Recomputation, level_of
 from workers.training.models import GPTS
-from workers.training.optimizers import Average, allocate_states, update_bytes
+from workers.training.optimizers import Average, allocate_states, states_of, update_bytes
 from workers.training.schedule import offered_micro_batches
 from workers.training.settings import FOLDER_PRESETS, PICTURE_PRESETS, TrainSettings
 from workers.training.tasks import TrainTask, find_task, refuse_without_data, trained_parameters
@@ -311,13 +311,11 @@ class MemoryPlanner:
             return _CUBLAS_HANDLES * workspace_bytes(config)
         return _ONEDNN_HALF_BYTES if self._settings.precision in {"bf16", "fp16"} else _ONEDNN_BYTES
 
-    def _without_data(self) -> ExitStack:
+    @contextmanager
+    def _without_data(self) -> Iterator[None]:
         """Enter the mode in which tensors have no data, and count their bytes."""
-        with ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng(devices=[]))
-            stack.enter_context(self._fake)
-            stack.enter_context(self._live)
-            return stack.pop_all()
+        with torch.random.fork_rng(devices=[]), self._fake, self._live:
+            yield
 
 
 class _LiveBytes(OperatorMode):  # type: ignore[no-untyped-call]  # missing in torch's stubs
@@ -383,8 +381,8 @@ class PlannerOfLent(MemoryPlanner):
 
 
 def answer(question: Mapping[str, Any]) -> dict[str, Any]:
-    """Return each cap with the steps to show for it and the blocks that are computed there, and the
-    tokens of a sample where it has some; or why that cannot be told.
+    """Return each cap with the steps to show for it and the blocks that are computed there; or why
+    that cannot be told.
 
     `question` holds `settings`, `seed` and `caps`, each of these with `cap_bytes` and `device`, and
     `budgets_bytes` of both members where they divide the model, the caps being theirs.
@@ -405,9 +403,6 @@ def answer(question: Mapping[str, Any]) -> dict[str, Any]:
         return {
             "blocks": max(planner.most_level for planner in planners),
             "lent": None if cut is None else cut.lent_range,
-            "tokens": settings.seq or GPTS[settings.preset].seq
-            if settings.preset in GPTS
-            else None,
             "sums_bytes": planners[0].sums_bytes,
             "caps": [
                 {

@@ -362,7 +362,7 @@ class Compiling:
         if verdict.kind is not FailureKind.OTHER:
             self._failures += not self._graphs
             bearable = self._graphs or self._failures < _MOST_FAILURES
-            return None if bearable else f"memory ran out: {verdict.text}"
+            return None if bearable else f"memory ran out: {one_line(error)}"
         if type(error).__name__ == "FailOnRecompileLimitHit":
             return (
                 f"it was compiled more than {self._most_graphs} times, and would be in every step"

@@ -125,31 +125,43 @@ def refuse_closure(optimizer: Any) -> None:  # noqa: ANN401 - also a wrapped one
         )
 
 
-def allocate_states(optimizer: Optimizer, on_host: Set[nn.Parameter] = frozenset()) -> None:
-    """Allocate what an Adam would allocate in its first step. Of other optimisers nothing is known.
+def allocate_states(optimizer: Any, on_host: Set[nn.Parameter] = frozenset()) -> None:  # noqa: ANN401 - with methods of its own
+    """Have an Adam, of torch or of bitsandbytes, allocate what it would in its first step. Of other
+    optimisers nothing is known.
 
     The states of `on_host` are allocated in host memory; see `host_states`.
     """
-    if _is_bitsandbytes(optimizer):
-        for parameter, states in _allocate_8bit(optimizer):
-            if parameter in on_host:  # one parameter's states at a time are on the device
-                for name, tensor in large(states, parameter).items():
-                    states[name] = torch.empty_like(tensor, device="meta")
+    is_8bit = _is_bitsandbytes(optimizer)
+    if is_8bit:
+        # The rest of what its first step does is to bring every state to the card
+        # (Optimizer8bit.step and to_gpu).
+        optimizer.check_overrides()
+        optimizer.initialized = True
     # A subclass may have other states; by name, since the compiler wraps this method.
-    by = getattr(type(optimizer), "_init_group", None)
-    for group in optimizer.param_groups if getattr(by, "__qualname__", "") == _ADAMS else ():
-        names = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
-        for parameter in group["params"]:
-            known = optimizer.state[parameter]
-            if parameter.requires_grad and (not known or _is_outdated(known, parameter)):
-                # Where torch itself keeps the number of steps: on the device only if a kernel reads
-                # it.
-                device = parameter.device if group["fused"] or group["capturable"] else None
-                step = torch.zeros((), dtype=torch.float32, device=device)
-                weight, where = parameter.detach(), "meta" if parameter in on_host else None
-                state = {name: torch.zeros_like(weight, device=where) for name in names}
-                optimizer.state[parameter] = {"step": step, **state}
-    _fill_on_host(optimizer, on_host)
+    elif getattr(getattr(optimizer, "_init_group", None), "__qualname__", "") != _ADAMS:
+        return
+    places = []
+    for number, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            states = optimizer.state[parameter]
+            if (states and not _is_outdated(states, parameter)) or not parameter.requires_grad:
+                continue
+            states.clear()
+            if is_8bit:
+                optimizer.init_state(group, parameter, number, place)
+            else:
+                gradient, parameter.grad = parameter.grad, parameter.detach()  # else it is left out
+                optimizer._init_group({**group, "params": [parameter]}, *([] for _ in range(6)))
+                parameter.grad = gradient
+            # One parameter's states at a time are on the device.
+            own = states_of(optimizer, parameter) if parameter in on_host else {}
+            for name, tensor in own.items():
+                states[name] = torch.empty_like(tensor, device="meta")
+                places.append((states, name))
+    on_card = any(parameter.is_cuda for parameter in on_host)
+    hosts = like_all([states[name] for states, name in places], pinned=on_card)
+    for (states, name), host in zip(places, hosts, strict=True):
+        states[name] = host.zero_()
 
 
 def _is_outdated(state: Mapping[str, Any], parameter: Tensor) -> bool:
@@ -159,41 +171,16 @@ def _is_outdated(state: Mapping[str, Any], parameter: Tensor) -> bool:
     return moved and not state["step"]
 
 
-def _allocate_8bit(optimizer: Any) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:  # noqa: ANN401 - bitsandbytes' own
-    """Have bitsandbytes allocate its states as in its first step; yield them by parameter."""
-    # The rest of what its first step does is to bring every state to the card (Optimizer8bit.step
-    # and to_gpu).
-    optimizer.check_overrides()
-    optimizer.initialized = True
-    for number, group in enumerate(optimizer.param_groups):
-        for place, parameter in enumerate(group["params"]):
-            if not optimizer.state[parameter]:
-                optimizer.init_state(group, parameter, number, place)
-                yield parameter, optimizer.state[parameter]
-
-
-def large(states: Mapping[str, Any], parameter: Tensor) -> dict[str, Tensor]:
-    """Return the states that grow with the parameter: no steps, scales or shared tables."""
+def states_of(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
+    """Return the states that can be on the host, which grow with the parameter: no steps, scales or
+    shared tables.
+    """
     least = max(2, parameter.numel())
     return {
         name: tensor
-        for name, tensor in states.items()
+        for name, tensor in optimizer.state.get(parameter, {}).items()
         if isinstance(tensor, Tensor) and tensor.numel() >= least
     }
-
-
-def _fill_on_host(optimizer: Optimizer, on_host: Set[nn.Parameter]) -> None:
-    """Put zeros in host memory, together, in the place of all states without data."""
-    places = [
-        (optimizer.state[parameter], name, tensor)
-        for parameter in on_host
-        for name, tensor in optimizer.state.get(parameter, {}).items()
-        if isinstance(tensor, Tensor) and tensor.is_meta
-    ]
-    on_card = any(parameter.is_cuda for parameter in on_host)
-    hosts = like_all([tensor for *_, tensor in places], pinned=on_card)
-    for (state, name, _), host in zip(places, hosts, strict=True):
-        state[name] = host.zero_()
 
 
 def update_bytes(optimizer: Optimizer, parameters: Sequence[Tensor], *, on_card: bool) -> int:

@@ -89,22 +89,23 @@ class PartsError(TaskError):
         self.cause = cause
 
 
-def check_parts(  # noqa: PLR0913 - each option has a default
+def check_parts(  # noqa: PLR0913 - all of it differs from batch to batch
     model: nn.Module,
     batch: Batch,
     loss: Callable[[Batch, int], Tensor],
     *,
-    weight: Callable[[Batch], float] | None = None,
-    counted: str = "count",
-    rows: int = ROWS,
-    accumulator: Accumulator | None = None,
-    buffers: dict[Place, Kind] | None = None,
+    weight: Callable[[Batch], float] | None,
+    counted: str,
+    rows: int,
+    accumulator: Accumulator | None,
+    buffers: dict[Place, Kind],
     sees_rounding: bool = False,
 ) -> list[PartsError] | None:
     """Compute some samples of a batch at once and in two parts; compare.
 
-    It takes the memory of a part of `rows` samples, may run out of it as one, and changes nothing.
-    Fewer than two samples tell nothing.
+    It takes the memory of a part of `rows` samples, or without gradients that of a forward pass
+    which keeps nothing for a backward pass. It may run out of it, and changes nothing. Fewer than
+    two samples tell nothing.
 
     Args:
         model: What `loss` computes with: its buffers, modes and dropouts are looked at.
@@ -114,8 +115,8 @@ def check_parts(  # noqa: PLR0913 - each option has a default
             is of. `None`: the loss is added up as it is.
         counted: What tells the loss of the items of the whole batch, for the sentence.
         rows: Samples that fit. Above `ROWS` as many more are compared besides, up to 32.
-        accumulator: Whose parameters get gradients; what it has added up is lost. `None`: those of
-            the model, and more memory is taken.
+        accumulator: Whose parameters get gradients; what it has added up is lost. `None`: losses
+            are compared without their gradients, and what is wrong in those alone is not seen.
         buffers: Is told the buffers that a pass changes, and how.
         sees_rounding: Whether parameters are looked at one by one, which takes their gradients once
             more, on the host.
@@ -130,47 +131,8 @@ def check_parts(  # noqa: PLR0913 - each option has a default
             mean by another `count`.
         TaskError: A value of the batch cannot be cut.
     """
-    if accumulator is None:
-        accumulator = Accumulator([each for each in model.parameters() if each.requires_grad])
-    of = partial(_Comparison, model, loss, weight, accumulator, sees_rounding)
-    return _found(model, batch, of, rows, {} if buffers is None else buffers, counted)
-
-
-def check_losses(
-    model: nn.Module,
-    batch: Batch,
-    loss: Callable[[Batch, int], Tensor],
-    weight: Callable[[Batch], float] | None,
-    *,
-    rows: int,
-    counted: str,
-    buffers: dict[Place, Kind] | None = None,
-) -> list[PartsError] | None:
-    """Compare the losses of up to 32 samples without their gradients: as `check_parts`, where so
-    many samples fit only so.
-
-    It takes the memory of a forward pass of `rows` samples that keeps nothing for a backward pass,
-    may run out of it, and changes nothing. What is wrong in the gradient alone is not seen.
-    """
-    of = partial(_ByLoss, model, loss, weight, Accumulator([]), False)
-    return _found(model, batch, of, rows, {} if buffers is None else buffers, counted)
-
-
-def normalises_over_samples(module: nn.Module) -> bool:
-    """Whether it is a batch norm that takes its statistics from what is computed together now."""
-    is_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
-    return is_norm and (module.training or module.running_mean is None)
-
-
-def _found(
-    model: nn.Module,
-    batch: Batch,
-    of: Callable[[Batch], _Comparison],
-    rows: int,
-    buffers: dict[Place, Kind],
-    counted: str,
-) -> list[PartsError] | None:
-    """Compare, and say what was found: see `check_parts`."""
+    kind = _ByLoss if accumulator is None else _Comparison
+    of = partial(kind, model, loss, weight, accumulator or Accumulator([]), sees_rounding)
     many = min(rows, rows_of(batch), MANY_ROWS)
     rows = min(many, ROWS)
     if rows < 2:
@@ -217,6 +179,12 @@ def _found(
         more = f" (and of {len(noise) - 1} other parameters)" if len(noise) > 1 else ""
         found.append(PartsError(f"{noise[0]}{more} {_ROUNDING}", "rounding"))
     return found
+
+
+def normalises_over_samples(module: nn.Module) -> bool:
+    """Whether it is a batch norm that takes its statistics from what is computed together now."""
+    is_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
+    return is_norm and (module.training or module.running_mean is None)
 
 
 def _compared(

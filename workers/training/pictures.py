@@ -67,20 +67,19 @@ def pictures_task(settings: TrainSettings, seed: int) -> TrainTask:
     figures = {}
     if corners := pictures.eye_corners:
         figures["landmark_error_pct"] = partial(landmark_error_pct, corners=corners)
-    merits = Validation(
-        samples=pictures.unseen,
-        loss=landmark_loss,
-        count=rows_of,
-        collate=default_collate,
-        figures=figures,
-    )
     return TrainTask(
         name=f"{settings.preset} of {len(pictures.points)} points",
         model=partial(Cnn, _WIDTHS, settings.dropout, len(pictures.points)),
         dataset=pictures,
         fingerprint=pictures.fingerprint,
         loss=landmark_loss,
-        evaluate=merits if pictures.has_unseen else None,
+        evaluate=Validation(
+            samples=pictures.unseen,
+            loss=landmark_loss,
+            count=rows_of,
+            collate=default_collate,
+            figures=figures,
+        ),
         blocks=lambda model: list(model.blocks),  # type: ignore[arg-type]  # of a `Cnn`
         by_sample=True,
         uses=frozenset({"data", "dropout"}),
@@ -154,7 +153,6 @@ class Pictures(HeldOut):
 
     def __init__(self, folder: str, edge: int, seed: int) -> None:
         """Read the CSV, and look whether all its pictures are there."""
-        super().__init__()
         self._edge, self._seed = edge, seed
         _pillow()
         path = _csv_in(Path(folder).expanduser())
@@ -168,7 +166,7 @@ class Pictures(HeldOut):
         except csv.Error as failure:
             _refuse(path, rows.line_num, f"is no CSV ({failure})")
         digest = hashlib.blake2b(content + repr(sizes).encode(), digest_size=8).hexdigest()
-        self.fingerprint = f"pictures {digest} {self._items}"
+        self.fingerprint = f"pictures {digest} {len(self)}"
         """What changes with the CSV, the size of a picture's file, or what is held out."""
 
     @property
@@ -183,7 +181,7 @@ class Pictures(HeldOut):
         Raises:
             TaskError: A picture cannot be read.
         """
-        numbers = torch.tensor([sample.index + self._items * sample.epoch for sample in samples])
+        numbers = torch.tensor([sample.index + len(self) * sample.epoch for sample in samples])
         drawn = uniform(row_keys(self._seed, [_LOOK], numbers)[0], 3).tolist()
         return [self._look(each.index, *draws) for each, draws in zip(samples, drawn, strict=True)]
 

@@ -45,14 +45,9 @@ class PackedRows(Samples):
 
     def __getitems__(self, indices: Sequence[int]) -> list[Tensor]:
         """Return several rows."""
-        wanted = [self.documents_of(index) for index in indices]
+        wanted = [self._rows[index].tolist() for index in indices]
         made = iter(self._documents.__getitems__([document for row in wanted for document in row]))
         return [packed_row([next(made) for _ in row], self._seq) for row in wanted]
-
-    def documents_of(self, index: int) -> list[int]:
-        """Return the documents in a row, in their order there."""
-        documents: list[int] = self._rows[index].tolist()
-        return documents
 
 
 def packed_row(documents: Sequence[Tensor], seq: int) -> Tensor:
@@ -97,16 +92,6 @@ def own_document(places: Tensor) -> Tensor:
     document = (places == 0).cumsum(dim=1)
     seen = document[:, :, None] == document[:, None, :]
     return seen.tril()[:, None]
-
-
-def longest_part(seq: int) -> Tensor:
-    """Return a filled-up part of one document of the greatest length, for the plan of memory."""
-    return torch.zeros((1, seq + 1), dtype=torch.int64)
-
-
-def longest_row(seq: int) -> Tensor:
-    """Return a part of one packed row, for the plan of memory."""
-    return packed_row([torch.zeros(seq + 1, dtype=torch.int64)], seq)[None]
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, label_smoothing: float) -> Tensor:

@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from typing import Any, Final, Literal, Protocol, cast
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from workers.training.batches import Batch, on_device, rows_of
+from workers.training.batches import Batch, Samples, on_device, rows_of
 from workers.training.errors import NotLoadedError, TaskError, TrainingError
 from workers.training.host_memory import wait_asleep
-from workers.training.made_data import ITEMS, MadeText
+from workers.training.keyed_random import bits, row_keys, uniform
 from workers.training.models import GPTS, Gpt, GptShape
 from workers.training.optimizers import adamw, refuse_closure
 from workers.training.sequences import (
@@ -30,9 +30,8 @@ from workers.training.sequences import (
     PackedRows,
     cross_entropy,
     filled_up,
-    longest_part,
-    longest_row,
     packed_loss,
+    packed_row,
     packed_tokens,
     shortened,
 )
@@ -43,6 +42,14 @@ from workers.training.text import SAMPLES, TextBytes
 OWN_KEYS: Final = (
     "data", "documents", "seq", "packing", "dropout", "label_smoothing", "r_drop",
 )  # fmt: skip
+
+#: Items of made text, unless told otherwise.
+ITEMS: Final = 65_536
+
+#: The words of made text, and the letters of each, which are its tokens.
+_WORDS, _LETTERS = 128, 4
+#: The streams of random numbers.
+_DICTIONARY, _TEXT = range(2)
 
 
 class Items(Protocol):
@@ -189,14 +196,6 @@ def find_task(settings: TrainSettings, seed: int) -> TrainTask:
     return task
 
 
-def import_task(preset: object) -> None:
-    """Import the module of a user's task, if that is one; what fails is told by `find_task`."""
-    module_name, of_user, _ = str(preset).partition(":")
-    if of_user:
-        with suppress(Exception):
-            importlib.import_module(module_name)
-
-
 def _refuse_unused(task: TrainTask, settings: TrainSettings) -> None:
     """Raise a `TaskError` if a key is set that would change nothing."""
     in_uses = ", or name it in `uses` of the TrainTask"
@@ -220,31 +219,38 @@ def _gpt_task(settings: TrainSettings, shape: GptShape, seed: int) -> TrainTask:
         raise TaskError(
             f"train.seq is {seq}, and {settings.preset} reads at most {shape.seq} tokens"
         )
-    text, unseen = _text_of(settings, seq, shape.vocabulary, seed)
+    text: MadeText | TextBytes = MadeText(seq, shape.vocabulary, seed)
+    unseen: Callable[[], Iterable[Tensor]] = partial(
+        text.__getitems__, range(ITEMS, ITEMS + SAMPLES)
+    )
+    if settings.data is not None:
+        text = TextBytes(settings.data, seq, settings.documents)
+        unseen = text.unseen
     task = TrainTask(
         name=settings.preset,
         model=partial(Gpt, shape, settings.dropout),
         dataset=text,
-        fingerprint="" if isinstance(text, MadeText) else text.fingerprint,
+        fingerprint=text.fingerprint,
         loss=partial(
             next_token_loss, label_smoothing=settings.label_smoothing, r_drop=settings.r_drop
         ),
         count=next_tokens,
         blocks=blocks_of,
-        evaluate=None
-        if unseen is None
-        else Validation(samples=unseen, loss=next_token_loss, count=next_tokens, collate=filled_up),
+        evaluate=Validation(
+            samples=unseen, loss=next_token_loss, count=next_tokens, collate=filled_up
+        ),
         lr={"gpt2-small": 6e-4, "gpt2-medium": 3e-4, "gpt-1b": 2e-4}.get(settings.preset, 2e-3),
         items="tokens",
     )
     if settings.packing:
+        row = [torch.zeros(seq + 1, dtype=torch.int64)]
         return replace(
             task,
             # A plan of memory has no text.
             dataset=PackedRows(text, seq) if isinstance(text, TextBytes) else text,
             loss=partial(packed_loss, label_smoothing=settings.label_smoothing),
             count=packed_tokens,
-            largest=partial(longest_row, seq),
+            largest=lambda: packed_row(row, seq)[None],
         )
     if not settings.unequal:
         return task
@@ -252,20 +258,8 @@ def _gpt_task(settings: TrainSettings, shape: GptShape, seed: int) -> TrainTask:
         task,
         collate=filled_up,
         shorten=shortened,
-        largest=partial(longest_part, seq),
+        largest=lambda: torch.zeros((1, seq + 1), dtype=torch.int64),
     )
-
-
-def _text_of(
-    settings: TrainSettings, seq: int, vocabulary: int, seed: int
-) -> tuple[MadeText | TextBytes, Callable[[], Iterable[Tensor]] | None]:
-    """Return what is trained on, and samples of it that are not; `None`: there are none."""
-    if settings.data is None:
-        made = MadeText(seq, vocabulary, seed)
-        unseen = [made[ITEMS + place] for place in range(SAMPLES)]
-        return made, lambda: unseen
-    own = TextBytes(settings.data, seq, settings.documents)
-    return own, own.unseen if own.has_unseen else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -339,3 +333,33 @@ def next_tokens(tokens: Tensor) -> int:
 def blocks_of(model: nn.Module) -> Sequence[nn.Module]:
     """Return the blocks of a preset's model."""
     return list(cast("Gpt", model).blocks)
+
+
+class MadeText(Samples):
+    """Text that needs no download: sentences of 128 made words of 4 tokens, of which two tell the
+    next, so that a loss falls far.
+
+    Each item is a function of seed and index. So every machine and every loader process makes the
+    same ones, and nothing is stored.
+    """
+
+    fingerprint = ""
+
+    def __init__(self, seq: int, vocabulary: int, seed: int, items: int = ITEMS) -> None:
+        """Make no text yet."""
+        self._seq = seq
+        self._seed = seed
+        self._items = items
+        letters = bits(row_keys(seed, [_DICTIONARY], torch.arange(_WORDS))[0], _LETTERS)
+        self._words = letters.to(torch.int64) % vocabulary
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Tensor]:
+        """Return seq + 1 tokens of each."""
+        keys = row_keys(self._seed, [_TEXT], torch.tensor(indices))[0]
+        drawn = uniform(keys, self._seq // _LETTERS + 3)
+        # The square makes words unequally frequent; the first number says where in a word the text
+        # begins.
+        words = (drawn[:, 1:].square() * _WORDS).to(torch.int64)
+        begins = (drawn[:, :1] * _LETTERS).to(torch.int64)
+        tokens = self._words[words].flatten(1)
+        return list(tokens.gather(1, begins + torch.arange(self._seq + 1)))

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import codecs
 import hashlib
-import itertools
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -66,11 +65,9 @@ class TextFiles:
     def __init__(self, path: str | Path) -> None:
         """Look at the files."""
         self.root = Path(path).expanduser()
-        self.paths = list(_files_below(self.root))
-        looks = [_look_at(path) for path in self.paths]
-        self._versions = [version for _, version in looks]
-        self._ends = list(itertools.accumulate(size for size, _ in looks))
-        self.total = self._ends[-1] if self._ends else 0
+        self._looks = {path: _look_at(path) for path in _files_below(self.root)}
+        self.paths = list(self._looks)
+        self.total = sum(size for size, _ in self._looks.values())
         """Bytes of text in all files."""
         if self.total == 0:
             raise TextError(
@@ -79,8 +76,9 @@ class TextFiles:
 
     def fingerprint(self) -> str:
         """Return what changes when a file is added, removed or changes its length."""
-        digest = hashlib.blake2b(digest_size=8)
-        for file, end in zip(self.paths, self._ends, strict=True):
+        digest, end = hashlib.blake2b(digest_size=8), 0
+        for file, (size, _) in self._looks.items():
+            end += size
             digest.update(f"{file.relative_to(self.root)} {end}\n".encode(errors="surrogateescape"))
         return digest.hexdigest()
 
@@ -97,14 +95,12 @@ class TextFiles:
         Raises:
             TextError: A file was changed meanwhile.
         """
-        versions = [
-            (str(path), *version) for path, version in zip(self.paths, self._versions, strict=True)
-        ]
+        versions = [(str(path), *version) for path, (_, version) in self._looks.items()]
 
         def write_of_same(*writers: SampleWriter) -> None:
             write(*writers)
-            for path, version in zip(self.paths, self._versions, strict=True):
-                if _look_at(path)[1] != version:
+            for path, look in self._looks.items():
+                if _look_at(path) != look:
                     raise TextError(f"train.data: {path} was changed while it was read; begin anew")
 
         return written_once((key, versions), columns, write_of_same, seq=seq)
@@ -227,18 +223,17 @@ def held_out(samples: int) -> range:
 class HeldOut(Samples):
     """Samples of which the last ones are held out, where there are enough of them."""
 
-    def __init__(self, *, holds_out: bool = True) -> None:
-        self._holds_out = holds_out
+    holds_out = True
+
+    def __len__(self) -> int:
+        return self._held.start
 
     def __getitems__(self, keys: Sequence[Any]) -> list[Any]:
         """Return several.
 
         Raises:
-            IndexError: There are fewer.
-            TaskError: A file has changed since the training began.
+            TaskError: They cannot be written, as `TextFiles.written` says.
         """
-        if not all(0 <= key < self._items for key in keys):
-            raise IndexError(keys)
         return [self._sample(key) for key in keys]
 
     def unseen(self) -> Iterator[Any]:
@@ -249,21 +244,12 @@ class HeldOut(Samples):
 
     def all(self) -> Iterator[Any]:
         """Yield all that are not held out."""
-        return map(self._sample, range(self._items))
-
-    @property
-    def has_unseen(self) -> bool:
-        """Whether some are held out."""
-        return len(self._held) > 0
-
-    @property
-    def _items(self) -> int:  # type: ignore[override]  # it may take a while to count them
-        return self._held.start
+        return map(self._sample, range(len(self)))
 
     @property
     def _held(self) -> range:
         count = self._count()
-        return held_out(count) if self._holds_out else range(count, count)
+        return held_out(count) if self.holds_out else range(count, count)
 
     def _count(self) -> int:
         """Return how many there are, those that are held out included."""
@@ -286,7 +272,6 @@ class TextBytes(HeldOut):
         """Look at the files, and find the documents: for that the first process on a PC reads all
         of them.
         """
-        super().__init__()
         self._files = files = TextFiles(path)
         self._seq, self._unit = seq, unit
         if unit == "windows" and files.total <= seq:
@@ -300,7 +285,7 @@ class TextBytes(HeldOut):
                 f"train.data: no {unit.removesuffix('s')} of {files.root} has two bytes or more; "
                 "name a file or folder with text in it"
             )
-        self.fingerprint = f"{unit} {files.fingerprint()} {self._items}"
+        self.fingerprint = f"{unit} {files.fingerprint()} {len(self)}"
         """What changes when a file is added, removed or changes its length, or others are held out.
         """
 

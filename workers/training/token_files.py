@@ -25,8 +25,8 @@ from workers.files import locked, made_whole
 from workers.learned_limits import STATE_DIR_VARIABLE, default_path
 from workers.training.errors import TaskError
 
-#: Of a number in an index: the length of the sample. The other bits are the place of its first
-#: token.
+#: Of a number in an index: the length of the sample, of which `train.seq` allows 2^20 tokens. The
+#: other bits are the place of its first token.
 _LENGTH_BITS: Final = 21
 _LENGTH: Final = 2**_LENGTH_BITS - 1
 
@@ -103,19 +103,10 @@ class SampleWriter:
         self._end += len(tokens)
 
     def end(self) -> None:
-        """End the sequence.
-
-        Raises:
-            TaskError: A sample has more tokens than an index can hold.
-        """
+        """End the sequence."""
         length = self._end - self._begin
         starts = range(1) if self._seq is None else range(0, length - 1, self._seq)
         most = length if self._seq is None else self._seq + 1
-        if min(length, most) > _LENGTH:
-            raise TaskError(
-                f"train.data: a sample has {min(length, most)} tokens, and at most {_LENGTH} can be "
-                "kept; shorten it, or lower train.seq"
-            )
         entries = (
             (self._begin + start) << _LENGTH_BITS | min(length - start, most) for start in starts
         )

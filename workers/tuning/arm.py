@@ -21,10 +21,11 @@ from pydantic import ValidationError
 from workers.devices import open_device
 from workers.devices.base import Device
 from workers.oom import classify, drop_frames, one_line
+from workers.settings import WorkerSpec
 from workers.training.settings import TrainSettings
 from workers.training.tasks import find_task
 from workers.training.trainer import Trainer
-from workers.tuning.messages import LOSSES_MOST, ArmSpec, Refused, Turn
+from workers.tuning.messages import LOSSES_MOST, Refused, Turn
 from workers.workloads.base import WorkloadContext
 from workers.workloads.matmul import Matmul
 
@@ -45,13 +46,13 @@ _WARM_STEPS: Final = 10
 _WARM_S: Final = 4.0
 
 
-def serve(connection: Connection, spec: ArmSpec) -> None:
+def serve(connection: Connection, spec: WorkerSpec) -> None:
     """Do a turn for each message. What goes wrong is told as `Refused`, and ends the process."""
     # What torch has imported stays. Collecting it took 0.13 of the 0.46 s of a rehearsal's turn.
     gc.freeze()
     try:
-        device = open_device(spec.spec)
-        on_card, multiplies = device.info.kind == "cuda", spec.spec.workload.name == "matmul"
+        device = open_device(spec)
+        on_card, multiplies = device.info.kind == "cuda", spec.workload.name == "matmul"
         work: Products | Training = (Products if multiplies else Training)(spec, device)
         _warm(work)
         while True:
@@ -115,8 +116,8 @@ class Products:
 
     losses: Sequence[float] = ()
 
-    def __init__(self, spec: ArmSpec, device: Device) -> None:
-        workload = spec.spec.workload
+    def __init__(self, spec: WorkerSpec, device: Device) -> None:
+        workload = spec.workload
         self.device, self._size, self._batch = device, workload.size, workload.batch
         context = WorkloadContext(
             device=device.torch_device, dtype=device.torch_dtype, seed=workload.seed
@@ -142,9 +143,10 @@ class Products:
 class Training:
     """A training. It computes as many samples at once as fit, and then keeps to that."""
 
-    def __init__(self, spec: ArmSpec, device: Device) -> None:
-        self.device, seed = device, spec.spec.workload.seed
-        settings = TrainSettings.model_validate({**spec.settings, "steps": _STEPS, "epochs": None})
+    def __init__(self, spec: WorkerSpec, device: Device) -> None:
+        self.device, seed = device, spec.workload.seed
+        endless = {**spec.workload.settings, "steps": _STEPS, "epochs": None}
+        settings = TrainSettings.model_validate(endless)
         self._task = find_task(settings, seed)
         self._batch, micro = settings.batch, settings.micro
         self._micro = self._batch if micro == "auto" else min(self._batch, micro)

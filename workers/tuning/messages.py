@@ -1,7 +1,7 @@
 """What an arm of `tune` is told, what it answers, and where its process begins.
 
     context = fork_context()
-    context.Process(target=run_arm, args=(connection, spec))
+    context.Process(target=run_arm, args=(connection, spec, log))
 
 The head sends how many seconds a turn lasts, and the arm answers with a `Turn`, or once `Refused`.
 
@@ -17,11 +17,11 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from workers.host.cuda_environment import set_for_cuda, workspace_of
 from workers.settings import WorkerSpec
@@ -35,18 +35,6 @@ _SLOW: Final = "torch._dynamo"
 
 #: Of so many first optimiser steps an arm tells the losses.
 LOSSES_MOST: Final = 100
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ArmSpec:
-    """One arm: what it computes, under which cap."""
-
-    spec: WorkerSpec
-    """Slot, budget and device. Its workload says what is computed: `train` or `matmul`."""
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    """The section `train:` of this arm; empty for matmul."""
-    log: Path
-    """Where the output of the process goes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,16 +70,20 @@ def fork_context() -> ForkServerContext:
     return multiprocessing.get_context("forkserver")
 
 
-def run_arm(connection: Connection, spec: ArmSpec) -> None:
-    """Answer until the other end is closed. Ctrl-C is for the head, which closes it."""
+def run_arm(connection: Connection, spec: WorkerSpec, log: Path) -> None:
+    """Answer until the other end is closed; what the process prints goes into `log`. The spec's
+    workload says what is computed: `train` or `matmul`.
+
+    Ctrl-C is for the head, which closes the other end.
+    """
     # The folder of the head's sockets is inherited. The arm makes one of its own, which goes with
     # its loader processes.
     getattr(multiprocessing.current_process(), "_config", {}).pop("tempdir", None)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    log = os.open(spec.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.dup2(log, 1)  # standard output belongs to the head
-    os.dup2(log, 2)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(output, 1)  # standard output belongs to the head
+    os.dup2(output, 2)
     # After what the arm asks for: another allocator than that of a run would be measured, or
     # another card.
-    set_for_cuda(os.environ, workspace_of(spec.settings))
+    set_for_cuda(os.environ, workspace_of(spec.workload.settings))
     importlib.import_module(_ARM).serve(connection, spec)

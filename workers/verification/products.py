@@ -90,28 +90,20 @@ class Tolerance:
 
 def tolerance(dtype: torch.dtype, n: int, device_type: str) -> Tolerance:
     """Return what is tolerated for products of n x n matrices in `dtype` (fp32, fp16 or bf16) by
-    this process now.
-
-    On `cuda`, torch's settings for TF32 and for reductions count.
+    this process now: on `cuda`, torch's setting for TF32 counts. Its reductions in a narrow type
+    are off, as the device sets them.
     """
     info = torch.finfo(dtype)
     roundoff = info.eps / 2.0
     stored = roundoff**2 / 6.0
     summed = _U32**2 * n / 12.0
     if device_type == "cuda":
-        matmul = torch.backends.cuda.matmul
-        tf32 = dtype is torch.float32 and matmul.fp32_precision == "tf32"
+        precision = torch.backends.cuda.matmul.fp32_precision
+        tf32 = dtype is torch.float32 and precision == "tf32"
         if tf32 or dtype is not torch.float32:
             summed += (_U32 * n / 8.0) ** 2
         if tf32:
             summed += 2.0**-20 / 2.0
-        if (dtype is torch.float16 and matmul.allow_fp16_reduced_precision_reduction) or (
-            dtype is torch.bfloat16 and matmul.allow_bf16_reduced_precision_reduction
-        ):
-            # cuBLAS may then sum the parts of a split product in the type itself. Of eight parts:
-            # the parts' own roundings, those of their sums and the last are 1 + 7/2 times the one;
-            # twice the tolerance is near enough.
-            stored *= 4.0
     factor = LIMIT * (1.0 + 4.0 / math.sqrt(n))
     smallest = info.smallest_normal * info.eps
     return Tolerance(
@@ -124,11 +116,6 @@ _ITEM_BYTES: Final = 8
 #: Rows are cast to double precision in chunks of so much: in a core's cache on a CPU; on a card
 #: enough for all of it.
 _CHUNK_BYTES: Final = {"cpu": 2**19, "cuda": 2**24}
-
-#: Whether vectors are multiplied one at a time: a product so narrow would leave most of a card
-#: idle, where each row of a vector's product gets a block of its own. On a CPU all at once takes
-#: half the time.
-_ONE_BY_ONE: Final = {"cpu": False, "cuda": True}
 
 #: Added to the seed of the signs: drawn by the seed of the operands themselves they would not be
 #: independent of these.
@@ -174,7 +161,8 @@ def freivalds(
         end = min(begin + rows, n)
         chunk = chunks[: (end - begin) * n].view(-1, n)
         chunk.copy_(right[begin:end])
-        _images(chunk, signs, images[:, begin:end])
+        for vector, image in zip(signs, images[:, begin:end], strict=True):
+            _product_into(image, chunk, vector)
         _product_into(norms[begin:end], chunk.square_(), ones)
     for begin in range(0, n, rows):
         count = min(rows, n - begin)
@@ -182,10 +170,12 @@ def freivalds(
         residual = residuals[: VECTORS * count].view(VECTORS, count)
         spread, size, ratio = spreads[:count], sizes[:count], ratios[begin : begin + count]
         chunk.copy_(left[begin : begin + count])
-        _images(chunk, images, residual)
+        for image, line in zip(images, residual, strict=True):
+            _product_into(line, chunk, image)
         _product_into(spread, chunk.square_(), norms)
         chunk.copy_(result[begin : begin + count])
-        _images(chunk, signs, residual, less=True)
+        for vector, line in zip(signs, residual, strict=True):
+            _product_into(line, chunk, vector, less=True)
         _product_into(size, chunk.square_(), ones)
         _product_into(ratio, residual.square_().t(), ones[:VECTORS])
         torch.maximum(spread, size, out=spread)
@@ -240,12 +230,16 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
 
 
-def _product_into(out: torch.Tensor, matrix: torch.Tensor, vector: torch.Tensor) -> None:
-    """Put matrix x vector into `out`.
+def _product_into(
+    out: torch.Tensor, matrix: torch.Tensor, vector: torch.Tensor, *, less: bool = False
+) -> None:
+    """Put matrix x vector into `out`; with `less`, take it away from what is there.
 
-    By `addmv`, because some versions of `mv` make a vector beside `out`.
+    By `addmv`, because some versions of `mv` make a vector beside `out`; and with one vector, for a
+    product with eight leaves most of a card idle.
     """
-    torch.addmv(out, matrix, vector, beta=0.0, out=out)
+    alpha, beta = (-1.0, 1.0) if less else (1.0, 0.0)
+    torch.addmv(out, matrix, vector, alpha=alpha, beta=beta, out=out)
 
 
 def _verdict(kind: str, worst: float, row: int, result: torch.Tensor) -> Check:
@@ -253,10 +247,9 @@ def _verdict(kind: str, worst: float, row: int, result: torch.Tensor) -> Check:
     detail = f"{result.shape[0]} x {result.shape[1]} {str(result.dtype).removeprefix('torch.')}"
     ok = worst <= 1.0
     if not ok:
+        is_number = math.isfinite(worst)
         found = (
-            f"{worst:.3g} times the tolerance"
-            if math.isfinite(worst)
-            else "no number, or not the same bits"
+            f"{worst:.3g} times the tolerance" if is_number else "no number, or not the same bits"
         )
         detail += f", row {row}: {found}"
     return Check(kind=kind, ok=ok, worst=worst, detail=detail)
@@ -268,18 +261,3 @@ def _chunk_rows(n: int, doubles: int, by_rows: int, device_type: str) -> int:
     """
     fitting = doubles // (n + by_rows)
     return max(1, min(n, fitting, _CHUNK_BYTES[device_type] // (n * _ITEM_BYTES)))
-
-
-def _images(
-    chunk: torch.Tensor, vectors: torch.Tensor, out: torch.Tensor, *, less: bool = False
-) -> None:
-    """Put the products of the chunk's rows with each vector into `out`.
-
-    With `less`, take them away from it.
-    """
-    alpha, beta = (-1.0, 1.0) if less else (1.0, 0.0)
-    if not _ONE_BY_ONE[chunk.device.type]:
-        torch.addmm(out, vectors, chunk.t(), alpha=alpha, beta=beta, out=out)
-        return
-    for vector, line in zip(vectors, out, strict=True):
-        torch.addmv(line, chunk, vector, alpha=alpha, beta=beta, out=line)

@@ -274,9 +274,8 @@ def find_workload(name: str) -> type[Workload]:
         raise
     except Exception as error:
         raise IncompatibleError(
-            f"workload {name!r} cannot be loaded on this machine: {type(error).__name__}: "
-            f"{error}; install it here, "
-            f"or start from the folder that holds {module_name.split('.')[0]}.py",
+            f"workload {name!r} cannot be loaded on this machine: {type(error).__name__}: {error}; "
+            f"install it here, or start from the folder that holds {module_name.split('.')[0]}.py",
             cause=Cause.BAD_CONFIG,
         ) from error
     if not (isinstance(found, type) and issubclass(found, Workload)):

@@ -276,11 +276,8 @@ class _Tensors:
         """Return the longer stretch of the block on either side of one place of the ring, as
         doubles.
         """
-        begin = (2 + kept) * self._each_bytes
-        before, after = (
-            self._block[2 * self._each_bytes : begin],
-            self._block[begin + self._each_bytes :],
-        )
+        begin, each_bytes = (2 + kept) * self._each_bytes, self._each_bytes
+        before, after = self._block[2 * each_bytes : begin], self._block[begin + each_bytes :]
         stretch = max(before, after, key=len)
         return stretch[: len(stretch) // 8 * 8].view(torch.float64)
 

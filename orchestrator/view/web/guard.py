@@ -39,7 +39,9 @@ def check(request: web.Request, access: Access) -> None:
 
     `web.HTTPException`: it is refused; the reason is a sentence for the person who asks.
     """
-    path, is_page = request.path, _address(request) == LOOPBACK
+    # Once its sender is gone, nothing tells which address of this PC a request came to.
+    came_to = None if request.transport is None else request.transport.get_extra_info("sockname")
+    path, is_page = request.path, came_to is not None and came_to[0] == LOOPBACK
     if is_page:
         _check_sender(request)
     if path == "/metrics" or not is_page:
@@ -65,12 +67,6 @@ def check(request: web.Request, access: Access) -> None:
 def is_same(text: str, secret: str) -> bool:
     """Compare with a secret, in a time that does not tell how much of it is right."""
     return hmac.compare_digest(text.encode("utf-8", "surrogatepass"), secret.encode())
-
-
-def _address(request: web.Request) -> str | None:
-    """Return the address of this PC that a request came to; `None` once its sender is gone."""
-    name = None if request.transport is None else request.transport.get_extra_info("sockname")
-    return None if name is None else str(name[0])
 
 
 def _check_sender(request: web.Request) -> None:

@@ -50,11 +50,9 @@ def raylet_of(node: str) -> psutil.Process:
 
 
 def wait_for_state(head: Head, slot: str, state: str, after: int = 0) -> None:
+    told = (slot, state)
     head.wait(
-        lambda: any(
-            event["event"] == "state" and (event["slot"], event["to_state"]) == (slot, state)
-            for event in head.events()[after:]
-        ),
+        lambda: told in {(it["slot"], it.get("to_state")) for it in head.events()[after:]},
         f"{slot} {state}",
     )
 
@@ -97,8 +95,7 @@ def back_after_its_raylet_was_killed(head: Head, by_hand: ByHand) -> None:
     before = len(head.events())
     by_hand.type_what_up_prints("pc2")
     wait_for_state(head, "pc2/0", "RUNNING", after=before)
-    moved = [event for event in head.events() if event["event"] == "state"]
-    running = [event["slot"] for event in moved if event["to_state"] == "RUNNING"]
+    running = [event["slot"] for event in head.events("state", to_state="RUNNING")]
     assert sorted(slot for slot in running if slot != "pc2/0") == ["pc1/0", "pc1/1"]
 
 

@@ -1,0 +1,380 @@
+"""What is told of one run by mail or chat, when and in which words, until it ends: sent to all
+addresses at once, through apprise.
+
+`Outbox` and `message_text` decide, without a clock: what begins or ends within 5 s is one message,
+and there is one message a minute at most, besides the last. What may not be told yet is told later.
+Text from a run may be hostile: it comes out as harmless lines of bounded length. `Notifier` follows
+the run in a process of its own, so that a dead head is told of, too; it reads the run folder and
+writes nothing but its lock. Neither results nor logs hold a secret of an address.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+from urllib.parse import unquote
+
+from orchestrator.config.duration import format_duration
+from orchestrator.config.schema import NotifyConfig, Severity
+from orchestrator.errors import ArchiveError, UsageError, one_line
+from orchestrator.record.archive import Frame, Freshness, head_of
+from orchestrator.record.folders import go_on_command
+from orchestrator.record.model import Snapshot
+from orchestrator.view.alerts import NODE_MISSING, SEVEREST_FIRST, Alert, is_up
+from orchestrator.view.cells import MISSING, clean, shorten
+from orchestrator.view.look import Watch
+from orchestrator.view.phrases import counted, totals
+from orchestrator.view.slots import cards_table, headline
+from workers.files import locked
+
+LOCK_NAME: Final = "notify.lock"
+_LOOK_EVERY_S: Final = 2.0
+_LAST_TRIES: Final = 3
+#: What comes within this time is one message: a PC takes its slots along.
+GATHER_S = 5.0
+#: The least time between two messages.
+BETWEEN_S = 60.0
+#: An alert is over when it was away for so long: a hot card pauses and goes on, again and again.
+OVER_S = 120.0
+#: A head that is gone for so long is told of; `run --resume` may bring it back before.
+HEAD_BACK_S = 30.0
+#: So long a process that tells of a head's end may stay when the next head has begun.
+LOCK_PATIENCE_S = 90.0
+DEADLINE_S: Final = 20.0
+
+#: Severity -> what apprise calls it.
+_TYPES: Final = {"critical": "failure", "warning": "warning", "info": "info"}
+_REASON_MOST: Final = 200
+
+_LINES_MOST = 24
+"""Of one kind. Some services take only 4,000 characters."""
+_CELLS_MOST = 200
+_TITLE_CELLS = 120
+
+Say: TypeAlias = Callable[[str], None]
+_Key: TypeAlias = tuple[str, str]
+
+# Without a handler, Python prints their warnings, which may hold addresses.
+for _name in ("apprise", "urllib3"):
+    logging.getLogger(_name).addHandler(logging.NullHandler())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """What is told at once."""
+
+    begun: tuple[Alert, ...] = ()
+    over: tuple[Alert, ...] = ()
+    still: tuple[Alert, ...] = ()
+    """What was told before and goes on."""
+    is_last: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessageText:
+    """A message as it is sent."""
+
+    title: str
+    """It says enough on a locked phone."""
+    body: str
+    severity: Severity
+
+
+class Outbox:
+    """All that decides on the next message. The first one is a status."""
+
+    def __init__(self, every_s: float | None, now_s: float) -> None:
+        """`every_s` is the time between two statuses; `None` is for none."""
+        self._there: dict[_Key, Alert] = {}
+        """What is wrong."""
+        self._every_s = every_s
+        self._seen_at_s: dict[_Key, float] = {}
+        self._told: dict[_Key, Alert] = {}
+        """What is wrong as the user was told."""
+        self._news_since_s: float | None = None
+        """When the first of what is not told came up."""
+        self._status_at_s = now_s
+        self._sent_at_s = -math.inf
+        self._was_taken = True
+        """Whether an address has taken the last message."""
+
+    def look(self, alerts: Iterable[Alert], now_s: float) -> None:
+        """Take in what is wrong now.
+
+        What is on a node that is missing cannot be known, and stays as it was.
+        """
+        now = {alert.key: alert for alert in alerts}
+        missing = {alert.node for alert in now.values() if alert.name == NODE_MISSING}
+        for key, alert in {**self._there, **now}.items():
+            self._there[key] = alert
+            if key in now or (alert.node in missing and alert.name != NODE_MISSING):
+                self._seen_at_s[key] = now_s
+            elif now_s - self._seen_at_s[key] >= OVER_S:
+                del self._there[key]
+        if self._there.keys() == self._told.keys():
+            self._news_since_s = None
+        elif self._news_since_s is None:
+            self._news_since_s = now_s
+
+    def due(self, now_s: float, *, is_last: bool = False) -> Message | None:
+        """Return what is to be told now; the last message follows at once on one that was taken."""
+        is_soon = now_s < self._sent_at_s + BETWEEN_S
+        if is_soon and not (is_last and self._was_taken):
+            return None
+        since_s = self._news_since_s
+        is_gathered = since_s is not None and now_s >= since_s + GATHER_S
+        if not (is_last or is_gathered or now_s >= self._status_at_s):
+            return None
+        there, told = self._there, self._told
+        begun = (alert for key, alert in there.items() if key not in told)
+        return Message(
+            begun=tuple(sorted(begun, key=lambda one: SEVEREST_FIRST.index(one.severity))),
+            over=tuple(alert for key, alert in told.items() if key not in there),
+            still=tuple(alert for key, alert in there.items() if key in told),
+            is_last=is_last,
+        )
+
+    def sent(self, now_s: float, *, is_taken: bool) -> None:
+        """Know that what was due was sent; what no address has taken is sent again."""
+        if now_s >= self._status_at_s:
+            self._status_at_s = math.inf if self._every_s is None else now_s + self._every_s
+        self._sent_at_s, self._was_taken = now_s, is_taken
+        if is_taken:
+            self._told, self._news_since_s = dict(self._there), None
+
+
+def message_text(message: Message, frame: Frame, unix_s: float) -> MessageText:
+    """Return the words of a message about a run, the severest new alert in its title."""
+    run, snapshot = frame.run, frame.snapshot
+    words = [cell.text for cell in headline(snapshot)]
+    states = ", ".join(f"{count} {state}" for state, count in snapshot.state_counts.items())
+    news = [_named(alert) for alert in message.begun]
+    news += [f"over: {_named(alert)}" for alert in message.over]
+    more = f", {len(news) - 1} more" if len(news) > 1 else ""
+    essence = [f"{news[0]}{more}"] if news else [states or "no workers yet"]
+    severity: Severity = message.begun[0].severity if message.begun else "info"
+    end: list[str] = []
+    if message.is_last:
+        essence = [_end(frame), *news[:1]]
+        end = [_end(frame), *([] if run.error is None else [run.error]), *frame.missed]
+        if run.exit_code != 0 and severity != "critical":
+            severity = "critical" if run.exit_code is None else "warning"
+    new_lines = []
+    for alert in message.begun:
+        new_lines += [f"{alert.severity}: {_named(alert)}: {alert.text}", f"  {alert.what_to_do}"]
+    new_lines += [f"over: {_named(alert)}, after {_age(alert, unix_s)}" for alert in message.over]
+    still = [f"still: {_named(alert)}, for {_age(alert, unix_s)}" for alert in message.still]
+    status = [f"run {snapshot.run_id}: {', '.join(words)}", ", ".join(totals(snapshot))]
+    status += [*snapshot.notices, *_cards(snapshot)]
+    blocks = [_cut(block) for block in (end, new_lines, still, status) if block]
+    return MessageText(
+        title=shorten(clean(f"{run.facts.run_id[-4:]}: {'; '.join(essence)}"), _TITLE_CELLS),
+        body="\n\n".join("\n".join(block) for block in blocks),
+        severity=severity,
+    )
+
+
+def _named(alert: Alert) -> str:
+    return f"{alert.name} {alert.subject}"
+
+
+def _age(alert: Alert, unix_s: float) -> str:
+    return format_duration(max(0.0, unix_s - alert.since_unix_s))
+
+
+def _end(frame: Frame) -> str:
+    run = frame.run
+    if run.exit_code is not None:
+        return f"the run has ended: {run.outcome}, exit code {run.exit_code}"
+    return f"the head is gone; `{go_on_command(run.folder)}` continues the run"
+
+
+def _cards(snapshot: Snapshot) -> Iterator[str]:
+    """Yield a line for each card, with the columns of the table of cards that have a value."""
+    table = cards_table(snapshot)
+    for row in table.rows:
+        node, card, *others = row.cells
+        words = [
+            f"{column.title} {column.unit} {cell.text}"
+            for column, cell in zip(table.columns[2:], others, strict=True)
+            if cell.text != MISSING
+        ]
+        yield f"{node.text} {card.text}: {', '.join(words)}"
+
+
+def _cut(lines: Sequence[str]) -> list[str]:
+    """Return the first of these lines, harmless and not too long; two blanks before one stay."""
+    more = [f"and {len(lines) - _LINES_MOST} lines more"] if len(lines) > _LINES_MOST else []
+    return [
+        "  " * line.startswith("  ") + shorten(clean(line), _CELLS_MOST)
+        for line in (*lines[:_LINES_MOST], *more)
+    ]
+
+
+def send_test(urls: Sequence[str], say: Say) -> int:
+    """Send one message to all addresses; return the exit code."""
+    body = "Messages about runs will come here."
+    sent = deliver(urls, MessageText(title="orchestrator: test", body=body, severity="info"))
+    for number, one in enumerate(sent, start=1):
+        say(f"{number}  {one}")
+    return 1 if any(one.reason for one in sent) else 0
+
+
+@dataclass(kw_only=True)
+class Notifier:
+    """Tells of one run."""
+
+    folder: Path
+    settings: NotifyConfig
+    urls: Sequence[str]
+    say: Say
+    sleep: Callable[[float], None] = time.sleep
+
+    def __post_init__(self) -> None:
+        self._watch = Watch(self.folder)
+        self._gone_since_s: float | None = None
+        self._outbox = Outbox(self.settings.every_s, time.monotonic())
+
+    def once(self) -> int:
+        """Send one status; return the exit code. `ArchiveError` if there is nothing to tell."""
+        look = self._watch.look()
+        there = Message(still=tuple(filter(self._is_wanted, look.alerts)))
+        return 0 if self._send(there, look.frame) else 1
+
+    def follow(self) -> int:
+        """Tell of the run until it has ended; return the exit code.
+
+        `UsageError`: another process tells of this run; `ArchiveError`: the run folder is gone.
+        """
+        lock, run_id = self.folder / LOCK_NAME, self.folder.name
+        where = counted(len(self.urls), "address", "addresses")
+        self.say(f"telling of run {run_id} at {where}, once no other process does")
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(locked(lock, LOCK_PATIENCE_S))
+            except TimeoutError as late:
+                why = f"another process tells of run {run_id} already; end it first"
+                raise UsageError(why) from late
+            except OSError as failure:
+                why = f"{lock} cannot be made: {failure.strerror}"
+                raise UsageError(one_line(why)) from failure
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
+            return self._until_the_end()
+
+    def _until_the_end(self) -> int:
+        look, tries_left = None, _LAST_TRIES
+        while tries_left:
+            try:
+                look = self._watch.look()
+            except ArchiveError:
+                # While a head is at work, the next look may succeed.
+                if head_of(self.folder) is None and (look is not None or not self.folder.is_dir()):
+                    raise
+            now_s = time.monotonic()
+            if look is not None:
+                # While no head works, only the last message says what is wrong.
+                if is_up(look.frame):
+                    self._outbox.look(filter(self._is_wanted, look.alerts), now_s)
+                is_last = self._is_over(look.frame, now_s)
+                has_begun = is_last or look.frame.run.updated_at_unix_s is not None
+                message = self._outbox.due(now_s, is_last=is_last) if has_begun else None
+                if message is not None:
+                    is_taken = self._send(message, look.frame)
+                    self._outbox.sent(now_s, is_taken=is_taken)
+                    if is_taken and is_last:
+                        return 0
+                    tries_left -= is_last
+            elif head_of(self.folder) is None:
+                return 0  # it ended before its work began, and its terminal has the reason
+            self.sleep(_LOOK_EVERY_S)
+        return 1
+
+    def _is_wanted(self, alert: Alert) -> bool:
+        return SEVEREST_FIRST.index(alert.severity) <= SEVEREST_FIRST.index(self.settings.severity)
+
+    def _is_over(self, frame: Frame, now_s: float) -> bool:
+        if frame.freshness is not Freshness.HEAD_GONE:
+            self._gone_since_s = None
+            return frame.freshness is Freshness.ENDED
+        if self._gone_since_s is None:
+            self._gone_since_s = now_s
+        return now_s >= self._gone_since_s + HEAD_BACK_S
+
+    def _send(self, message: Message, frame: Frame) -> bool:
+        """Have a message sent; say whether an address has taken it."""
+        text = message_text(message, frame, time.time())
+        sent = deliver(self.urls, text)
+        for one in sent:
+            self.say(f"{text.title}: {one}")
+        return any(one.reason is None for one in sent)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delivery:
+    """What became of a message at one address."""
+
+    name: str
+    """Service and host, without user, password, token or path."""
+    reason: str | None
+    """Why it was not taken; `None`: it was."""
+
+    def __str__(self) -> str:
+        """Return it in words."""
+        return f"{self.name}  {'taken' if self.reason is None else f'not taken: {self.reason}'}"
+
+
+def deliver(
+    urls: Sequence[str], message: MessageText, deadline_s: float = DEADLINE_S
+) -> tuple[Delivery, ...]:
+    """Return what became of the message at each address, after `deadline_s` at the latest."""
+    import apprise  # noqa: PLC0415 - an extra, and it takes half a second
+
+    # In memory: else some services keep what they know of an address in files.
+    asset = apprise.AppriseAsset(
+        storage_mode=apprise.PersistentStoreMode.MEMORY, secure_logging=True
+    )
+    services = [
+        apprise.Apprise.instantiate(url, asset=asset, suppress_exceptions=True) for url in urls
+    ]
+    known = apprise.Apprise([service for service in services if service is not None], asset=asset)
+    sent = known.notify(
+        title=message.title,
+        body=message.body,
+        notify_type=_TYPES[message.severity],
+        body_format="text",
+        timeout=deadline_s,
+    )
+    results = iter(sent.results)
+    return tuple(
+        Delivery(name=f"address {number}", reason="it is no address that apprise knows")
+        if service is None
+        else _delivery(url, next(results))
+        for number, (url, service) in enumerate(zip(urls, services, strict=True), start=1)
+    )
+
+
+def _delivery(url: str, result: Any) -> Delivery:  # noqa: ANN401 - a class of apprise
+    # What stands before the first slash: apprise shows paths and parameters of some services as
+    # they are.
+    shown = re.match(r"[^:]+://[^/?]*", str(result.url))
+    name = shown.group() if shown else str(result.name)
+    reasons = [entry.message for entry in result.logs()]
+    return Delivery(name=name, reason=None if result else _harmless(reasons, url, name))
+
+
+def _harmless(reasons: Sequence[str], url: str, name: str) -> str:
+    """Return the last reason without any word of the address that is not in its name."""
+    text = reasons[-1] if reasons else "it was not taken"
+    words = set(re.split(r"[\s/:@?&=+,]+", f"{url} {unquote(url)}"))
+    for word in sorted(words, key=len, reverse=True):
+        if len(word) > 2 and word not in name:
+            text = text.replace(word, "***")
+    return text[:_REASON_MOST]
