@@ -271,7 +271,7 @@ def notify(
 
     What goes wrong is told at once, how the run is every `notify.every`.
     """
-    from orchestrator.run.terminal import URLS_VARIABLE, notify_urls
+    from orchestrator.run.notify_urls import URLS_VARIABLE, notify_urls
     from orchestrator.view import notify as verb
 
     if once and test:

@@ -47,18 +47,11 @@ from orchestrator.run import node_setup, resume, run_dir
 from orchestrator.run.dispatcher import Dispatcher
 from orchestrator.run.earlier import fetch_weights
 from orchestrator.run.environment import Environment, Mode, settled
+from orchestrator.run.notify_urls import URLS_VARIABLE, notify_urls
 from orchestrator.run.prediction import DIVIDES, divided_where_needed
 from orchestrator.run.resume import Past
 from orchestrator.run.supervisor import Clock, Outlets, Supervisor
-from orchestrator.run.terminal import (
-    URLS_VARIABLE,
-    Interrupts,
-    Screen,
-    notify_urls,
-    own_screen,
-    show_report,
-    start_notify,
-)
+from orchestrator.run.terminal import Interrupts, Screen, own_screen, show_report, start_notify
 from orchestrator.view.cells import width_of, wrapped
 from orchestrator.view.live import LiveTable, PlainLines, Watcher
 from orchestrator.view.phrases import fault_lines, section

@@ -5,18 +5,14 @@ Ctrl-C is a question that the run asks. Ray writes multi-line warnings straight 
 and what the product itself shows goes to copies of the real ones.
 
 `notify` watches a run from outside, in a process of its own that outlives the head and ends by
-itself. If it fails, the run goes on. The addresses that it tells are secrets: no file of a run and
-no line of output may hold them. The head writes the report once the run is over.
+itself. If it fails, the run goes on. The head writes the report once the run is over.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
-import shlex
 import signal
-import stat
 import subprocess
 import sys
 import webbrowser
@@ -25,12 +21,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Final, TextIO
+from typing import TextIO
 
-from orchestrator.config.schema import NotifyConfig
-from orchestrator.errors import OrchestratorError, UsageError, one_line
+from orchestrator.errors import OrchestratorError
 from orchestrator.view.html_report import write_report
-from workers.files import read_small
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,49 +114,6 @@ class Interrupts:
 REPORT_NAME = "report.html"
 #: Set where windows can be shown: without one, `webbrowser` would start a browser for terminals.
 _DESKTOPS = ("DISPLAY", "WAYLAND_DISPLAY")
-URLS_VARIABLE: Final = "ORCHESTRATOR_NOTIFY_URLS"
-"""Addresses with blanks between them; they replace `notify.urls_file`."""
-
-_MOST_BYTES: Final = 64 * 2**10
-_URLS_MOST: Final = 20
-
-
-def notify_urls(settings: NotifyConfig) -> tuple[str, ...]:
-    """Return the addresses; none if none are configured.
-
-    Raises:
-        UsageError: Their file is missing or open to other users, there are too many, or apprise is
-            not installed.
-    """
-    typed = os.environ.get(URLS_VARIABLE, "").split()
-    if not typed and settings.urls_file is None:
-        return ()
-    urls = tuple(typed or _from_file(Path(str(settings.urls_file)).expanduser()))
-    where = URLS_VARIABLE if typed else str(settings.urls_file)
-    if not 1 <= len(urls) <= _URLS_MOST:
-        raise UsageError(
-            one_line(f"{where} has {len(urls)} addresses; valid: 1 to {_URLS_MOST}, one a line")
-        )
-    if importlib.util.find_spec("apprise") is None:
-        raise UsageError(
-            f"notifications ({one_line(where)}) need the package apprise; type: pip install "
-            "'.[notify]'"
-        )
-    return urls
-
-
-def _from_file(path: Path) -> list[str]:
-    try:
-        status = path.stat()
-        if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
-            what = f"other users can read or change {path}, and addresses are secrets"
-            fix = f"chmod 600 {shlex.quote(str(path))}"
-            raise UsageError(one_line(f"notify.urls_file: {what}; type: {fix}"))
-        lines = [line.strip() for line in read_small(path, _MOST_BYTES).splitlines()]
-    except (OSError, UnicodeDecodeError) as failure:
-        told = f"notify.urls_file: {path} cannot be read: {failure}"
-        raise UsageError(one_line(told)) from failure
-    return [line for line in lines if line and not line.startswith("#")]
 
 
 def start_notify(

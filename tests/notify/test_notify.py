@@ -17,7 +17,7 @@ from orchestrator.config.schema import NotifyConfig
 from orchestrator.core.slot import HeadState
 from orchestrator.errors import UsageError
 from orchestrator.record.store import RunStore
-from orchestrator.run.terminal import URLS_VARIABLE
+from orchestrator.run.notify_urls import URLS_VARIABLE
 from orchestrator.view import notify
 from orchestrator.view.notify import LOCK_NAME, Notifier
 from tests.factories import add_event, begun_run, event, make_row

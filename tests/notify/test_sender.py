@@ -13,7 +13,7 @@ from orchestrator.cli.app import app
 from orchestrator.config.load import config_from_data
 from orchestrator.config.schema import NotifyConfig
 from orchestrator.errors import ConfigError, UsageError
-from orchestrator.run.terminal import URLS_VARIABLE, notify_urls
+from orchestrator.run.notify_urls import URLS_VARIABLE, notify_urls
 from orchestrator.view.notify import MessageText, deliver
 from tests.notify.receivers import Receiver, black_hole, http_receiver
 from tests.scene import PATIENCE_S, python
