@@ -8,8 +8,12 @@ import pytest
 import torch
 from torch import nn
 
+from tests.team.scene import member_spec
 from tests.training.scene import CPU, GPT, settings, task, trainer
 from tests.training.test_accumulator import fails
+from workers.team.desk import Work
+from workers.team.member import Member
+from workers.team.shares import Rows
 from workers.team.tensors import OwnSums, checksum
 from workers.training.errors import TaskError
 from workers.training.trainer import Trainer
@@ -65,6 +69,22 @@ def test_no_part_reaches_across_two_ranges() -> None:
     while run.has_rows:
         parts.append(run.micro_batch(12).rows)
     assert parts == [3, 5]
+
+
+def test_rows_computed_for_a_leader_that_is_left_count_no_more() -> None:
+    """Also where the next thing to do is an update with the sums of others."""
+    spec = member_spec("pc0/0", ["pc0/0", "pc1/0"], {}).team
+    assert spec is not None
+    member, run = Member(spec, "pc0/0", lambda *_, **__: None), shared()
+    member.open(run)
+    member.give(Work(rows=Rows(0, 7, 0)))
+    member.part(8, 0)
+    assert run.done_rows == 7
+    member.clear()
+    seen: list[int] = []
+    member.give(Work(change=lambda trainer: seen.append(trainer.done_rows)))
+    member.part(8, 0)
+    assert seen == [0]
 
 
 def test_a_training_whose_passes_change_the_model_is_refused() -> None:

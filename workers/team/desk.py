@@ -168,6 +168,9 @@ class Desk(Place):
         if work is None or trainer is None:
             return None
         done: MicroBatch | None = None
+        if self._is_anew and (work.change or work.rows):
+            trainer.drop_sums()
+            self._is_anew = False
         if work.change is not None:
             work.change(trainer)
             done = MicroBatch(rows=0, level=level, updated=work.updates)
@@ -177,10 +180,10 @@ class Desk(Place):
             # With `exact` each range has sums of its own, whichever member computes it.
             keep = self.sums if trainer.settings.exact else None
             if not work.is_given:
-                if self._is_anew or keep is not None:
+                if keep is not None:
                     trainer.drop_sums()
                 trainer.give(work.rows.first, work.rows.rows)
-                work.is_given, self._is_anew = True, False
+                work.is_given = True
             done = trainer.micro_batch(most_rows, level)
             if trainer.has_rows:
                 return done
