@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.config.load import dump_config, load_config
-from orchestrator.config.schema import Config
+from orchestrator.config.schema import Config, RunConfig
 from orchestrator.core.fleet import NodeFact
-from orchestrator.core.slot import NOTHING_ASKED, Rules, Slot, UserOrders, slot_state
+from orchestrator.core.slot import NOTHING_ASKED, Slot, UserOrders, slot_state
 from orchestrator.jobs.model import Job, JobState, Standing
 from orchestrator.record.events import EVENTS_NAME
 from orchestrator.record.jobs import queue_of
@@ -34,7 +34,7 @@ from workers.messages import (
     WorkerState,
 )
 from workers.readings import SensorReading
-from workers.settings import Learned, LimitKey, PolicyState, StoredLimit
+from workers.settings import Learned, PolicyState
 from workers.units import GIB
 
 # --- configurations and what a run is told by them
@@ -53,7 +53,7 @@ def config_of(nodes: Mapping[str, Mapping[str, object]], **sections: object) -> 
     return Config.model_validate({"nodes": many, **sections})
 
 
-RULES = Rules(
+RULES = RunConfig(
     hang_timeout_s=60.0,
     stale_after_s=10.0,
     start_timeout_s=120.0,
@@ -62,6 +62,8 @@ RULES = Rules(
     max_deaths=6,
     death_window_s=300.0,
     max_workload_errors=3,
+    leak_flag_mib=None,
+    leak_limit_mib=None,
 )
 
 
@@ -93,7 +95,6 @@ CPU = DeviceInfo(
 MEMORY = MemoryInfo(
     device_total_bytes=None,
     device_used_bytes=None,
-    free_bytes=100 * MIB,
     allocated_bytes=80 * MIB,
     reserved_bytes=80 * MIB,
     peak_bytes=80 * MIB,
@@ -185,7 +186,7 @@ def make_row(**changed: object) -> Row:
     return Row(**values, sensors=SensorReading(**told), memory=replace(MEMORY, **held))
 
 
-_LEARNED = PolicyState(policy="adaptive", learned=(Learned(size=8192), None))
+_LEARNED = PolicyState(learned=(Learned(size=8192), None))
 
 FACTS = RunFacts(
     run_id="20261120-051500-0b76",
@@ -376,30 +377,3 @@ def wsl(**changes: Any) -> MachineFacts:
         "cpu_governors": (),
     }
     return workstation(**{**own, **changes})
-
-
-# --- learned limits
-
-
-NOW_S = 1.7e9
-
-
-KEY = LimitKey(
-    card="NVIDIA GeForce RTX 3090",
-    total_bytes=24 * 2**30,
-    driver="580.65.06",
-    torch="2.13.0+cu130",
-    dtype="fp16",
-    workload="mine.steps:Mlp@0123456789ab",
-    cap_bytes=10**9,
-)
-
-
-def limit(size: int = 1, *, learned_at_unix_s: float = NOW_S, **changed: Any) -> StoredLimit:
-    """Return a limit under this key; name what is different in the key."""
-    return StoredLimit(
-        key=replace(KEY, **changed),
-        learned=Learned(size=size, fixed_bytes=1e6, unit_bytes=2.5),
-        peak_bytes=10**8,
-        learned_at_unix_s=learned_at_unix_s,
-    )

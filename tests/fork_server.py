@@ -53,8 +53,7 @@ class Child:
     def kill(self) -> None:
         """End it and what it started."""
         if self.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
+            _kill(self.pid)
 
     def close(self) -> None:
         """End it and forget its output."""
@@ -83,6 +82,22 @@ def _answer(connection: socket.socket, most: int, pid: int, patience_s: float) -
         with contextlib.suppress(TimeoutError):
             return connection.recv(most)
     raise subprocess.TimeoutExpired(f"process {pid}", patience_s)
+
+
+def _kill(group: int) -> None:
+    """Kill a process group, but for what removes the semaphores of those that were killed: it ends
+    by itself, and without it their files would stay in /dev/shm.
+    """
+    found = True
+    while found:
+        found = False
+        for path in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                words = (path / "cmdline").read_bytes()  # none of a process that has ended
+                is_spared = not words or b"multiprocessing.resource_tracker" in words
+                if os.getpgid(int(path.name)) == group and not is_spared:
+                    os.kill(int(path.name), signal.SIGKILL)
+                    found = True
 
 
 def _whole(stream: IO[bytes]) -> str:
@@ -138,7 +153,7 @@ class ForkServer:
         """End the server."""
         if self._process is not None and self._control is not None:
             self._control.close()
-            self._process.wait(30)
+            self._process.wait()
 
     def _connected(self) -> socket.socket:
         if self._control is None:
@@ -185,8 +200,7 @@ def _keep(client: socket.socket, out: int, err: int) -> types.CodeType:
     with contextlib.suppress(OSError):
         client.sendall(pid.to_bytes(8))
     if process not in dict(poll.poll()):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)
+        _kill(pid)
     _, status = os.waitpid(pid, 0)
     with contextlib.suppress(OSError):
         client.sendall(str(os.waitstatus_to_exitcode(status)).encode())

@@ -19,7 +19,8 @@ from pathlib import Path
 
 MARK = "ORCH_TEST_SESSION"
 
-#: How long processes have to clean up after themselves before they are killed.
+#: How long processes have to clean up after themselves before they are killed. What only removes
+#: the semaphores of others has as long again: killed with them, it would leave their files.
 PATIENCE_S = 15.0
 
 _DEV_SHM = b"/dev/shm/"
@@ -80,8 +81,9 @@ def _reap(mark: str, patience_s: float) -> None:
     deadline_s = time.monotonic() + patience_s
     while members := processes.marked(MARK, mark):
         shared = shared.union(*map(_shared_files, members))
-        if time.monotonic() >= deadline_s:
-            processes.send(members, signal.SIGKILL)
+        if (late_s := time.monotonic() - deadline_s) >= 0:
+            late = [it for it in members if late_s > patience_s or not processes.tidies(it)]
+            processes.send(late, signal.SIGKILL)
         time.sleep(0.1)
     for path in shared:
         with contextlib.suppress(OSError):

@@ -25,8 +25,8 @@ COMMAND = (sys.executable, "-m", "orchestrator")
 
 MIB = 2**20
 
-#: How long a test waits without a sign of progress. No test judges time: a machine with other work
-#: may be ten times slower.
+#: How long a test waits without a sign of progress, where each program has a core for itself. No
+#: test judges time: a machine with other work may be ten times slower.
 PATIENCE_S = 240.0
 
 #: Processor time that counts as a sign of progress: a process that only looks around uses less in
@@ -84,6 +84,16 @@ def events_in(folder: Path, name: str | None = None, **fields: object) -> list[d
     return [each for each in events if all(each.get(key) == value for key, value in wanted)]
 
 
+def slowness() -> float:
+    """Return by how much other work slows a program down: all that want a core, for each core."""
+    return min(10.0, max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))
+
+
+def enough(idle_s: float) -> str:
+    """Return the duration to type for what has a fixed time, and on an idle machine so long."""
+    return f"{idle_s * slowness():.0f}s"
+
+
 class Patience:
     """A deadline that begins anew with each sign of progress: what is slow is waited for, what
     hangs is not.
@@ -94,16 +104,16 @@ class Patience:
     ) -> None:
         """Take for a sign of progress that `progress` returns something else than before."""
         self._progress, self._patience_s = progress, patience_s
-        self._seen, self._until_s = progress(), time.monotonic() + patience_s
+        self._seen, self._since_s = progress(), time.monotonic()
 
     def is_over(self) -> bool:
         """Say whether there was no sign of progress for so long; it is looked for at the end of
         each time.
         """
-        if time.monotonic() < self._until_s:
+        if time.monotonic() - self._since_s < self._patience_s * slowness():
             return False
         before, self._seen = self._seen, self._progress()
-        self._until_s = time.monotonic() + self._patience_s
+        self._since_s = time.monotonic()
         return self._seen == before
 
 
@@ -127,7 +137,7 @@ def wait_for(
     """Ask until the answer is true; return it."""
     patience = Patience(progress)
     while not (answer := ask()):
-        assert not patience.is_over(), f"no {what}, and no progress within {PATIENCE_S:.0f} s"
+        assert not patience.is_over(), f"no {what}, and no progress for {PATIENCE_S:.0f} s or more"
         rest(0.05)
     return answer
 

@@ -20,10 +20,9 @@ import pytest
 
 from orchestrator.cli.main import main as as_typed
 from tests.cli.test_runs import RUN_ID, written
+from tests.scene import Patience, computed
 
 pytestmark = pytest.mark.slow
-
-_PATIENCE_S = 120.0
 
 #: Each would leave a file `owned` in the folder, or steer the terminal, if it were not only text.
 _TEXTS: tuple[str, ...] = (
@@ -134,13 +133,14 @@ def run_folder(draw: random.Random, folder: Path) -> Hostile:
 
 def typed(hostile: Hostile) -> tuple[int, str]:
     """Type the command in a process of its own; return its exit code and what it printed."""
-    output, began_s = hostile.folder / "printed", time.monotonic()
+    output = hostile.folder / "printed"
     sys.stdout.flush()
     pid = os.fork()
     if pid == 0:
         _become(hostile, output)
+    patience = Patience(lambda: computed(pid))
     while not (ended := os.waitpid(pid, os.WNOHANG))[0]:
-        if time.monotonic() - began_s > _PATIENCE_S:
+        if patience.is_over():
             os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)
     printed = output.read_text(encoding="utf-8", errors="backslashreplace")

@@ -55,7 +55,8 @@ def read_small(path: Path, most_bytes: int) -> str:
         UnicodeDecodeError: It is no text.
     """
     with open_regular(path) as file:
-        content = file.read(most_bytes + 1)
+        # What is asked for is allocated at once, in a worker near its cap as well.
+        content = file.read(min(most_bytes, os.fstat(file.fileno()).st_size) + 1)
     if len(content) > most_bytes:
         raise OSError(errno.EFBIG, f"it is larger than {most_bytes // 1024} KiB", str(path))
     return content.decode("utf-8")

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache
+from pathlib import Path
 from typing import Final, get_args, get_type_hints
 
 from workers.readings import SensorReading
@@ -18,7 +19,6 @@ from workers.settings import (
     FailureKind,  # noqa: F401 - where users import it from (docs/resilient.md)
     PolicyState,
     Scalar,
-    StoredLimit,
 )
 
 
@@ -141,8 +141,8 @@ class Begin:
     """Whether the slot begins its work: what an earlier run left on the disk is not its state."""
     copy: KeptBytes | None = None
     """The head's copy of the slot's state, which comes in pieces before; `None`: there is none."""
-    checkpoint: bytes | None = field(default=None, repr=False)
-    """That copy, as the engine gets it from its own PC."""
+    checkpoint: Path | None = None
+    """The file with that copy, on the engine's own PC."""
 
 
 class TeamState(StrEnum):
@@ -251,20 +251,20 @@ class DeviceInfo:
     name: str
     uuid: str | None
     total_bytes: int | None
-    context_bytes: int
-    """What the process holds on the device before any tensor, measured (or assumed: see
-    `context_source`).
-    """
-    context_source: str
-    peak_source: str
-    """How the highest memory of a step is measured, or why it is not."""
     cap_bytes: int
     """As read back from whatever enforces it."""
-    dtype: str
-    """The type really used; a CPU runs fp16 as bf16 or fp32."""
-    threads: int
     pid: int
-    torch_version: str
+    context_bytes: int = 0
+    """What the process holds on the device before any tensor, measured (or assumed: see
+    `context_source`). This and what follows is not known of a program of the user.
+    """
+    context_source: str = ""
+    peak_source: str = ""
+    """How the highest memory of a step is measured, or why it is not."""
+    dtype: str = ""
+    """The type really used; a CPU runs fp16 as bf16 or fp32."""
+    threads: int = 0
+    torch_version: str = ""
     driver: str | None = None
     """Version of the card's driver; `None` on a CPU, or where it is unknown."""
 
@@ -276,9 +276,6 @@ class MemoryInfo:
     device_total_bytes: int | None
     device_used_bytes: int | None
     """Use of the device by all programs."""
-    free_bytes: int
-    """What this worker could still obtain: min(cap, what the device has free), less what it holds.
-    """
     allocated_bytes: int
     """In live tensors."""
     reserved_bytes: int
@@ -469,28 +466,6 @@ class Quiet:
     """The line of Python at which its step stands; `None`: it was not asked for, or is unknown."""
 
 
-class EndCause(StrEnum):
-    """Why the process of a slot ended."""
-
-    #: By itself, with an exit code.
-    EXITED = "exited"
-    #: By a signal: of a person, of the kernel, or of its own crash.
-    SIGNALLED = "signalled"
-    #: The kernel killed it for want of RAM on its PC.
-    HOST_MEMORY = "host memory"
-    #: It could not be started, or ended before it had made an engine: another try ends so too.
-    UNBUILDABLE = "unbuildable"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessEnd:
-    """How the process of a slot ended, whatever it computed."""
-
-    cause: EndCause
-    text: str
-    """In words, with the last line that it printed."""
-
-
 #: Of what was printed and is not acknowledged, at most so much is kept.
 _PRINTED_CHARS: Final = 64 * 2**10
 
@@ -514,26 +489,19 @@ class PrintedOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """How a program of the user ended, as its PC saw it."""
+    """How an engine, or a program of the user, ended, as its PC saw it."""
 
+    cause: Cause
+    """Of an engine NOT_STARTED where another try ends so too, HOST_MEMORY, KILLED by any signal, or
+    EXCEPTION with any exit code."""
     exit_code: int | None = None
-    """`None` after a signal, and of a program that did not start."""
+    """Of a program of the user, as the next: `None` after a signal, and where it did not start."""
     signal: int | None = None
     text: str = ""
-    """The end of its log, at most 16 KiB; why it did not start."""
-    started: bool = True
+    """The end of its log, at most 16 KiB; why it did not start. Of an engine in words, with the
+    last line that it printed."""
     was_asked: bool = False
     """Whether it ended because its slot is to rest: it is to be started again."""
-    time_limit: bool = False
-    out_of_memory: bool = False
-    """By the words in its log: its card's memory, or on a CPU its cap."""
-    host_memory: bool = False
-    """The kernel killed a process of this PC for want of RAM while it was killed, or it failed for
-    want of RAM beside a card."""
-    disk_full: bool = False
-    """Where it writes there was no room left, or its last words say so."""
-    nan_loss: bool = False
-    """The last loss in its results was no number."""
     peak_bytes: int | None = None
     """Most that its processes took together: of the card, or on a CPU resident."""
 
@@ -586,10 +554,6 @@ class Status:
     resume: PolicyState | None = None
     progress: Progress | None = None
     """`None` of a workload without an end, and before it could be asked."""
-    learned: StoredLimit | None = None
-    """What a later run under the same circumstances could start from; `None` if the policy learns
-    nothing.
-    """
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The last of each figure by which a training, or a program of the user, judges itself."""
     ended: Ending | None = None
@@ -608,8 +572,8 @@ class Status:
     """`None`: nothing new was printed, or it is not captured."""
     quiet: Quiet | None = None
     """What is seen of a process that tells nothing; `None`: it has just told something."""
-    died: ProcessEnd | None = None
-    """How the process ended; `None` while it lives, and of one that was ended as ordered."""
+    died: Ending | None = None
+    """How the engine ended; `None` while it lives, and of one that was ended as ordered."""
     checkpoint: CheckpointPiece | None = None
     """The next part of the state that the head is to keep."""
     copied: KeptBytes | None = None

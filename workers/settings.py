@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final, Literal, TypeAlias
 
@@ -20,11 +20,6 @@ Scalar: TypeAlias = str | int | float | bool | None
 #: MiB on an H200 (docs/results/h200.md). Older cards and drivers took about
 #: 300 MB (pytorch #20532, #107667).
 ASSUMED_CONTEXT_BYTES: Final = 676 * MIB
-
-#: Two figures of memory are the same up to one part in so many. The measured context of a process,
-#: and with it the cap, differs by some MiB from start to start; the total of a machine's RAM by
-#: less, from kernel to kernel.
-_NEAR_PARTS: Final = 100
 
 #: Beyond these no sensor of a running card is valid.
 COLDEST_C: Final = -50.0
@@ -67,6 +62,8 @@ class MemorySettings:
     """`adaptive` never lets more steps run out of memory within any 60 s."""
     leave_free_bytes: int = 0
     """`adaptive` shrinks when less than this stays free on the device."""
+    remember: bool = False
+    """`adaptive` starts with what earlier runs have learned, and keeps what it learns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,54 +143,12 @@ class Learned:
 class PolicyState:
     """What a policy knows, for the next process of its slot: no times, as its clock is another."""
 
-    policy: str
-    """Its name."""
     failures: int = 0
     """As the guide's formulas count them."""
     level: int = 0
     """Of the last part (`workers.policy.base.Run`)."""
     learned: tuple[Learned | None, ...] = ()
     """Of each level."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LimitKey:
-    """The circumstances under which a limit was learned; under any others it means nothing."""
-
-    card: str
-    """Its name, as the driver reports it; on a CPU whatever the device calls itself."""
-    total_bytes: int | None
-    """Distinguishes variants of a card with the same name; `None` if the device does not say."""
-    driver: str | None
-    """`None` on a CPU."""
-    torch: str
-    dtype: str
-    """The type really used, which is not always the one asked for."""
-    workload: str
-    """As `workload_fingerprint` returns it."""
-    cap_bytes: int
-
-    def serves(self, wanted: LimitKey) -> bool:
-        """Whether what was learned under this key holds under `wanted`: all is equal, and the bytes
-        are near.
-
-        So a size is never offered for a cap that is smaller, by more than 1 %, than the one it was
-        learned at.
-        """
-        total_bytes, cap_bytes = wanted.total_bytes, wanted.cap_bytes
-        is_near = _near(self.total_bytes, total_bytes) and _near(self.cap_bytes, cap_bytes)
-        return is_near and replace(self, total_bytes=total_bytes, cap_bytes=cap_bytes) == wanted
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredLimit:
-    """What was learned, where, and when."""
-
-    key: LimitKey
-    learned: Learned
-    peak_bytes: int | None
-    """Most that a step of `learned.size` took; `None` if no peak was measured."""
-    learned_at_unix_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,10 +221,6 @@ class WorkerSpec:
     policy: str
     memory: MemorySettings
     workload: WorkloadSpec
-    learned: tuple[StoredLimit, ...] = ()
-    """What earlier runs have learned of the workload, on this card or another; the worker picks its
-    own.
-    """
     thermal: ThermalSettings = THERMAL_OFF
     """From which temperatures on it slows down and pauses; with all of them off it does not."""
     check_share: float = 0.0
@@ -293,9 +244,3 @@ class WorkerSpec:
     def follows_memory(self) -> bool:
         """Whether its size follows the memory that the head lends it; else it only shrinks."""
         return self.policy == "adaptive"
-
-
-def _near(learned_bytes: int | None, wanted_bytes: int | None) -> bool:
-    if learned_bytes is None or wanted_bytes is None:
-        return learned_bytes is wanted_bytes
-    return abs(learned_bytes - wanted_bytes) * _NEAR_PARTS <= learned_bytes

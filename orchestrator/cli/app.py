@@ -46,7 +46,7 @@ _OF_RUN = value("RUN_ID", "Default: the newest that runs.", RUNNING, "--run")
 
 app = typer.Typer(
     name="orchestrator",
-    help="Keeps several GPU workers per card busy on ordinary PCs, and survives out-of-memory.",
+    help="Keeps several GPU workers per card busy on ordinary PCs, also when memory runs out.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -213,7 +213,7 @@ def export(
 
     Also of a run that goes on: its last checkpoint.
     """
-    from orchestrator.cli import export as verb
+    from orchestrator.cli import runs as verb
 
     form = "adapter" if adapter else None
     tell(*verb.export(where.run(run_id), slot, to, form, average=average, best=best))

@@ -12,7 +12,6 @@ import getpass
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,7 +20,7 @@ from typer import Argument
 
 from orchestrator.cli.loading import AS_JSON, NewRun, OfQueue, flag, shared, value
 from orchestrator.cli.printing import print_json, tell
-from orchestrator.config.load import read_text
+from orchestrator.config.load import nearest, read_text
 from orchestrator.config.schema import Config, WorkersConfig
 from orchestrator.config.team import without_team
 from orchestrator.control.queue import put, say, waiting
@@ -304,10 +303,9 @@ def standing_of(snapshot: QueueSnapshot, name: str) -> Standing:
     for standing in view.current(snapshot):
         if standing.job.name == name:
             return standing
-    names = [standing.job.name for standing in snapshot.standings]
-    close = get_close_matches(name, names, 3, 0.5)
-    hint = f"did you mean {' or '.join(close)}?" if close else "`jobs list` shows all"
-    raise UsageError(f"there is no job {name[:80]!r} in this queue; {hint}")
+    hint = nearest(name, [one.job.name for one in snapshot.standings])
+    why = f"there is no job {name[:80]!r} in this queue"
+    raise UsageError(why + (hint or "; `jobs list` shows all"))
 
 
 def _is_alive(folder: Path) -> bool:

@@ -1,15 +1,16 @@
-"""What `runs` and `report` print: the list of runs, and one run told again from its store.
+"""What `runs` and `report` print: the list of runs, and one run told again from its store; and what
+`export` writes of one training, by a child process that loads torch.
 
-Does not find and read (`record/folders.py`, `record/archive.py`). Text from a store passes through
-`cells.clean`: it may steer a terminal. A run or a folder that cannot be read, and a run that left
-nothing behind, is an `ArchiveError`.
+Does not find and read (`record/folders.py`, `record/archive.py`), nor know what is in a checkpoint.
+Text from a store passes through `cells.clean`: it may steer a terminal. A run or a folder that
+cannot be read, and a run that left nothing behind, is an `ArchiveError`.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,30 +18,32 @@ from typing import Final
 
 from orchestrator.cli.printing import Part
 from orchestrator.config.duration import format_duration
+from orchestrator.core.placement import plan_slots
 from orchestrator.core.slot import HeadState
-from orchestrator.record.archive import StoredRun, missed_of, read_run
+from orchestrator.errors import OrchestratorError, UsageError, one_line
+from orchestrator.record.archive import StoredRun, read_run
 from orchestrator.record.events import StoredEvent, read_events
 from orchestrator.record.folders import Listed, go_on_command, run_object
-from orchestrator.record.history import courses, sampled_between, state_spans
+from orchestrator.record.history import courses, sampled_between, time_in_states
 from orchestrator.record.jobs import QUEUE_NAME
 from orchestrator.record.output import last_lines, slots_with_output
 from orchestrator.record.summary import summary_dict
+from orchestrator.run.earlier import BEST, LAST, checkpoints_of
+from orchestrator.run.environment import ground_of
+from orchestrator.run.job_files import ask_export
 from orchestrator.view.advice import SAMPLED, advice_lines
 from orchestrator.view.cells import clean, clock, moment, share_pct
-from orchestrator.view.document import OUTCOME_TONES, event_line
+from orchestrator.view.document import OUTCOME_TONES, event_line, mark
 from orchestrator.view.jobs import current, jobs_table
 from orchestrator.view.live import health_lines
 from orchestrator.view.look import Watch
 from orchestrator.view.phrases import fault_lines, section
 from orchestrator.view.tables import Column, Table, TableRow, Tone, row_of
 from orchestrator.view.terminal import plain_text, table_lines
+from workers.units import MIB
 
 _FALLEN = frozenset({HeadState.RESTARTING, HeadState.QUARANTINED, HeadState.LOST})
 _TOLD = ("state", "node_left", "node_joined", "workload_error")
-
-#: Into so many parts the time of a run is divided for its advice.
-_PARTS = 120
-
 
 _COLUMNS: Final = (
     Column("run_id", "run"),
@@ -86,15 +89,17 @@ def _run_row(one: Listed) -> TableRow:
 
 
 def table_text(folder: Path, width: int) -> str:
-    """Return the header and the health table of a run as it is now."""
-    return plain_text(health_lines(Watch(folder).look().frame.snapshot, width))
+    """Return the header and the health table of a run as it is now, and whether it goes on."""
+    frame = Watch(folder).look()
+    table = plain_text(health_lines(frame.snapshot, width))
+    return f"{table}\nrun {folder.name}: {mark(frame)[0]}"
 
 
 def report_text(folder: Path, width: int) -> str:
     """Return one run in words: how it ended, its health table within `width` cells, and what
     happened to it.
     """
-    frame = Watch(folder).look().frame
+    frame = Watch(folder).look()
     run, queue, events = frame.run, frame.queue, read_events(folder, _TOLD)
     missed = frame.missed if run.outcome == "degraded" else ()
     lines = [*_header(run), "", plain_text(health_lines(frame.snapshot, width))]
@@ -126,12 +131,12 @@ def report_json(folder: Path) -> str:
 
     `exit_code` is `null` where the run never ended by itself.
     """
-    run, missed = read_run(folder), missed_of(read_events(folder, ("run_ended",)))
-    snapshot, iso = run.snapshot(), ""
+    frame, iso = Watch(folder).look(), ""
+    run, snapshot = frame.run, frame.snapshot
     with suppress(ValueError, OverflowError, OSError):  # no calendar goes that far
         began = datetime.fromtimestamp(run.facts.started_at_unix_s, tz=UTC)
         iso = began.isoformat(timespec="milliseconds")
-    notices = tuple(dict.fromkeys((*snapshot.notices, *missed)))
+    notices = tuple(dict.fromkeys((*snapshot.notices, *frame.missed)))
     told = replace(snapshot, notices=notices)
     made = summary_dict(told, run.outcome, run.exit_code or 0, iso, run.error, faults=run.faults)
     return json.dumps({**made, "exit_code": run.exit_code, "started_at": iso or None}, indent=2)
@@ -182,6 +187,47 @@ def _advice(run: StoredRun) -> Iterator[str]:
     between = sampled_between(run.folder)
     if between is None or (run.folder / QUEUE_NAME).exists():
         return
-    courses_of = courses(run.folder, SAMPLED, between[0], between[1] + 0.001, _PARTS)
-    spans, ends_unix_s = state_spans(run.folder), run.updated_at_unix_s or between[1]
-    yield from advice_lines(run.snapshot().rows, courses_of, spans, ends_unix_s)
+    found = courses(run.folder, SAMPLED, *between, 1)
+    means = {slot: {key: it.mean[0] for key, it in of.items()} for slot, of in found.items()}
+    states_s = time_in_states(run.folder, run.updated_at_unix_s or between[1])
+    yield from advice_lines(run.snapshot().rows, means, states_s)
+
+
+def export(
+    folder: Path, slot: str, to: Path, form: str | None, *, average: bool, best: bool
+) -> Iterator[str]:
+    """Write what a slot of a run has trained into a new folder; yield what is to be told.
+
+    `form`: `adapter`, or `None`: merged where there are adapters. `best`: what had the lowest
+    validation loss, and not the last checkpoint. `UsageError`: there is nothing to write, or no
+    place for it; `NoClusterError`: the checkpoints are on another PC, which does not answer;
+    `OrchestratorError`: the process that writes has ended early.
+    """
+    to = to.expanduser().absolute()
+    if to.exists() and not (to.is_dir() and not any(to.iterdir())):
+        raise UsageError(f"{to} is there already; name a new folder, or remove that one")
+    stored = read_run(folder)
+    facts = stored.facts
+    config, target = ground_of(facts)
+    if config.workload.name != "train":
+        raise UsageError(
+            f"run {facts.run_id} has trained nothing: see `python -m orchestrator runs`"
+        )
+    specs = {plan.spec.slot: plan.spec for plan in plan_slots(config, target)}
+    if slot not in specs:
+        raise UsageError(f"run {facts.run_id} has no slot {slot[:80]!r}; valid: {', '.join(specs)}")
+    with ExitStack() as until_written:
+        names = BEST if best else LAST
+        paths = checkpoints_of(stored, slot, specs[slot].node, names, to.parent, until_written)
+        spec = replace(specs[slot], run_id=facts.run_id)
+        told = ask_export(spec, paths, to, form=form, average=average)
+    if isinstance(told, str):
+        raise OrchestratorError(one_line(told))
+    if "refused" in told:
+        raise UsageError(one_line(told["refused"]))
+    yield from told["told"]
+    saved = next((it.row.progress.saved_step for it in stored.slots if it.slot == slot), None)
+    if not best and told["step"] < (saved or 0):
+        yield f"the run has saved step {saved}, of which there is no checkpoint here"
+    size_mib, form = told["bytes"] / MIB, told["form"]
+    yield f"{to}: step {told['step']} of {slot}, {form}, {size_mib:.1f} MiB"

@@ -36,11 +36,11 @@ from workers.keeper.task import Task
 from workers.learned_limits import default_path
 from workers.messages import (
     Begin,
+    Cause,
     CheckpointPiece,
-    EndCause,
+    Ending,
     Orders,
     PrintedOutput,
-    ProcessEnd,
     Quiet,
     Status,
     Verdict,
@@ -248,7 +248,7 @@ class WorkerActor(SlotActor):
                 self._start(incarnation, begin)
         except OSError as error:
             text = f"its process cannot be started: {error.strerror or error}"
-            end = ProcessEnd(cause=EndCause.EXITED, text=text)
+            end = Ending(cause=Cause.EXCEPTION, text=text)
             self._status = Status(slot=self._spec.slot, incarnation=incarnation, died=end)
 
     def _start(self, incarnation: int, begin: Begin) -> None:
@@ -307,22 +307,22 @@ class WorkerActor(SlotActor):
 
     def _note_end(self, kept: Kept) -> None:
         if kept.refused is not None:
-            end = ProcessEnd(cause=EndCause.UNBUILDABLE, text=kept.refused)
+            end = Ending(cause=Cause.NOT_STARTED, text=kept.refused)
         else:
             assert kept.ended is not None  # noqa: S101 - it is over
             cause = self._cause_of(kept.ended)
             text = f"its process ended {end_words(kept.ended.status)}"
             last = "" if kept.ended.status < 0 else last_line(kept.ended.tail)
-            end = ProcessEnd(cause=cause, text=f"{text}: {last}" if last else text)
+            end = Ending(cause=cause, text=f"{text}: {last}" if last else text)
         self._status, self._has_news = replace(self._status, died=end), True
         self._let_go()
 
-    def _cause_of(self, ended: Ended) -> EndCause:
+    def _cause_of(self, ended: Ended) -> Cause:
         if ended.status > 0 and not self._status.is_up:
-            return EndCause.UNBUILDABLE
+            return Cause.NOT_STARTED
         if ended.status == -signal.SIGKILL and self._was_memory_short():
-            return EndCause.HOST_MEMORY
-        return EndCause.SIGNALLED if ended.status < 0 else EndCause.EXITED
+            return Cause.HOST_MEMORY
+        return Cause.KILLED if ended.status < 0 else Cause.EXCEPTION
 
     def _end(self, kept: Kept) -> None:
         """End the process, after it has been seen where one that is silent stands."""

@@ -1,7 +1,7 @@
 """The actor of a slot that runs a program of the user: how its keeper's news become a status.
 
-It has no channel. What it tells is that it has started, what it prints, its results, and how it
-ends. Does not judge why it ended (`orchestrator/jobs/causes.py` does).
+It has no channel. What it tells is that it has started, what it prints, its results, and how and
+why it ended (`orchestrator/jobs/causes.py`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import psutil
 import pynvml
 
 from orchestrator.cluster.actor import SlotActor, end_words, last_line
+from orchestrator.jobs.causes import cause_of
 from workers import oom
 from workers.command.code import CODE, code_of, is_same_code
 from workers.command.files import Record, Results, folder_of, keep_outputs, take_note
@@ -30,6 +31,7 @@ from workers.host.processes import worker_and_raylet
 from workers.keeper.kept import Ended, Kept
 from workers.keeper.task import Task
 from workers.messages import (
+    Cause,
     DeviceInfo,
     Ending,
     MemoryInfo,
@@ -51,6 +53,14 @@ _LOOK_S: Final = 0.5
 
 #: Below this a file system counts as full.
 _FULL_BYTES: Final = MIB
+
+#: What is said of an end besides its exit code or signal.
+_WORDS: Final = {
+    Cause.TIME_LIMIT: " after its time limit",
+    Cause.HOST_MEMORY: " for want of RAM",
+    Cause.DISK_FULL: " with a full disk",
+    Cause.NAN_LOSS: " after a loss that is no number",
+}
 
 
 class CommandActor(SlotActor):
@@ -104,16 +114,18 @@ class CommandActor(SlotActor):
         if attempt is not None and record.attempt == attempt and record.ending is not None:
             self._ending, self._has_news = record.ending, True
         elif rests:
-            self._end(Ending(was_asked=True, text="it had not begun"))
+            text = "it had not begun"
+            self._end(Ending(cause=Cause.PARKED, was_asked=True, text=text))
         elif self._problem is not None:
-            self._end(Ending(started=False, text=self._problem))
+            self._end(Ending(cause=Cause.NOT_STARTED, text=self._problem))
         else:
             try:
                 self._start(resumes=record.starts > 0)
             except OSError as error:
                 text = f"cannot use {self._folder}: {error.strerror or error}"
-                full = error.errno in oom.DISK_FULL
-                self._end(Ending(started=False, text=text, disk_full=full))
+                is_full = error.errno in oom.DISK_FULL
+                cause = Cause.DISK_FULL if is_full else Cause.NOT_STARTED
+                self._end(Ending(cause=cause, text=text))
 
     def _start(self, *, resumes: bool) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -121,7 +133,8 @@ class CommandActor(SlotActor):
         self._record.write(self._folder)
         self._plan = plan = launch(self._spec, self._command, self._folder, resumes=resumes)
         if plan.problem is not None:
-            self._end(Ending(started=False, text=f"cannot be started: {plan.problem}"))
+            text = f"cannot be started: {plan.problem}"
+            self._end(Ending(cause=Cause.NOT_STARTED, text=text))
             return
         self._results.begin()
         take_note(self._folder)  # of a program before
@@ -150,7 +163,8 @@ class CommandActor(SlotActor):
         if kept.pid is not None and self._pid is None:
             self._note_start(kept.pid)
         if kept.refused is not None:
-            self._end(Ending(started=False, text=f"cannot be started: {kept.refused}"))
+            text = f"cannot be started: {kept.refused}"
+            self._end(Ending(cause=Cause.NOT_STARTED, text=text))
         elif kept.ended is not None:
             if kept.ended.left:
                 self._tell("program_left_processes", count=kept.ended.left)
@@ -184,7 +198,7 @@ class CommandActor(SlotActor):
             self._tell("code_changed", submitted=submitted, present=present, cwd=plan.cwd)
 
     def _judged(self, ended: Ended, pid: int | None) -> Ending:
-        """Say how the program ended, by what only this PC can see."""
+        """Say how the program ended, and why, by what only this PC can see."""
         code, text = ended.status, ended.tail
         self._results.read(is_over=True)
         try:
@@ -200,16 +214,20 @@ class CommandActor(SlotActor):
         on_host = memory == "host" and self._on_card and "cpu" not in noted.values()
         # The kernel may have chosen one of its children.
         was_killed = code in {-signal.SIGKILL, 128 + signal.SIGKILL} or "Killed" in text
+        seen = {
+            Cause.TIME_LIMIT: self._out_of_time,
+            Cause.PARKED: self._was_asked,
+            Cause.OUT_OF_MEMORY: memory is not None and not on_host,
+            Cause.HOST_MEMORY: failed and (on_host or (was_killed and self._was_memory_short())),
+            Cause.DISK_FULL: failed and _is_full(str(self._folder), self._plan.cwd),
+            Cause.NAN_LOSS: failed and self._results.nan_loss,
+        }
         return Ending(
+            cause=cause_of(code, text, (cause for cause, holds in seen.items() if holds)),
             exit_code=code if code >= 0 else None,
             signal=-code if code < 0 else None,
             text=text,
             was_asked=self._was_asked,
-            time_limit=self._out_of_time,
-            out_of_memory=memory is not None and not on_host,
-            host_memory=failed and (on_host or (was_killed and self._was_memory_short())),
-            disk_full=failed and _is_full(str(self._folder), self._plan.cwd),
-            nan_loss=failed and self._results.nan_loss,
             peak_bytes=self._peak_bytes or None,
         )
 
@@ -293,14 +311,8 @@ class CommandActor(SlotActor):
             name="CPU" if card is None else card.name or "card",
             uuid=None if card is None else card.uuid,
             total_bytes=psutil.virtual_memory().total if card is None else card.total_bytes,
-            context_bytes=0,
-            context_source="not measured: of a program of the user",
-            peak_source="NVML's list of processes, or resident memory of its processes",
             cap_bytes=self._cap_bytes,
-            dtype="",
-            threads=0,
             pid=os.getpid(),
-            torch_version="",
             driver=queries.driver_version() if self._on_card else None,
         )
 
@@ -310,7 +322,6 @@ class CommandActor(SlotActor):
         return MemoryInfo(
             device_total_bytes=queries.card_total_bytes(card) if self._on_card else None,
             device_used_bytes=queries.card_used_bytes(card) if self._on_card else None,
-            free_bytes=max(0, self._cap_bytes - held_bytes),
             allocated_bytes=held_bytes,
             reserved_bytes=held_bytes,
             peak_bytes=self._peak_bytes,
@@ -323,12 +334,7 @@ def _in_words(ending: Ending) -> str:
     status = -ending.signal if ending.signal is not None else ending.exit_code
     if status is None:
         return ending.text
-    words = (
-        ending.time_limit * " after its time limit"
-        or ending.host_memory * " for want of RAM"
-        or ending.disk_full * " with a full disk"
-        or ending.nan_loss * " after a loss that is no number"
-    )
+    words = _WORDS.get(ending.cause, "")
     last = "" if ending.exit_code == 0 else last_line(ending.text)
     return f"ended {end_words(status)}{words}" + (f": {last}" if last else "")
 

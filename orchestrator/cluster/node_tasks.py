@@ -98,7 +98,8 @@ def _answer(
     name, address = node.get("Labels", {}).get(NODE_LABEL), str(node["NodeManagerAddress"])
     told, why_not = answered(ref, deadline_s)
     if why_not is not None:
-        return NodeAnswer(name=name, address=address, error=why_not)
+        is_late = not ray.wait([ref], timeout=0)[0]
+        return NodeAnswer(name=name, address=address, error=why_not, is_late=is_late)
     facts, unreachable = told
     return NodeAnswer(name=name, address=address, facts=facts, unreachable=unreachable)
 

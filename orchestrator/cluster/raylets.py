@@ -201,9 +201,9 @@ def reap_adopted() -> None:
     """Take note of the end of keepers, their servers and workers of Ray: they lost their parent,
     and so became children of this process. What else has ended is for those who started it.
     """
-    for thread in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # the thread, or a child of it, is gone meanwhile
-            for pid in map(int, (thread / "children").read_text(encoding="ascii").split()):
-                name = processes.name_of(pid)
-                if name in _ADOPTED or name.startswith(_WORKER):
-                    os.waitpid(pid, os.WNOHANG)
+    # The kernel gives them to the main thread (find_alive_thread in kernel/exit.c).
+    for pid in processes.children(os.getpid()):
+        name = processes.name_of(pid)
+        if name in _ADOPTED or name.startswith(_WORKER):
+            with contextlib.suppress(ChildProcessError):  # it was waited for meanwhile
+                os.waitpid(pid, os.WNOHANG)

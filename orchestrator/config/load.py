@@ -292,6 +292,11 @@ def checked(source: YamlSource, model: type[Model]) -> Model:
         found: dict[KeyPath, list[ErrorDetails]] = {}
         for details in error.errors(include_url=False):
             found.setdefault(_path_of(source.data, details), []).append(details)
+    # A key that is missing because it was typed wrongly is one mistake.
+    for *above, word in [path for path, it in found.items() if it[0]["type"] == "extra_forbidden"]:
+        meant = get_close_matches(word[:100].lower(), sorted(_fields(model, above)), n=1)
+        if found.get((*above, *meant), found[*above, word])[0]["type"] == "missing":
+            del found[*above, *meant]
     raise refusals(source, [_problem(source, model, *item) for item in found.items()])
 
 
@@ -347,7 +352,7 @@ def _problem(
     return source.problem(path, text, valid)
 
 
-def _fields(model: type[BaseModel], path: KeyPath) -> dict[str, FieldInfo]:
+def _fields(model: type[BaseModel], path: Sequence[str]) -> dict[str, FieldInfo]:
     """Return what may stand in the section at `path`, by key; names and numbers are passed over."""
     for key in path:
         field = model.model_fields.get(key)

@@ -21,8 +21,6 @@ from workers.units import GIB
 #: The longest pause or timeout that helps; more would be a typing error.
 _DAY_S = 86_400
 
-MAX_NODES = 100
-
 #: Up to here a card holds exactly as many workers as planned. Beyond, Ray's steps are too coarse:
 #: of 150 planned workers each gets 66 steps, and 151 of those fit.
 MAX_WORKERS_PER_CARD = 100
@@ -339,8 +337,8 @@ class Config(Section):
         dict[NodeName, NodeConfig],
         Field(
             min_length=1,
-            max_length=MAX_NODES,
-            description=f"at least one node under its name, at most {MAX_NODES}",
+            max_length=100,
+            description="at least one node under its name, at most 100",
         ),
     ]
     workload: WorkloadConfig = WorkloadConfig()

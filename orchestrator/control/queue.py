@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import secrets
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -53,14 +52,9 @@ def say(
     `by` is who says it. Of words with the same `identity` the first is obeyed alone; by default
     each has its own. `ArchiveError` as of `put`.
     """
-    now_s, identity = time.time(), identity or secrets.token_hex(8)
-    put(
-        folder,
-        [
-            UserOrder(at_s=now_s, id=f"{identity}-{name}", order=order, job=name, by=by)
-            for name in names
-        ],
-    )
+    identity = identity or secrets.token_hex(8)
+    orders = [UserOrder(id=f"{identity}-{name}", order=order, job=name, by=by) for name in names]
+    put(folder, orders)
 
 
 def waiting(folder: Path) -> list[Sent]:

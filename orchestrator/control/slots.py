@@ -121,13 +121,12 @@ def events_of(
     command: Command,
     slots: Mapping[str, Slot],
     plans: Mapping[str, SlotPlan],
-    nodes: Collection[str],
     *,
     is_ending: bool = False,
     queued: Collection[str] = (),
 ) -> tuple[tuple[str, Event], ...]:
-    """Return what happens to which slot; `nodes` are those that are there now, `is_ending` says so
-    of the run. Of jobs that are `queued` the queue alone says when they work.
+    """Return what happens to which slot; `is_ending` says so of the run. Of jobs that are `queued`
+    the queue alone says when they work.
 
     `CommandRefusedError`: one of the slots cannot be treated so; then nothing happens to any.
     """
@@ -145,12 +144,10 @@ def events_of(
         why_not = _why_not(command, slots[name], plans[name])
         if why_not:
             raise CommandRefusedError(f"{name} {why_not}; nothing was changed")
-    return tuple(
-        (name, _event(command, plans[name], nodes)) for name in dict.fromkeys(command.slots)
-    )
+    return tuple((name, _event(command, plans[name])) for name in dict.fromkeys(command.slots))
 
 
-def _event(command: Command, plan: SlotPlan, nodes: Collection[str]) -> Event:
+def _event(command: Command, plan: SlotPlan) -> Event:
     match command.do:
         case Do.PAUSE:
             return Held(hold=Hold.PAUSE)
@@ -159,7 +156,7 @@ def _event(command: Command, plan: SlotPlan, nodes: Collection[str]) -> Event:
         case Do.UNPAUSE:
             return Unheld()
         case Do.REINSTATE:
-            return Reinstated(node_is_there=plan.spec.node in nodes)
+            return Reinstated()
         case Do.CAP:
             # At the budget, which is seldom a whole number of MiB, there is nothing left to bound.
             is_budget = (command.amount_bytes or 0) // MIB == plan.spec.budget_bytes // MIB

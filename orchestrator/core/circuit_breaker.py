@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from orchestrator.core.placement import SlotPlan
 from orchestrator.core.processes import without_progress
-from orchestrator.core.slot import Phase, Rules, Slot
+from orchestrator.core.slot import Phase, Slot
 
 #: Deaths within the window, without progress between them, that make a worker count as one that
 #: keeps dying. Two may be a coincidence of all workers being killed at once and once more; the
@@ -43,34 +43,34 @@ def by_card(plans: Mapping[str, SlotPlan], slots: Mapping[str, Slot]) -> dict[st
 
 
 def cards_to_quarantine(
-    cards: Mapping[str, Sequence[Slot]], now_s: float, rules: Rules
+    cards: Mapping[str, Sequence[Slot]], now_s: float, window_s: float
 ) -> dict[str, str]:
     """Return which of the cards of `by_card` to give up at `now_s` (monotonic seconds), each with
-    the reason.
+    the reason; deaths count for `window_s`.
     """
     return {
-        card: _reason(card, slots, rules)
+        card: _reason(card, slots, window_s)
         for card, slots in cards.items()
         if len(slots) >= _LEAST_WORKERS
         and any(slot.phase is not Phase.QUARANTINED for slot in slots)
-        and all(_is_down(slot, now_s, rules) for slot in slots)
+        and all(_is_down(slot, now_s - window_s) for slot in slots)
     }
 
 
-def _reason(card: str, slots: Sequence[Slot], rules: Rules) -> str:
+def _reason(card: str, slots: Sequence[Slot], window_s: float) -> str:
     last = max(slots, key=lambda slot: slot.deaths_at_s[-1:] or (0.0,))
     text = (
         f"{card}: all {len(slots)} workers keep dying, at least {_DEATHS} times each in "
-        f"{rules.death_window_s:.0f} s; "
+        f"{window_s:.0f} s; "
         f"the last: {last.reason}"
     )
     on_card = any(slot.device is not None and slot.device.kind != "cpu" for slot in slots)
     return f"{text}; look for Xid errors in dmesg, and at power and cables" if on_card else text
 
 
-def _is_down(slot: Slot, now_s: float, rules: Rules) -> bool:
+def _is_down(slot: Slot, since_s: float) -> bool:
     if slot.phase is Phase.QUARANTINED:
         return True
     working = slot.phase is Phase.PAUSING or (slot.phase is Phase.WORKING and not slot.ready)
-    deaths = [at for at in without_progress(slot) if at > now_s - rules.death_window_s]
+    deaths = [at for at in without_progress(slot) if at > since_s]
     return working and len(deaths) >= _DEATHS

@@ -44,6 +44,8 @@ class NodeAnswer:
     address: str
     facts: MachineFacts | None = None
     """`None`: it did not answer, see `error`."""
+    is_late: bool = False
+    """Whether nothing came back in time: then nothing is known of it."""
     error: str | None = None
     unreachable: tuple[str, ...] = ()
     """Ports (`host:port`) of other nodes that it could not open."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from workers.messages import Status, WorkerState
+from workers.units import MIB
 
 #: The first statuses after a change still grow into their size: lazily loaded kernels, a ring that
 #: fills.
@@ -53,12 +54,13 @@ class LeakWatch:
             return None
         return min(self.recent_bytes) - max(self.first_bytes[_SETTLING:])
 
-    def unneeded_bytes(self, limit_bytes: int | None, kept_limit_bytes: float) -> int | None:
+    def unneeded_bytes(self, limit_mib: float | None, kept_limit_bytes: float) -> int | None:
         """Return what is not needed if it is too much: by one limit for growth, and by another for
-        what is kept.
+        what is kept. `None` as the first limit: nothing ever is.
         """
-        if limit_bytes is None:
+        if limit_mib is None:
             return None
+        limit_bytes = int(limit_mib * MIB)
         kept_bytes = self.kept_bytes
         if kept_bytes is not None and kept_bytes >= min(limit_bytes, kept_limit_bytes):
             return kept_bytes

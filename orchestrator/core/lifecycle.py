@@ -7,7 +7,7 @@ commands out.
                                 ├──Drain, told that it rests──> STOPPED
                                 └──told that all is done──> DONE
 
-    WORKING or PAUSING ──Held──> HELD ──Unheld──> WORKING     QUARANTINED ──Reinstated──> WORKING
+    WORKING or PAUSING ──Held──> HELD ──Unheld──> WORKING     QUARANTINED ──Reinstated──> ABSENT
 
 Rules:
 
@@ -166,9 +166,8 @@ def _time_passed_while_pausing(slot: Slot, _: Tick, moment: Moment) -> Transitio
 
 
 def _time_passed_while_working(slot: Slot, _: Tick, moment: Moment) -> Transition:
-    rules = moment.rules
     if slot.unreached_since_s is not None:
-        return processes.still_unreached(slot, moment.now_s - slot.unreached_since_s, rules)
+        return processes.still_unreached(slot, slot.unreached_since_s, moment)
     if slot.has_told and slot.status is not None and slot.status.verdict is Verdict.DONE:
         return slot, ()  # it waits for the head to have all of its state
     why = silence.why_hung(slot, moment)
@@ -231,13 +230,12 @@ def _assigned(slot: Slot, event: Assigned, moment: Moment) -> Transition:
     commands: tuple[Abandon, ...] = (Abandon(),) if slot.placed else ()
     slot = processes.without_actor(slot) if slot.placed else slot
     slot = replace(slot, orders=NOTHING_ASKED, held_since_s=None, status=None)
-    slot, more = _anew(slot, event, moment)
-    return slot, (*commands, *more)
+    return _anew(slot, event, moment)[0], commands
 
 
-def _anew(slot: Slot, event: Reinstated | Assigned, moment: Moment) -> Transition:
-    """Forget what the slot was given up for, and start it like one that was never placed: its actor
-    has ended.
+def _anew(slot: Slot, _: Reinstated | Assigned, __: Moment) -> Transition:
+    """Forget what the slot was given up for, and have it wait for its node like one that was never
+    placed: its actor has ended.
     """
     slot = replace(
         slot,
@@ -248,7 +246,7 @@ def _anew(slot: Slot, event: Reinstated | Assigned, moment: Moment) -> Transitio
         failure=None,
         deaths_at_s=(),
     )
-    return processes.start(slot, moment) if event.node_is_there else (slot, ())
+    return slot, ()
 
 
 def _capped(slot: Slot, event: Capped, _: Moment) -> Transition:

@@ -38,7 +38,12 @@ class NodeBudget:
     workers: int
     gpus: int
     gpu_fraction: float
-    """The worker's `num_gpus` for Ray; 0 on a node without cards."""
+    """The worker's `num_gpus` for Ray, so that all of them fit on the cards and none is split over
+    two; 0 on a node without cards.
+
+    Rounded down to Ray's steps: seven workers get 0.1428, because at 0.1429 the seventh would wait
+    without end.
+    """
     cpus_per_worker: int
     cpus_total: int
     """Of all workers, logical."""
@@ -63,16 +68,6 @@ class NodeBudget:
     dtype: str
 
 
-def gpu_fraction(node: NodeConfig) -> float:
-    """Return the `num_gpus` of one worker of a node, so that all of them fit on the cards and none
-    is split over two.
-
-    Rounded down to Ray's steps: seven workers get 0.1428, because at 0.1429 the seventh would wait
-    without end.
-    """
-    return RAY_STEPS // node.workers_per_card / RAY_STEPS if node.gpus else 0.0
-
-
 def node_budget(name: str, node: NodeConfig, config: Config) -> NodeBudget:
     """Return what each worker of node `name` gets under `config`."""
     total_gib = node.card_total_gib
@@ -80,7 +75,7 @@ def node_budget(name: str, node: NodeConfig, config: Config) -> NodeBudget:
         node=name,
         workers=node.workers,
         gpus=node.gpus,
-        gpu_fraction=gpu_fraction(node),
+        gpu_fraction=RAY_STEPS // node.workers_per_card / RAY_STEPS if node.gpus else 0.0,
         cpus_per_worker=node.cpus_per_worker,
         cpus_total=node.workers * node.cpus_per_worker,
         budget_bytes=node.budget_bytes,

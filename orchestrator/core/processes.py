@@ -24,7 +24,6 @@ from orchestrator.core.slot import (
     Note,
     Phase,
     Place,
-    Rules,
     Slot,
     SlotState,
     Transition,
@@ -33,8 +32,7 @@ from orchestrator.core.training import follow
 from workers.messages import (
     STARVED,
     Cause,
-    EndCause,
-    ProcessEnd,
+    Ending,
     Quiet,
     Status,
     Verdict,
@@ -65,13 +63,6 @@ _AT_WORK: Final = frozenset(
     {WorkerState.RUNNING, WorkerState.THROTTLED, WorkerState.PAUSED, WorkerState.CORRUPT}
 )
 
-_FAILURES: Final = {
-    EndCause.EXITED: Cause.DIED,
-    EndCause.SIGNALLED: Cause.DIED,
-    EndCause.HOST_MEMORY: Cause.HOST_MEMORY,
-    EndCause.UNBUILDABLE: Cause.NOT_STARTED,
-}
-
 ACTOR_ENDED: Final = "its process ended: killed, or crashed"
 
 _HELD_WITH_PROCESS: Final = "it gets no work, and its process keeps its memory, until `unpause`"
@@ -96,19 +87,20 @@ def told(slot: Slot, event: Told, moment: Moment) -> Transition:
         return _judged(slot, status, moment, worked_before=worked_before)
     if status.died is not None:
         return _ended(slot, status.died, moment, worked_before=worked_before)
-    if status.errors_in_a_row >= moment.rules.max_workload_errors:
+    if status.errors_in_a_row >= moment.run.max_workload_errors:
         why = f"{status.errors_in_a_row} times in a row: {status.reason}"
         return quarantine(slot, Cause.EXCEPTION, why)
     return _go_on(slot, status, moment) if status.is_up else (slot, ())
 
 
-def _ended(slot: Slot, end: ProcessEnd, moment: Moment, *, worked_before: bool) -> Transition:
+def _ended(slot: Slot, end: Ending, moment: Moment, *, worked_before: bool) -> Transition:
     """Follow the end of a process as its PC saw it."""
-    if end.cause is EndCause.UNBUILDABLE and not worked_before:
+    if end.cause is Cause.NOT_STARTED and not worked_before:
         return _unbuildable(slot, end.text, moment)
-    is_host_memory = end.cause is EndCause.HOST_MEMORY
-    why = f"{end.text}: the PC's RAM was nearly full" if is_host_memory else end.text
-    return died(slot, _FAILURES[end.cause], why, moment)
+    if end.cause is Cause.HOST_MEMORY:
+        return died(slot, end.cause, f"{end.text}: the PC's RAM was nearly full", moment)
+    failure = end.cause if end.cause is Cause.NOT_STARTED else Cause.DIED
+    return died(slot, failure, end.text, moment)
 
 
 def _judged(slot: Slot, status: Status, moment: Moment, *, worked_before: bool) -> Transition:
@@ -156,13 +148,14 @@ def unreached(slot: Slot, event: Unreached, moment: Moment) -> Transition:
         return died(slot, Cause.NOT_STARTED, why, moment)
     if slot.unreached_since_s is None:
         slot = replace(slot, unreached_since_s=moment.now_s)
-    return still_unreached(slot, moment.now_s - (slot.unreached_since_s or 0.0), moment.rules)
+    return still_unreached(slot, slot.unreached_since_s or 0.0, moment)
 
 
-def still_unreached(slot: Slot, unreached_s: float, rules: Rules) -> Transition:
+def still_unreached(slot: Slot, since_s: float, moment: Moment) -> Transition:
     """Say it once it lasts, and give up a slot whose actor does not come back."""
-    if unreached_s > rules.start_timeout_s:
-        why = f"no process came up in {rules.start_timeout_s:.0f} s"
+    unreached_s, timeout_s = moment.now_s - since_s, moment.run.start_timeout_s
+    if unreached_s > timeout_s:
+        why = f"no process came up in {timeout_s:.0f} s"
         return quarantine(slot, Cause.NOT_STARTED, why)
     if slot.ready and unreached_s > _UNREACHED_S:
         slot = replace(slot, state=HeadState.RESTARTING, reason="its process cannot be reached")
@@ -239,12 +232,12 @@ def _go_on(slot: Slot, status: Status, moment: Moment) -> Transition:
 
     What it keeps is said in every reason, and once for each process in the event log.
     """
-    rules, cap_bytes = moment.rules, math.inf if slot.device is None else slot.device.cap_bytes
+    run, cap_bytes = moment.run, math.inf if slot.device is None else slot.device.cap_bytes
     # Where nothing runs any more, less is enough: a fresh process has that much more to work with.
     share = _STARVED_SHARE if slot.state in STARVED else _LIMIT_SHARE
-    too_much_bytes = slot.leak.unneeded_bytes(rules.leak_limit_bytes, share * cap_bytes)
+    too_much_bytes = slot.leak.unneeded_bytes(run.leak_limit_mib, share * cap_bytes)
     told_bytes = too_much_bytes or slot.leak.unneeded_bytes(
-        rules.leak_flag_bytes, _FLAG_SHARE * cap_bytes
+        run.leak_flag_mib, _FLAG_SHARE * cap_bytes
     )
     notes: tuple[Command, ...] = ()
     if told_bytes is not None:
@@ -278,7 +271,7 @@ def died(slot: Slot, failure: Cause, why: str, moment: Moment) -> Transition:
     """Start another process after a pause that grows with each death; give up after deaths without
     progress between.
     """
-    now_s, rules, status = moment.now_s, moment.rules, slot.status
+    now_s, run, status = moment.now_s, moment.run, slot.status
     was_up = slot.ready
     deaths = (*(recent(slot.deaths_at_s, moment) if was_up else slot.deaths_at_s), now_s)
     did = status.counts.steps_ok if was_up and status is not None else 0
@@ -289,8 +282,8 @@ def died(slot: Slot, failure: Cause, why: str, moment: Moment) -> Transition:
         failure=failure,
     )
     in_vain = without_progress(slot)
-    if len(in_vain) >= rules.max_deaths:
-        span_s = max(rules.death_window_s, now_s - in_vain[0])
+    if len(in_vain) >= run.max_deaths:
+        span_s = max(run.death_window_s, now_s - in_vain[0])
         why = f"{len(in_vain)} deaths in {span_s:.0f} s without progress; the last: {why}"
         return quarantine(slot, failure, why)
     pausing = _pausing(slot, HeadState.RESTARTING, why, now_s + _pause_s(slot, moment))
@@ -303,7 +296,7 @@ def _no_memory_for_context(slot: Slot, why: str, moment: Moment) -> Transition:
     Not a death.
     """
     slot = _restarted(slot)
-    pause_s = _jittered(moment.rules.restart_backoff_max_s, slot, moment)
+    pause_s = _jittered(moment.run.restart_backoff_max_s, slot, moment)
     pausing = _pausing(slot, WorkerState.EMERGENCY, why, moment.now_s + pause_s)
     return _without_process(pausing, moment)
 
@@ -338,7 +331,7 @@ def impossible(
     Before the run counts, the plan is wrong and the run ends. Later it is this slot alone (a PC
     that joined late, another card that came back): the slot is given up and the others continue.
     """
-    if worked_before or moment.rules.has_counted or moment.ends_at_s is not None:
+    if worked_before or moment.has_counted or moment.ends_at_s is not None:
         return quarantine(slot, failure, end.reason)
     return slot, (end,)
 
@@ -459,7 +452,7 @@ def _pausing(slot: Slot, state: SlotState, why: str, wake_at_s: float) -> Slot:
 
 def recent(deaths_at_s: tuple[float, ...], moment: Moment) -> tuple[float, ...]:
     """Return the deaths of the window that ends now."""
-    return tuple(at for at in deaths_at_s if at > moment.now_s - moment.rules.death_window_s)
+    return tuple(at for at in deaths_at_s if at > moment.now_s - moment.run.death_window_s)
 
 
 def without_progress(slot: Slot) -> tuple[float, ...]:
@@ -480,16 +473,16 @@ def _pause_s(slot: Slot, moment: Moment) -> float:
     """
     if len(slot.deaths_at_s) == 1:
         return 0.0
-    rules = moment.rules
+    run = moment.run
     # 2.0**1024 would overflow.
-    doubled_s = rules.restart_backoff_s * 2.0 ** min(len(slot.deaths_at_s) - 2, 1000)
-    return _jittered(min(doubled_s, rules.restart_backoff_max_s), slot, moment)
+    doubled_s = run.restart_backoff_s * 2.0 ** min(len(slot.deaths_at_s) - 2, 1000)
+    return _jittered(min(doubled_s, run.restart_backoff_max_s), slot, moment)
 
 
 def _jittered(pause_s: float, slot: Slot, moment: Moment) -> float:
     """Return between half of the pause and all of it (AWS Architecture Blog, "Exponential Backoff
     And Jitter").
     """
-    seed = f"{moment.rules.seed}:{slot.slot}:{slot.restarts}"
+    seed = f"{moment.seed}:{slot.slot}:{slot.restarts}"
     drawn = hashlib.blake2b(seed.encode(), digest_size=8)
     return pause_s * (0.5 + 0.5 * int.from_bytes(drawn.digest(), "big") / 2**64)

@@ -19,10 +19,8 @@ def why_hung(slot: Slot, moment: Moment) -> str | None:
 
     Before its first step has ended, only the time for which it may do nothing says what to expect.
     """
-    rules, quiet = moment.rules, slot.quiet
-    patience_s = max(
-        rules.slow_step_s, rules.hang_timeout_s if slot.ready else rules.start_timeout_s
-    )
+    run, quiet = moment.run, slot.quiet
+    patience_s = max(moment.slow_step_s, run.hang_timeout_s if slot.ready else run.start_timeout_s)
     unanswered_s = _unanswered_s(slot, moment.now_s)
     if unanswered_s > patience_s:
         silent = "no answer" if slot.ready else "its process did not come up"
@@ -49,7 +47,7 @@ def told_nothing(slot: Slot, moment: Moment) -> tuple[str, bool] | None:
     """Return in words that the slot's process has told nothing for too long, and whether it is
     stale: not seen to compute meanwhile. `None`: it has told something.
     """
-    stale_after_s, quiet = moment.rules.stale_after_s, slot.quiet
+    stale_after_s, quiet = moment.run.stale_after_s, slot.quiet
     unanswered_s = _unanswered_s(slot, moment.now_s)
     silent_s = unanswered_s + (0.0 if quiet is None else quiet.seconds)
     if not slot.ready or silent_s <= stale_after_s:

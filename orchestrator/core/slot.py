@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from orchestrator.core.fleet import Told, Unreached
 from orchestrator.core.leak_detector import NO_WATCH, LeakWatch
@@ -23,6 +23,9 @@ from workers.messages import (
     WorkerState,
 )
 from workers.settings import PolicyState, Scalar
+
+if TYPE_CHECKING:
+    from orchestrator.config.schema import RunConfig
 
 
 class HeadState(StrEnum):
@@ -65,37 +68,6 @@ class Phase(StrEnum):
     QUARANTINED = "quarantined"
     STOPPED = "stopped"
     DONE = "done"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rules:
-    """The numbers of `run:` in cluster.yaml that concern a slot."""
-
-    hang_timeout_s: float
-    stale_after_s: float
-    start_timeout_s: float
-    slow_step_s: float = 0.0
-    """How long a step may take where the workload is known to have slow ones, such as those in
-    which torch compiles.
-
-    They may come at any time: where the first step had one sample, or after a change of how memory
-    is used.
-    """
-    restart_backoff_s: float
-    restart_backoff_max_s: float
-    max_deaths: int
-    death_window_s: float
-    max_workload_errors: int
-    leak_flag_bytes: int | None = None
-    """Growth of a worker's memory that is worth saying; `None` never says it."""
-    leak_limit_bytes: int | None = None
-    """Growth after which its process is replaced; `None` never does."""
-    seed: int = 0
-    """Of the jitter in restart pauses."""
-    has_counted: bool = False
-    """Whether an earlier head has worked on this run: what cannot work here then costs its slot,
-    and not the run.
-    """
 
 
 class Hold(StrEnum):
@@ -228,9 +200,23 @@ class Moment:
 
     now_s: float
     """Monotonic seconds."""
-    rules: Rules
+    run: RunConfig
+    """The section `run:` of cluster.yaml."""
     ends_at_s: float | None
     """When the run shall end; `None` before the planned time has begun."""
+    slow_step_s: float = 0.0
+    """How long a step may take where the workload is known to have slow ones, such as those in
+    which torch compiles.
+
+    They may come at any time: where the first step had one sample, or after a change of how memory
+    is used.
+    """
+    seed: int = 0
+    """Of the jitter in restart pauses."""
+    has_counted: bool = False
+    """Whether an earlier head has worked on this run: what cannot work here then costs its slot,
+    and not the run.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,11 +264,8 @@ class Unheld(_Plain):
     """The user lets the slot work again."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reinstated:
-    """The user lifts the quarantine of the slot."""
-
-    node_is_there: bool
+class Reinstated(_Plain):
+    """The user lifts the quarantine of the slot, which then waits for its node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -292,11 +275,10 @@ class Capped:
     cap_bytes: int | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Assigned:
-    """The slot has a place again, perhaps on another node, for another attempt at its work."""
-
-    node_is_there: bool
+class Assigned(_Plain):
+    """The slot has a place again, perhaps on another node, for which it then waits, for another
+    attempt at its work.
+    """
 
 
 class SaveAsked(_Plain):

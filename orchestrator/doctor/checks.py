@@ -47,6 +47,7 @@ _RAY_PORTS = "10002:19999,32768:60999"
 _INSTALL_DRIVER = "sudo ubuntu-drivers install && sudo reboot"
 _RESTART_WSL = "wsl --shutdown"
 _NEW_FILE = "python -m orchestrator init --output mine.yaml"
+_BUSY = "the PC is busy, or its disk slow: end other programs, or wait, and look again"
 
 
 def _found(subject: _Subject, *checks: Callable[[_Subject], Iterable[Finding]]) -> list[Finding]:
@@ -150,6 +151,10 @@ def _persistence(machine: Machine) -> Iterator[Finding]:
 
 def _torch(machine: Machine) -> Iterator[Finding]:
     facts, torch = machine.facts, machine.facts.torch
+    if torch.is_late:
+        found = f"not known: {torch.error}"
+        yield warn(found, hint=_BUSY, fix="python -m orchestrator doctor")
+        return
     if torch.version is None:
         yield fail(f"cannot be imported: {torch.error or 'no reason given'}", fix="make setup")
         return
@@ -296,7 +301,11 @@ def _nodes(cluster: Cluster) -> Iterator[Finding]:
                 fix=f"python -m orchestrator up {next(iter(config.nodes))}",
                 node=answer.title,
             )
-        if answer.facts is None:
+        if answer.is_late:
+            found = f"gave no answer: {answer.error}"
+            fix = "python -m orchestrator doctor"
+            yield fail(found, hint=_BUSY, fix=fix, node=answer.title)
+        elif answer.facts is None:
             yield fail(
                 f"gave no answer: {answer.error or 'no reason given'}",
                 hint="is this project installed there, in the same version, in the Python that "
@@ -330,13 +339,18 @@ def _versions(cluster: Cluster) -> Iterator[Finding]:
         "Python": lambda facts: ".".join(facts.python.split(".")[:2]),
         "Ray": lambda facts: facts.ray,
         "this project": lambda facts: facts.project,
-        "torch": lambda facts: (facts.torch.version or "none").split("+")[0],
+        "torch": lambda facts: (facts.torch.version or "").split("+")[0],
     }
     is_alike = True
     for what, version in versions.items():
-        if len({version(facts) for _, facts in known}) > 1:
+        told = {
+            title: version(facts) or "none"
+            for title, facts in known
+            if what != "torch" or not facts.torch.is_late
+        }
+        if len(set(told.values())) > 1:
             is_alike = False
-            has = ", ".join(f"{title} has {version(facts) or 'none'}" for title, facts in known)
+            has = ", ".join(f"{title} has {each}" for title, each in told.items())
             yield (warn if what == "torch" else fail)(f"{what} differs: {has}", fix="make setup")
     if is_alike and len(known) > 1:
         yield ok("the same on every node: Python, Ray, torch, this project")

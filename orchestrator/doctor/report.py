@@ -70,6 +70,8 @@ _COLUMNS: Final = (
     Column("check", "check"),
     Column("found", "found"),
 )
+_SEEN_CELLS: Final = 55
+"""On a terminal of 80 the table cuts what was found in more cells: below it stands in full."""
 _KEYS: Final = ("node", "check", "verdict", "found", "hint", "fix")
 
 
@@ -116,7 +118,11 @@ class Diagnosis:
         yield Text()
         yield Table(name="doctor", columns=_COLUMNS, rows=tuple(map(_row, worst_first)))
         for one in worst_first:
-            if one.hint or one.fix or one.verdict in {Verdict.FAIL, Verdict.WARN}:
+            is_bad, is_cut = (
+                one.verdict in {Verdict.FAIL, Verdict.WARN},
+                len(one.found) > _SEEN_CELLS,
+            )
+            if one.hint or one.fix or is_bad or is_cut:
                 said = "; ".join(filter(None, (one.found, one.hint)))
                 yield Text()
                 yield Text(clean(f"{one.subject}: {said}"), STYLES[_TONES[one.verdict]])

@@ -33,7 +33,7 @@ from workers.host.machine import look_around
 _DEFAULT_CONFIG = "cluster.yaml"
 
 #: Commands that read the configuration.
-_READ_CONFIG = tuple(f"python -m orchestrator {verb} " for verb in ("run", "up"))
+_READ_CONFIG = tuple(f"python -m orchestrator {verb}" for verb in ("run", "up", "doctor"))
 
 
 def diagnose(

@@ -1,35 +1,44 @@
 """Why an attempt of a job ended, and what follows: again, again with more memory, or never. Pure.
 
-A program's end is judged by what its PC saw (`workers.messages.Ending`), then by its last words,
-then by its signal or exit code. For a training that the lifecycle of slots has given up, a value
-says why, and no sentence of the lifecycle is read. Does not say when an attempt starts again
-(`queue.py`).
+A program's end is judged on its own PC, by the actor that has kept it: by what was seen there, by
+its signal or exit code, then by its last words. For a training that the lifecycle of slots has
+given up, a value says why, and no sentence of the lifecycle is read. Does not say when an attempt
+starts again (`queue.py`).
 """
 
 from __future__ import annotations
 
 import re
 import signal
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 from orchestrator.jobs.model import Standing
 from workers import oom
-from workers.messages import Cause, Ending
-
-#: EX_TEMPFAIL of sysexits.h: "parked, start me again".
-EXIT_PARKED: Final = 75
-
-#: What a shell says of a program that it cannot run, and that it does not find (POSIX, 2.8.2).
-_NOT_RUN: Final = frozenset({126, 127})
-
-#: A shell adds the number of a signal that ended its program to this.
-_SHELL_SIGNAL: Final = 128
+from workers.messages import Cause
 
 #: Sent by a person, by another program, or by the kernel. Any other signal is the program's crash.
-_FROM_OUTSIDE: Final = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+_FROM_OUTSIDE: Final = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+#: What an exit code, or below 0 a signal, means whatever was printed.
+_OF_STATUS: Final[Mapping[int, Cause]] = {
+    0: Cause.DONE,
+    75: Cause.PARKED,  # EX_TEMPFAIL of sysexits.h: "start me again"
+    # What a shell says of a program that it cannot run, and that it does not find (POSIX, 2.8.2).
+    **dict.fromkeys((126, 127), Cause.NOT_STARTED),
+    **dict.fromkeys((-number for number in _FROM_OUTSIDE), Cause.KILLED),
+    # A shell adds the number of a signal that ended its program to 128.
+    **dict.fromkeys((128 + number for number in _FROM_OUTSIDE), Cause.KILLED),
+}
 
 #: The next attempt gets a card with so many times the observed peak.
 _MORE: Final = 1.25
+
+#: Of several causes that a program's end has, the first one counts.
+_ORDER: Final = (
+    *(Cause.TIME_LIMIT, Cause.PARKED, Cause.DONE, Cause.HOST_MEMORY, Cause.OUT_OF_MEMORY),
+    *(Cause.DISK_FULL, Cause.NAN_LOSS, Cause.NOT_STARTED, Cause.KILLED),
+)
 
 #: What the words mean, the first that is found decides. An illegal address or an assertion on the
 #: card is not here: mostly it is an index of the program's own, and would come again.
@@ -75,24 +84,13 @@ NOT_COUNTED: Final = frozenset(
 _AGAIN: Final = {*NOT_COUNTED, Cause.OUT_OF_MEMORY, Cause.DIED, Cause.EXCEPTION}
 
 
-def cause_of(ending: Ending) -> Cause:
-    """Return why a program ended."""
-    if not ending.started:
-        return Cause.DISK_FULL if ending.disk_full else Cause.NOT_STARTED
-    code = ending.exit_code or 0
-    number = ending.signal or code - _SHELL_SIGNAL
-    signs = (
-        (ending.time_limit, Cause.TIME_LIMIT),
-        (ending.was_asked or code == EXIT_PARKED, Cause.PARKED),
-        (ending.exit_code == 0, Cause.DONE),
-        (ending.host_memory, Cause.HOST_MEMORY),
-        (ending.out_of_memory, Cause.OUT_OF_MEMORY),
-        (ending.disk_full, Cause.DISK_FULL),
-        (ending.nan_loss, Cause.NAN_LOSS),
-        (code in _NOT_RUN, Cause.NOT_STARTED),
-        (number in _FROM_OUTSIDE, Cause.KILLED),
-    )
-    return next((cause for holds, cause in signs if holds), None) or _by_words(ending.text)
+def cause_of(status: int, text: str, seen: Iterable[Cause] = ()) -> Cause:
+    """Return why a program ended, with this exit code or below 0 by a signal, and these last words.
+
+    `seen` is what its PC has seen of that besides.
+    """
+    found = {*seen, _OF_STATUS.get(status)}
+    return next((cause for cause in _ORDER if cause in found), None) or _by_words(text)
 
 
 def cause_of_failure(failure: Cause | None, error_text: str | None) -> Cause:

@@ -226,7 +226,7 @@ def ended(standing: Standing, seen: AttemptStatus, now_s: float) -> Transition:
             reason = f"in line again: its place on {standing.card} is gone"
     else:
         to, reason, follows = _follows(standing, seen, seen.cause, now_s)
-        more |= _valued(standing, seen.value, seen.step) | {"no_room": 0} | follows
+        more |= valued(standing, seen.value, seen.step) | {"no_room": 0} | follows
         more["exit_code"] = seen.exit_code
         if seen.cause is Cause.DONE:
             more["sha256"] = seen.sha256
@@ -287,7 +287,7 @@ def reached(standing: Standing, milestone: int, value: float, now_s: float) -> T
         standing,
         step=milestone,
         reached=(*standing.reached, (milestone, value, now_s)),
-        **_valued(standing, value, milestone),
+        **valued(standing, value, milestone),
     )
     told = {"milestone": milestone, "value": value}
     return _legal("job_milestone_reached", standing, after, told)
@@ -315,7 +315,8 @@ def is_better(standing: Standing, value: float) -> bool:
     return value < best if rule is None or rule.is_min else value > best
 
 
-def _valued(standing: Standing, value: float | None, step: int | None) -> Changes:
+def valued(standing: Standing, value: float | None, step: int | None) -> Changes:
+    """Return what changes where a job's metric has this value at a step; nothing for `None`."""
     if value is None:
         return {}
     best = {"best": value, "best_step": step} if is_better(standing, value) else {}

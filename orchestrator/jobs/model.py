@@ -284,7 +284,6 @@ class JobOrder(StrEnum):
 class Submitted:
     """A user wants a job done."""
 
-    at_s: float
     job: Job
     least_bytes: int | None = None
     """Below this not even its smallest step fits, as predicted; `None`: not predicted."""
@@ -294,7 +293,6 @@ class Submitted:
 class UserOrder:
     """A user says something of a job, or of the queue."""
 
-    at_s: float
     id: str
     """Of the command, so that one that comes twice is obeyed once."""
     order: JobOrder

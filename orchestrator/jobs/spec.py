@@ -304,10 +304,9 @@ def _of_keys(at: _Place) -> Iterator[Problem]:
         elif word == "train.slots":
             valid = "no slots; sweep over workload.seed for several trainings"
             yield at.problem("a job is one training in one slot", valid, *where)
-        elif word == "train.checkpoints" and "node" in values and len(at.entry.nodes) != 1:
-            text = "node keeps checkpoints on one PC, and this job may move to another"
-            valid = "head, or also nodes: with the one node it may run on"
-            yield at.problem(text, valid, *where)
+        elif word == "train.checkpoints" and "node" in values:
+            text = "node leaves the head without what a job leaves in its folder, and goes on from"
+            yield at.problem(text, "head, or no checkpoints", *where)
 
 
 def _of_team(at: _Place, where: KeyPath, values: list[Any]) -> Iterator[Problem]:

@@ -19,7 +19,6 @@ from orchestrator.core.slot import HeadState
 from orchestrator.record import history
 from orchestrator.record.archive import read_run
 from orchestrator.record.events import read_events
-from orchestrator.record.model import Snapshot
 from orchestrator.run import runner
 from orchestrator.run.environment import Environment
 from orchestrator.view.cells import clean
@@ -246,26 +245,15 @@ def burn(
     return result
 
 
-class _LastSnapshot:
-    """A watcher that keeps the last picture of a run, which names its folder."""
-
-    last: Snapshot | None = None
-
-    def update(self, snapshot: Snapshot) -> None:
-        self.last = snapshot
-
-    close = update
-
-
 def _run(
     run: PlannedRun, environment: Environment, options: runner.Options
 ) -> tuple[list[dict[str, Any]], bool]:
     """Return the rows of a run, and whether it ran to its end."""
-    watcher = _LastSnapshot()
-    is_whole = runner.run(environment, replace(options, judge=watcher)) != _EXIT_INTERRUPTED
-    run_id = "" if watcher.last is None else watcher.last.run_id
-    workers = workers_of(Path(run.config.run.dir) / run_id, run.config.run.duration_s)
-    return [judged(run, run_id, worker, is_whole=is_whole) for worker in workers], is_whole
+    folders: list[Path] = []
+    code = runner.run(environment, replace(options, judge=folders.append))
+    (folder,), is_whole = folders, code != _EXIT_INTERRUPTED
+    workers = workers_of(folder, run.config.run.duration_s)
+    return [judged(run, folder.name, worker, is_whole=is_whole) for worker in workers], is_whole
 
 
 def judged(run: PlannedRun, run_id: str, worker: WorkerCourse, *, is_whole: bool) -> dict[str, Any]:

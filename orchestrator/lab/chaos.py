@@ -150,8 +150,8 @@ class Chaos:
     def place(self, spec: WorkerSpec, num_cpus: float, num_gpus: float) -> None:
         """Place a worker, whose steps run out of memory if the plan says so."""
         self._nodes[spec.slot] = spec.node
-        if self._plan.oom_rate > 0:
-            spec = replace(spec, oom_rate=self._plan.oom_rate, chaos_seed=self._seed)
+        memory = replace(spec.memory, remember=False)  # it would hold for no other run
+        spec = replace(spec, memory=memory, oom_rate=self._plan.oom_rate, chaos_seed=self._seed)
         self._inner.place(spec, num_cpus, num_gpus)
 
     def abandon(self, slot: str) -> None:

@@ -9,10 +9,8 @@ from __future__ import annotations
 import json
 import os
 import socket
-import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
-from enum import StrEnum
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,8 +18,7 @@ import psutil
 
 from orchestrator.errors import NothingStoredError
 from orchestrator.record.command_file import any_waits
-from orchestrator.record.events import StoredEvent, read_events
-from orchestrator.record.jobs import QUEUE_NAME, QueueSnapshot, queue_snapshot
+from orchestrator.record.jobs import QUEUE_NAME
 from orchestrator.record.model import Snapshot
 from orchestrator.record.store import (
     STORE_NAME,
@@ -32,7 +29,6 @@ from orchestrator.record.store import (
     reading,
 )
 from workers.files import read_small
-from workers.host.machine import free_bytes
 from workers.host.processes import is_alive
 from workers.messages import WorkerState
 
@@ -42,12 +38,6 @@ LEAST_TO_RESUME_S: Final = 1.0
 """Less of its planned length is not worth starting a cluster for."""
 
 _NOTE_MOST_BYTES: Final = 64 * 2**10
-_NEW_EVENTS_MOST: Final = 1_000
-
-#: The head writes once a second. Its store is late when nothing came for so long, and, on another
-#: machine where its process cannot be looked up, the head counts as gone after the second.
-LATE_AFTER_S: Final = 5.0
-_GONE_AFTER_S: Final = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,94 +153,3 @@ def head_of(folder: Path) -> psutil.Process | None:
         return None
     is_head &= began is None or is_alive(pid, began)
     return process if is_head and not (folder / "summary.json").exists() else None
-
-
-class Freshness(StrEnum):
-    """Whether what is shown is the state of the run now."""
-
-    LIVE = "live"
-    LATE = "late"
-    HEAD_GONE = "head gone"
-    ENDED = "ended"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Frame:
-    """A run as its folder tells it at one look."""
-
-    run: StoredRun
-    snapshot: Snapshot
-    events: tuple[StoredEvent, ...]
-    """What has happened since the frame before; of the first frame, the last events."""
-    freshness: Freshness
-    late_s: float
-    """Seconds since the store last changed."""
-    missed: tuple[str, ...] = ()
-    """What fell short, of a run that has ended and was not good."""
-    queue: QueueSnapshot | None = None
-    """The queue of jobs, where the run has one."""
-    disk_free_bytes: int | None = None
-    """Of the file system with the run folder; `None` where it does not say."""
-
-
-class Follower:
-    """Looks at one run folder again and again."""
-
-    def __init__(
-        self,
-        folder: Path,
-        monotonic_s: Callable[[], float] = time.monotonic,
-        unix_s: Callable[[], float] = time.time,
-    ) -> None:
-        self._folder = folder
-        self._monotonic_s = monotonic_s
-        self._unix_s = unix_s
-        self._frame: Frame | None = None
-        self._changed_at_s = monotonic_s()
-        self._event = 0
-
-    def look(self) -> Frame:
-        """Return the run as it is now; one that has ended is not read again.
-
-        `NothingStoredError`: the head has not stored anything yet; `ArchiveError`: the folder or
-        its store cannot be read.
-        """
-        before, now_s = self._frame, self._monotonic_s()
-        if before is not None and before.freshness is Freshness.ENDED:
-            return replace(before, events=())
-        run = read_run(self._folder)
-        events = read_events(self._folder, after=self._event, limit=_NEW_EVENTS_MOST)
-        self._event = events[-1].number if events else self._event
-        is_here = run.facts.host == socket.gethostname()
-        if before is None and run.updated_at_unix_s is not None and is_here:
-            self._changed_at_s = now_s - max(0.0, self._unix_s() - run.updated_at_unix_s)
-        elif before is None or events or run.updated_at_unix_s != before.run.updated_at_unix_s:
-            self._changed_at_s = now_s
-        late_s = max(0.0, now_s - self._changed_at_s)
-        freshness, snapshot = _freshness(run, late_s, is_here=is_here), run.snapshot()
-        is_alive, now_unix_s = freshness in {Freshness.LIVE, Freshness.LATE}, self._unix_s()
-        self._frame = Frame(
-            run=run,
-            snapshot=snapshot,
-            events=events,
-            freshness=freshness,
-            late_s=late_s,
-            missed=missed_of(events) or (() if before is None else before.missed),
-            queue=queue_snapshot(self._folder, snapshot.rows, now_unix_s, is_alive=is_alive),
-            disk_free_bytes=free_bytes(str(self._folder)),
-        )
-        return self._frame
-
-
-def _freshness(run: StoredRun, late_s: float, *, is_here: bool) -> Freshness:
-    if run.outcome != "running" and not run.was_killed:
-        return Freshness.ENDED
-    if run.was_killed if is_here else late_s > _GONE_AFTER_S:
-        return Freshness.HEAD_GONE
-    return Freshness.LATE if late_s > LATE_AFTER_S else Freshness.LIVE
-
-
-def missed_of(events: Iterable[StoredEvent]) -> tuple[str, ...]:
-    """Return what fell short, as the end of a run among these events says."""
-    ends = [event.details.get("missed") for event in events if event.event == "run_ended"]
-    return tuple(map(str, ends[-1])) if ends and isinstance(ends[-1], list) else ()

@@ -38,7 +38,6 @@ class Listed:
 
     folder: Path
     outcome: str
-    exit_code: int | None = None
     run: StoredRun | None = None
     """`None` where nothing was stored, or what was cannot be read."""
     error: str | None = None
@@ -96,7 +95,7 @@ def run_object(one: Listed) -> dict[str, Any]:
         "started_at_unix_s": one.started_at_unix_s,
         "mode": facts and facts.mode,
         "outcome": one.outcome,
-        "exit_code": one.exit_code,
+        "exit_code": run and run.exit_code,
         "elapsed_s": run and run.elapsed_s,
         "duration_s": facts and facts.duration_s,
         "remaining_s": run and run.remaining_s,
@@ -194,6 +193,4 @@ def _listed(folder: Path) -> Listed:
         return Listed(folder=folder, outcome=RUNNING if head_of(folder) else "interrupted")
     except ArchiveError as failure:
         return Listed(folder=folder, outcome=UNREADABLE, error=str(failure))
-    return Listed(
-        folder=folder, outcome=run.outcome, exit_code=run.exit_code, run=run, error=run.error
-    )
+    return Listed(folder=folder, outcome=run.outcome, run=run, error=run.error)

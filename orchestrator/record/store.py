@@ -327,7 +327,7 @@ class RunStore:
         self._disconnect()
 
     def _put(self, table: str, key: str | int, value: object) -> None:
-        self._waiting[table, key] = _text(value)
+        self._waiting[table, key] = as_json(value)
 
     def _write(self, connection: sqlite3.Connection) -> None:
         # A job that was ended or begun must not come back; what a slot counted may.
@@ -365,28 +365,25 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:  # noqa: ANN401 - a dataclass
     return TypeAdapter(kind)
 
 
-def as_json(value: object) -> str:
-    """Return a dataclass as JSON in ASCII, without what has its default value.
+def as_json(value: Any) -> str:  # noqa: ANN401 - a record, or what JSON knows
+    """Return a value as JSON, exactly if JSON can hold it, else made harmless; of a record, without
+    what has its default value.
 
-    In ASCII a name of a file that is no UTF-8 comes back, too.
+    In ASCII: so a name of a file that is no UTF-8 comes back, too.
     """
-    kind: Any = type(value)
-    fields = _adapter(kind).dump_python(value, mode="json", exclude_defaults=True)
-    return json.dumps(fields, separators=(",", ":"))
+    try:
+        kind, told = cast("Any", type(value)), value
+        if not isinstance(value, dict):
+            told = _adapter(kind).dump_python(value, mode="json", exclude_defaults=True)
+        return json.dumps(told, separators=(",", ":"))
+    except (ValueError, TypeError, RecursionError):  # thousands of digits, a circle
+        return json.dumps(harmless(value if isinstance(value, dict) else asdict(value)))
 
 
 def from_json(kind: type[_Value], text: str) -> _Value:
     """Return a dataclass that `as_json` has written; `ValueError`: it is none of this kind."""
     adapter: TypeAdapter[_Value] = _adapter(cast("Any", kind))
     return adapter.validate_python(json.loads(text))
-
-
-def _text(value: Any) -> str:  # noqa: ANN401 - a record, or what JSON knows
-    """Return a value as JSON in ASCII, exactly if JSON can hold it, else made harmless."""
-    try:
-        return json.dumps(value) if isinstance(value, dict) else as_json(value)
-    except (ValueError, TypeError, RecursionError):  # thousands of digits, a circle
-        return json.dumps(harmless(value if isinstance(value, dict) else asdict(value)))
 
 
 def _sample(row: Row, at_unix_s: float) -> _Sample:

@@ -237,7 +237,7 @@ def _end(slot: Slot, job: Job) -> tuple[Cause | None, str, int | None]:
         return None, slot.reason, None
     ended = None if slot.status is None else slot.status.ended
     if ended is not None:
-        return causes.cause_of(ended), slot.reason, ended.exit_code
+        return ended.cause, slot.reason, ended.exit_code
     if slot.phase is Phase.DONE and job.command is None:
         return Cause.DONE, slot.reason, None
     if slot.phase is Phase.DONE:

@@ -23,7 +23,14 @@ from typing import Final
 from orchestrator.config.gpu_specs import PROFILES
 from orchestrator.config.schema import Config
 from orchestrator.control.queue import NoMessageError, message_of
-from orchestrator.core.placement import NodeBudget, SlotPlan, Target, node_budget, plan_slots
+from orchestrator.core.placement import (
+    RAY_STEPS,
+    NodeBudget,
+    SlotPlan,
+    Target,
+    node_budget,
+    plan_slots,
+)
 from orchestrator.core.slot import Slot
 from orchestrator.errors import ConfigError, UsageError
 from orchestrator.jobs.lifecycle import SAVES, Event
@@ -393,7 +400,7 @@ class JobPlans:
             plan,
             spec=spec,
             num_cpus=share.cpus_per_worker * max(1, int(share.workers_per_card * part)),
-            num_gpus=math.floor(1e4 * part) / 1e4 if share.gpus else 0.0,
+            num_gpus=math.floor(RAY_STEPS * part) / RAY_STEPS if share.gpus else 0.0,
         )
 
     def spec_of(self, standing: Standing) -> WorkerSpec:

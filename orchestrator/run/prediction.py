@@ -24,7 +24,7 @@ from orchestrator.errors import ConfigError, UsageError, one_line
 from orchestrator.jobs.model import SAME_STEP, Job, Submitted
 from orchestrator.jobs.sweep import job_config
 from orchestrator.run.child import ask_child, never
-from workers.command.code import code_of
+from workers.command.folder import look
 from workers.settings import ASSUMED_CONTEXT_BYTES, TeamSpec
 
 #: A large model of the user, on a slow disk.
@@ -215,12 +215,9 @@ def submitted(jobs: Iterable[Job], config: Config, target: Target) -> tuple[Subm
             return now
         cwd = str(Path.cwd() / Path(command.cwd or "").expanduser())
         if cwd not in codes:
-            codes[cwd] = code_of(cwd) if Path(cwd).is_dir() else None
+            codes[cwd] = look(cwd)
         return replace(now, command=replace(command, cwd=cwd), code=codes[cwd])
 
     ready = [*map(of_here, jobs)]
     least = least_room_of([job for job in ready if not job.awaits_settings], config, target)
-    return tuple(
-        Submitted(at_s=job.submitted_at_unix_s, job=job, least_bytes=least.get(job.name))
-        for job in ready
-    )
+    return tuple(Submitted(job=job, least_bytes=least.get(job.name)) for job in ready)

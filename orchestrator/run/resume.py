@@ -11,15 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from orchestrator.config.schema import Config
-from orchestrator.core.slot import HeadState, Phase, Rules, Slot
+from orchestrator.core.slot import HeadState, Phase, Slot
 from orchestrator.core.training import Training
 from orchestrator.errors import UsageError
 from orchestrator.record.archive import LEAST_TO_RESUME_S, StoredRun
 from orchestrator.record.store import SlotRecord
 from orchestrator.run.environment import STARTING, Environment, Mode, ground_of
 from workers.messages import WorkerState
-from workers.units import MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,19 +33,6 @@ class Past:
     """Whether its records are incomplete already."""
     team_generation: int = 0
     """The last in which a member of a team was named to lead it."""
-
-
-def rules_of(config: Config, past: Past) -> Rules:
-    """Return what concerns a slot; most of it are keys of `run:`."""
-    run = config.run
-    return Rules(
-        **run.model_dump(include=set(Rules.__slots__)),
-        leak_flag_bytes=None if run.leak_flag_mib is None else int(run.leak_flag_mib * MIB),
-        leak_limit_bytes=None if run.leak_limit_mib is None else int(run.leak_limit_mib * MIB),
-        slow_step_s=config.train.slow_step_s if config.workload.name == "train" else 0.0,
-        seed=config.workload.seed,
-        has_counted=past.elapsed_s > 0,
-    )
 
 
 def environment_of(

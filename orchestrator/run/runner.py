@@ -56,7 +56,6 @@ from orchestrator.view.cells import width_of, wrapped
 from orchestrator.view.live import LiveTable, PlainLines, Watcher
 from orchestrator.view.phrases import fault_lines, section
 from workers.keeper.processes import start_time
-from workers.learned_limits import LimitStore
 
 _SUMMARY_NAME = "summary.json"
 
@@ -106,9 +105,9 @@ class Options:
     """With it a memory offset is set, too."""
     queue: QueueOptions | None = None
     """Of a run of jobs."""
-    judge: Watcher | None = None
-    """A watcher that judges the run and reports on it: then `json` only means that this run prints
-    nothing.
+    judge: Callable[[Path], None] | None = None
+    """Is told the folder of a run that it judges and reports on: then `json` only means that this
+    run prints nothing.
     """
 
 
@@ -220,8 +219,6 @@ def _in_environment(environment: Environment, record: _Record, interrupts: Inter
         )
         options, plans = record.options, environment.plans
         chaos = options.chaos
-        # With injected failures nothing is learned that holds without them.
-        remembers = environment.config.memory.remember and chaos is None
         if record.queue is None:
             addresses = {str(fact.name): fact.address for fact in fleet.nodes()}
             lines = firewall_lines(plans, addresses)
@@ -254,7 +251,6 @@ def _in_environment(environment: Environment, record: _Record, interrupts: Inter
                 outlets=record.outlets,
                 folder=record.folder,
                 interrupted=lambda: interrupts.asked,
-                limits=LimitStore() if remembers else None,
                 clock=clock,
                 dispatcher=dispatcher,
             )
@@ -287,8 +283,10 @@ class _Record:
 
     def __post_init__(self) -> None:
         judge, chaos = self.options.judge, self.options.chaos
+        if judge is not None:
+            judge(self.folder)
         self.outlets = Outlets(
-            watchers=(*_viewers(self.options, self.screen), *(() if judge is None else (judge,))),
+            watchers=_viewers(self.options, self.screen),
             events=EventLog(
                 self.folder / EVENTS_NAME, also=None if chaos is None else chaos.on_event
             ),

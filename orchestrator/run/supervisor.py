@@ -36,28 +36,28 @@ from orchestrator.record.command_file import Incoming, Row
 from orchestrator.record.events import EventLog
 from orchestrator.record.model import Snapshot
 from orchestrator.record.output import OutputFiles
-from orchestrator.record.store import (
-    RunFacts,
-    RunStore,
-    SlotRecord,
-)
+from orchestrator.record.store import SAMPLE_EVERY_S, RunFacts, RunStore, SlotRecord
 from orchestrator.run.dispatcher import Dispatcher
-from orchestrator.run.learned_limits import LearnedLimits
 from orchestrator.run.node_watch import NodeWatch
-from orchestrator.run.resume import Past, rules_of
+from orchestrator.run.resume import Past
 from orchestrator.run.run_dir import STATES, CheckpointKeeper
 from orchestrator.run.snapshot import Meter, row_of
 from orchestrator.run.team import Team, is_finished
 from orchestrator.view.live import Watcher
-from workers.learned_limits import LimitStore
 from workers.messages import Begin, Status
 
 #: How long one wait for a status may last: Ctrl-C and times may be late by so much.
 _WAIT_S = 0.1
 
 
-#: What is done so often at most. A killed head loses what was learned since the last save.
-_EVERY_S = {"look at nodes": 1.0, "show": 0.25, "save": 60.0, "dispatch": 0.2}
+#: What is done so often at most. A run that nobody watches is looked at for its samples alone: then
+#: by another clock, so a little later.
+_EVERY_S = {
+    "look at nodes": 1.0,
+    "show": 0.25,
+    "sample": SAMPLE_EVERY_S + 0.01,
+    "dispatch": 0.2,
+}
 
 #: If the clock jumps by so much, this process was suspended; for so long afterwards no time that
 #: has passed counts against a slot.
@@ -144,8 +144,6 @@ class Supervisor:
     folder: Path
     """Of the run: commands come there, and states and what is printed are kept there."""
     interrupted: Callable[[], bool]
-    limits: LimitStore | None = None
-    """What earlier runs have learned; `None`: nothing is read or kept."""
     clock: Clock = field(default_factory=Clock)
     dispatcher: Dispatcher | None = None
     """Of a run of jobs: it says which slots there are."""
@@ -154,13 +152,17 @@ class Supervisor:
     """The traceback of the last error of the workload."""
 
     def __post_init__(self) -> None:
-        self.learned_limits = LearnedLimits(self.limits, self.outlets.events)
         self.checkpoints = CheckpointKeeper(self.folder / STATES)
         self.output = OutputFiles(self.folder)
         self.commands = Commands(self.folder, self.outlets, self.clock)
-        plans = self.learned_limits.add_learned(self.plans, self.clock.unix_s())
-        self._plans = {plan.spec.slot: plan for plan in plans}
-        self._rules = rules_of(self.config, self.past)
+        self._plans = {plan.spec.slot: plan for plan in self.plans}
+        self._of_run: dict[str, Any] = {
+            "run": self.config.run,
+            "slow_step_s": slow_step_s(self.config),
+            "seed": self.config.workload.seed,
+            "has_counted": self.past.elapsed_s > 0,
+        }
+        """What a transition of a slot depends on, the same in all of the run."""
         self._slots = {name: self.past.slots.get(name, Slot(slot=name)) for name in self._plans}
         self._meters = {name: Meter() for name in self._plans}
         self._recorded: dict[str, tuple[object, ...]] = {}
@@ -179,7 +181,7 @@ class Supervisor:
                 self._slots[name] = replace(slot, orders=replace(slot.orders, hold=hold))
         self._teams: dict[tuple[str, ...], Team] = {}
         """By their members; that of a job stays, for its next attempt."""
-        for plan in plans:
+        for plan in self.plans:
             self._add_team(plan)
         self._hazards: dict[str, None] = {}
         """What trainings warn of."""
@@ -188,7 +190,7 @@ class Supervisor:
         self._counting_since_s: float | None = None
         self._ends_at_s: float | None = None
         self._ended_s: float | None = None
-        self._done_at_s = {**dict.fromkeys(_EVERY_S, float("-inf")), "save": self._began_s}
+        self._done_at_s = dict.fromkeys(_EVERY_S, float("-inf"))
 
     def _add_team(self, plan: SlotPlan) -> None:
         spec = plan.spec.team
@@ -295,8 +297,6 @@ class Supervisor:
         self._quarantine_cards(now_s)
         self._begin_counting()
         self._send_out()
-        if self._is_time_to("save", now_s):
-            self.learned_limits.save()
         self._show()
 
     def _slots_of(self, node: str) -> list[str]:
@@ -321,7 +321,7 @@ class Supervisor:
 
     def _moment(self) -> slots.Moment:
         now_s = self.clock.monotonic_s()
-        return slots.Moment(now_s=now_s, rules=self._rules, ends_at_s=self._ends_at_s)
+        return slots.Moment(now_s=now_s, ends_at_s=self._ends_at_s, **self._of_run)
 
     def _tick(self) -> None:
         now_s = self.clock.monotonic_s()
@@ -333,19 +333,20 @@ class Supervisor:
                 self._feed(name, _TICK)
 
     def _obey(self) -> None:
-        is_ending, nodes = self._ended_s is not None, self._nodes.seen()
+        is_ending = self._ended_s is not None
         queued = () if self.dispatcher is None else self.dispatcher.rests()
         for name, event in self.commands.receive(
-            self._slots, self._plans, nodes, is_ending=is_ending, queued=queued
+            self._slots, self._plans, is_ending=is_ending, queued=queued
         ):
             self._feed(name, event)
+            if isinstance(event, slots.Reinstated):
+                self._join(name)
 
     def _dispatch(self, now_s: float) -> None:
         if self.dispatcher is None or not self._is_time_to("dispatch", now_s):
             return
-        nodes = self._nodes.seen()
-        for plan in self.dispatcher.turn(self._slots, nodes, self.clock.unix_s()):
-            self._begin(plan, node_is_there=plan.spec.node in nodes)
+        for plan in self.dispatcher.turn(self._slots, self._nodes.seen(), self.clock.unix_s()):
+            self._begin(plan)
         finished = filter(self._is_finished, self._teams.values())
         left = {name: _NOT_TOGETHER for team in finished for name in team.members}
         for name, why in {**left, **self.dispatcher.rests()}.items():
@@ -360,16 +361,21 @@ class Supervisor:
             and slot.phase not in {*_OVER, Phase.STOPPED}  # it has ended just now
         )
 
-    def _begin(self, plan: SlotPlan, *, node_is_there: bool) -> None:
+    def _begin(self, plan: SlotPlan) -> None:
         """Begin an attempt at a job, in its slot of before or in a new one."""
         name = plan.spec.slot
-        (plan,) = self.learned_limits.add_learned([plan], self.clock.unix_s())
         self._plans[name] = plan
         self._meters.setdefault(name, Meter())
         self._slots.setdefault(name, self.past.slots.get(name, Slot(slot=name)))
         self._shares.replan(self._plans)
         self._add_team(plan)
-        self._feed(name, slots.Assigned(node_is_there=node_is_there))
+        self._feed(name, slots.Assigned())
+        self._join(name)
+
+    def _join(self, name: str) -> None:
+        """Tell a slot that begins anew of its node, if that is there."""
+        if self._plans[name].spec.node in self._nodes.present:
+            self._feed(name, slots.NodeJoined())
 
     def _send_out(self) -> None:
         """Write down what has changed, then perform what follows from it."""
@@ -428,7 +434,8 @@ class Supervisor:
         self.fleet.order(name, replace(wanted, kept=kept, copy=piece, team=team))
 
     def _show(self) -> None:
-        if self._is_time_to("show", self.clock.monotonic_s()):
+        what = "show" if self.outlets.watchers else "sample"
+        if self._is_time_to(what, self.clock.monotonic_s()):
             self.outlets.show(self.snapshot())
 
     def _begin_counting(self) -> None:
@@ -453,7 +460,10 @@ class Supervisor:
         if not answered:
             return
         self._first_ready_s = self._first_ready_s if self._first_ready_s is not None else now_s
-        if len(answered) == len(here) or now_s - self._first_ready_s > self._rules.start_timeout_s:
+        if (
+            len(answered) == len(here)
+            or now_s - self._first_ready_s > self.config.run.start_timeout_s
+        ):
             self._count_from(now_s)
 
     def _count_from(self, now_s: float) -> None:
@@ -465,11 +475,13 @@ class Supervisor:
         )
 
     def _quarantine_cards(self, now_s: float) -> None:
-        # Jobs come and go on a card: those that have failed say nothing about the next one.
-        if self.dispatcher is not None:
+        # Jobs come and go on a card: those that have failed say nothing about the next one. Time
+        # alone makes no card worse.
+        if self.dispatcher is not None or not self._changed:
             return
         cards = circuit_breaker.by_card(self._plans, self._slots)
-        for card, reason in circuit_breaker.cards_to_quarantine(cards, now_s, self._rules).items():
+        window_s = self.config.run.death_window_s
+        for card, reason in circuit_breaker.cards_to_quarantine(cards, now_s, window_s).items():
             self.outlets.events.write("card_quarantined", card=card, reason=reason)
             for slot in cards[card]:
                 self._feed(slot.slot, slots.CardQuarantined(reason=reason))
@@ -523,7 +535,6 @@ class Supervisor:
         self._slots[name], self._changed[name] = after, None
         if after.status is not None and after.news_at_s not in {None, before.news_at_s}:
             self._meters[name].add(after.status)
-            self.learned_limits.take(after.status)
         if after.phase is not before.phase and after.phase in _OVER:
             # The queue is to know of an end before the store does.
             self._done_at_s["dispatch"] = float("-inf")
@@ -565,9 +576,13 @@ class Supervisor:
         self._close()
 
     def _close(self) -> None:
-        self.learned_limits.save()
         for name in self._slots:
             self._feed(name, slots.Close())
+
+
+def slow_step_s(config: Config) -> float:
+    """Return how long a step may take that is known to be slow; 0: none is."""
+    return config.train.slow_step_s if config.workload.name == "train" else 0.0
 
 
 class Commands:
@@ -590,7 +605,6 @@ class Commands:
         self,
         slots: Mapping[str, Slot],
         plans: Mapping[str, SlotPlan],
-        nodes: Collection[str],
         *,
         is_ending: bool,
         queued: Collection[str] = (),
@@ -609,7 +623,7 @@ class Commands:
             try:
                 command = command_of(row.content)
                 told |= asdict(command)
-                events = events_of(command, slots, plans, nodes, is_ending=is_ending, queued=queued)
+                events = events_of(command, slots, plans, is_ending=is_ending, queued=queued)
                 answer = Answer(ok=True, id=row.id, effect=EFFECTS[command.do])
             except CommandRefusedError as error:
                 events, answer = (), Answer(ok=False, id=row.id, error=str(error))

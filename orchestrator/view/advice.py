@@ -7,12 +7,10 @@ nor tells of time without a worker, which the report does elsewhere.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Final, TypeAlias
 
-from orchestrator.record.history import Buckets, Span
 from orchestrator.record.model import Row, rows_by_card
 from workers.messages import STARVED, WorkerState
 from workers.units import MIB
@@ -30,8 +28,8 @@ _REMEDIES: Final[Mapping[str, str]] = {
     "plan one worker more",
     "heat": "its workers paused or did less, because it was hot; check dust, airflow and fans, "
     "then lower nodes.{}.power_limit_w",
-    "neighbour": "another program used it; end that (nvidia-smi names it), or plan with less of "
-    "the card",
+    "neighbour": "another program used it; end that (nvidia-smi names it, or top on a processor), "
+    "or plan with less of it",
     "memory": "not even the smallest step of a worker fitted; raise "
     "nodes.{}.vram_per_worker_gib, or start fewer workers",
     "head": "workers waited for the processor; plan no more workers than cores",
@@ -53,31 +51,26 @@ _FOREIGN_LEAST_BYTES: Final = 768 * MIB
 #: In these a worker has not begun, or has nothing to do.
 _IDLE_STATES: Final = frozenset({WorkerState.WARMING, WorkerState.DONE, WorkerState.STOPPED})
 
-Course: TypeAlias = Mapping[str, Buckets]
-"""The sampled values of one slot, by key."""
+Means: TypeAlias = Mapping[str, float | None]
+"""Of one slot, the mean of each sampled value; `None` is unknown."""
 
 
 def advice_lines(
     rows: Sequence[Row],
-    courses: Mapping[str, Course],
-    spans: Mapping[str, Sequence[Span]],
-    ends_unix_s: float,
+    means: Mapping[str, Means],
+    states_s: Mapping[str, Mapping[str, float]],
 ) -> Iterator[str]:
     """Yield each card that was seen at work for 10 s and was less busy than it could be, and then a
     line for each cause, the largest share of its time first.
 
-    Of each slot, `courses` are the values of `SAMPLED` and `spans` its states, as of `history`; the
-    last states lasted until `ends_unix_s`.
+    Of each slot, `means` are those of `SAMPLED`, and `states_s` says how long it was in each state.
     """
     for (node, _), of_card in rows_by_card(rows).items():
-        found = (
-            _seen(row, courses.get(row.slot, {}), spans.get(row.slot, ()), ends_unix_s)
-            for row in of_card
-        )
+        found = (_seen(row, means.get(row.slot, {}), states_s.get(row.slot, {})) for row in of_card)
         seen = [slot for slot in found if slot is not None]
         if not seen:
             continue
-        busy, shares = _divided(seen, of_card, courses.get(of_card[0].slot, {}))
+        busy, shares = _divided(seen, of_card, means.get(of_card[0].slot, {}))
         causes = [cause for cause in shares if shares[cause] >= _LEAST_SHARE]
         if causes:
             yield f"{node}, {of_card[0].gpu_name or 'CPU'}: busy {busy:.0%} of the time"
@@ -85,33 +78,21 @@ def advice_lines(
             yield f"{shares[cause]:.0%} {cause}: {_REMEDIES[cause].format(node)}"
 
 
-def _mean(course: Course, key: str) -> float | None:
-    """Return the mean of a sampled value."""
-    known = [value for value in course[key].mean if value is not None] if key in course else []
-    return fmean(known) if known else None
-
-
-def _seen(
-    row: Row, course: Course, spans: Sequence[Span], ends_unix_s: float
-) -> dict[str, float] | None:
+def _seen(row: Row, mean: Means, states_s: Mapping[str, float]) -> dict[str, float] | None:
     """Return shares of the time in which a slot's worker reported, by what they are shares of;
     `None` where it was seen for too short a time.
     """
-    states_s = defaultdict[str, float](float)
-    for span in spans:
-        if span.state in set(WorkerState) - _IDLE_STATES:
-            until_unix_s = ends_unix_s if span.to_unix_s is None else span.to_unix_s
-            states_s[span.state] += max(0.0, until_unix_s - span.from_unix_s)
-    seen_s = sum(states_s.values())
+    in_state_s = {state: states_s.get(state, 0.0) for state in set(WorkerState) - _IDLE_STATES}
+    seen_s = sum(in_state_s.values())
     if seen_s < _LEAST_SEEN_S:
         return None
-    starved = sum(states_s[state] for state in STARVED) / seen_s
-    paused = states_s[WorkerState.PAUSED] / seen_s
-    kept, of_best_pct = _mean(course, "duty_measured"), _mean(course, "baseline_pct")
+    starved = sum(in_state_s[state] for state in STARVED) / seen_s
+    paused = in_state_s[WorkerState.PAUSED] / seen_s
+    kept, of_best_pct = mean.get("duty_measured"), mean.get("baseline_pct")
     return {
         "starved": starved,
         "paused": paused,
-        "throttled": states_s[WorkerState.THROTTLED] / seen_s,
+        "throttled": in_state_s[WorkerState.THROTTLED] / seen_s,
         # Its process kept the device, waits for data included.
         "kept": min(1.0, max(0.0, 1.0 - paused - starved if kept is None else kept)),
         "duty": 1.0 if row.duty_requested is None else row.duty_requested,
@@ -122,7 +103,7 @@ def _seen(
 
 
 def _divided(
-    seen: Sequence[Mapping[str, float]], rows: Sequence[Row], course: Course
+    seen: Sequence[Mapping[str, float]], rows: Sequence[Row], sampled: Means
 ) -> tuple[float, dict[str, float]]:
     """Return the share of the time in which a card was busy, and the shares of the causes."""
     mean = {name: fmean(slot[name] for slot in seen) for name in seen[0]}
@@ -145,10 +126,10 @@ def _divided(
         "head": (idle - by_duty - by_heat) * lost,
     }
     own_bytes = sum(row.budget_bytes or 0 for row in rows)
-    if (_mean(course, "device_used_bytes") or 0.0) - own_bytes > _FOREIGN_LEAST_BYTES:
+    if (sampled.get("device_used_bytes") or 0.0) - own_bytes > _FOREIGN_LEAST_BYTES:
         slower = kept * (1 - mean["of_best"]) - by_heat - data
         shares["neighbour"] = shares.pop("memory") + max(0.0, slower)
-    used_pct = _mean(course, "utilisation_pct")
+    used_pct = sampled.get("utilisation_pct")
     if used_pct is not None and busy - used_pct / 100 >= _LEAST_GAPS:
         shares["gaps"] = busy - used_pct / 100
         busy = used_pct / 100

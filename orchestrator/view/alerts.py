@@ -1,27 +1,32 @@
-"""What can be wrong with a run: `KINDS` has every alert, and a function for each part finds them.
+"""A run as it is at one look, and what can be wrong with it: `KINDS` has every alert, and a
+function for each part finds them.
 
-Pure. Looks at a run as it is now. Once no head works on a run nothing is known of its slots: then
-only that is wrong. Does not send alerts (`notify`) or draw them.
+Pure. Once no head works on a run nothing is known of its slots: then only that is wrong. Does not
+look (`look`), send alerts (`notify`) or draw them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeAlias, get_args
 
 from orchestrator.config.schema import Severity
 from orchestrator.core.slot import HeadState, SlotState
 from orchestrator.jobs.model import JobState
-from orchestrator.record.archive import Frame, Freshness
-from orchestrator.record.model import Row, natural_order, rows_by_card
+from orchestrator.record.archive import StoredRun
+from orchestrator.record.events import StoredEvent
+from orchestrator.record.jobs import QueueSnapshot
+from orchestrator.record.model import Row, Snapshot, natural_order, rows_by_card
 from orchestrator.view.cells import clean
 from orchestrator.view.tables import Tone
 from workers.messages import WorkerState
 from workers.units import GIB
 
 SEVEREST_FIRST: Final[tuple[Severity, ...]] = get_args(Severity)
+HEAD_GONE: Final = "HeadGone"
 NODE_MISSING: Final = "NodeMissing"
 
 _TONES: Final = dict(zip(SEVEREST_FIRST, (Tone.BAD, Tone.WARN, Tone.NOTE), strict=True))
@@ -67,6 +72,62 @@ class Alert:
         return {**asdict(self), "tone": self.tone.value}
 
 
+class Freshness(StrEnum):
+    """Whether what is shown is the state of the run now."""
+
+    LIVE = "live"
+    LATE = "late"
+    HEAD_GONE = "head gone"
+    ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frame:
+    """A run as its folder tells it at one look."""
+
+    run: StoredRun
+    snapshot: Snapshot
+    """With the line of its queue."""
+    events: tuple[StoredEvent, ...]
+    """The last ones, also those of earlier looks."""
+    freshness: Freshness
+    late_s: float
+    """Seconds since the store last changed."""
+    queue: QueueSnapshot | None = None
+    """The queue of jobs, where the run has one."""
+    disk_free_bytes: int | None = None
+    """Of the file system with the run folder; `None` where it does not say."""
+    alerts: tuple[Alert, ...] = ()
+    """What is wrong."""
+
+    @property
+    def missed(self) -> tuple[str, ...]:
+        """What fell short, of a run that has ended and was not good."""
+        told = [event.details.get("missed") for event in self.events if event.event == "run_ended"]
+        missed = told[-1] if told and self.freshness is Freshness.ENDED else None
+        return tuple(map(str, missed)) if isinstance(missed, list) else ()
+
+    @property
+    def is_up(self) -> bool:
+        """Whether a head works on the run."""
+        return self.freshness in {Freshness.LIVE, Freshness.LATE}
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """The slots as they are now; none once no head works on the run."""
+        return self.snapshot.rows if self.is_up else ()
+
+    @property
+    def nodes_up(self) -> Mapping[str, bool]:
+        """Whether each planned node is in the cluster.
+
+        Nothing before the head has written for the first time.
+        """
+        if not self.is_up or self.run.updated_at_unix_s is None:
+            return {}
+        return {node: node in self.snapshot.nodes_seen for node in self.snapshot.nodes_planned}
+
+
 class Kind(NamedTuple):
     """What all alerts of one name have in common."""
 
@@ -100,7 +161,7 @@ _RETRY: Final = _LOGS + ". Then type: python -m orchestrator jobs retry {0}"
 
 #: A new alert is a kind here, and what finds it below.
 KINDS: Final[Mapping[str, Kind]] = {
-    "HeadGone": Kind("critical", 30.0, _GO_ON),
+    HEAD_GONE: Kind("critical", 30.0, _GO_ON),
     "RecordsIncomplete": Kind("warning", 0.0, _ROOM),
     NODE_MISSING: Kind("critical", 0.0, _UP),
     "SlotQuarantined": Kind("critical", 0.0, _REINSTATE),
@@ -150,52 +211,31 @@ def alerts(
     return tuple(sorted(told, key=order)), seen
 
 
-def is_up(frame: Frame) -> bool:
-    """Say whether a head works on the run."""
-    return frame.freshness in {Freshness.LIVE, Freshness.LATE}
-
-
-def rows(frame: Frame) -> tuple[Row, ...]:
-    """Return the slots as they are now; none once no head works on the run."""
-    return tuple(frame.snapshot.rows) if is_up(frame) else ()
-
-
-def nodes_up(frame: Frame) -> Mapping[str, bool]:
-    """Say of each planned node whether it is in the cluster.
-
-    Nothing before the head has written for the first time.
-    """
-    if not is_up(frame) or frame.run.updated_at_unix_s is None:
-        return {}
-    return {node: node in frame.snapshot.nodes_seen for node in frame.snapshot.nodes_planned}
-
-
 def _of_run(frame: Frame) -> _Wrong:
     run_id, free_bytes = frame.run.facts.run_id, frame.disk_free_bytes
     if frame.freshness is Freshness.HEAD_GONE:
-        yield "HeadGone", run_id, None, f"the head of run {run_id} is gone"
-    elif is_up(frame) and frame.late_s > _SILENT_HEAD_S:
+        yield HEAD_GONE, run_id, None, f"the head of run {run_id} is gone"
+    elif frame.is_up and frame.late_s > _SILENT_HEAD_S:
         said = f"the head of run {run_id} has written nothing for {frame.late_s:.0f} s"
-        yield "HeadGone", run_id, None, said
+        yield HEAD_GONE, run_id, None, said
     if frame.run.incomplete:
         said = f"the records of run {run_id} have gaps: some could not be written"
         yield "RecordsIncomplete", run_id, None, said
-    elif is_up(frame) and free_bytes is not None and free_bytes < _DISK_LEAST_BYTES:
+    elif frame.is_up and free_bytes is not None and free_bytes < _DISK_LEAST_BYTES:
         said = f"the disk of run {run_id} has {free_bytes / GIB:.2f} GiB free"
         yield "RecordsIncomplete", run_id, None, said
-    for node, is_there in nodes_up(frame).items():
+    for node, is_there in frame.nodes_up.items():
         if not is_there:
             yield NODE_MISSING, node, node, f"node {node} is not in the cluster"
 
 
 def _of_slots(frame: Frame) -> _Wrong:
-    nodes = nodes_up(frame)
-    for row in rows(frame):
+    for row in frame.rows:
         slot, state, node, why = row.slot, row.state, row.node, row.reason
         if state is HeadState.QUARANTINED:
             yield "SlotQuarantined", slot, node, f"slot {slot} was given up: {why}"
         # Where the node is missing, the node is what is wrong.
-        if state in _NOT_WORKING and nodes.get(node, True):
+        if state in _NOT_WORKING and frame.nodes_up.get(node, True):
             said = f"slot {slot} has not worked for five minutes: {why}"
             yield "SlotNotWorking", slot, node, said
         has_errors = row.counts.verify_errors and state is not HeadState.HELD
@@ -204,7 +244,7 @@ def _of_slots(frame: Frame) -> _Wrong:
 
 
 def _of_cards(frame: Frame) -> _Wrong:
-    on_cards = [row for row in rows(frame) if row.gpu_uuid is not None]
+    on_cards = [row for row in frame.rows if row.gpu_uuid is not None]
     for (node, uuid), slots in rows_by_card(on_cards).items():
         card = f"{slots[0].gpu_name or 'card'} of {node}"
         if any(row.state is WorkerState.PAUSED for row in slots):

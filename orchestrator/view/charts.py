@@ -62,8 +62,9 @@ def course_of_all(folder: Path, last_s: float = math.inf) -> Json:
     Before the first sample there are no charts. `ArchiveError`: the run folder cannot be read.
     """
     between = _between(folder, last_s)
-    found = {} if between is None else history.totals(folder, *between, PARTS)
-    return _course(between, found, _OF_ALL)
+    keys = tuple(_OF_ALL)
+    found = {} if between is None else history.courses(folder, keys, *between, PARTS, together=True)
+    return _course(between, found.get("", {}), _OF_ALL)
 
 
 def courses_of(
@@ -109,7 +110,7 @@ def _between(folder: Path, last_s: float) -> _Between:
         return None
     if not last_s > 0:
         raise ValueError("last_s must be a number of seconds above 0")
-    first, last = sampled[0], sampled[1] + 0.001
+    first, last = sampled
     return max(first, last - last_s), last
 
 

@@ -7,13 +7,12 @@ folder, and has no values over time (`charts.py`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Final, TypeAlias
 
-from orchestrator.record.archive import Frame, Freshness
 from orchestrator.record.events import StoredEvent
 from orchestrator.record.summary import SCHEMA
-from orchestrator.view.alerts import Alert
+from orchestrator.view.alerts import Frame, Freshness
 from orchestrator.view.cells import clean, clock, moment, shorten
 from orchestrator.view.jobs import current, jobs_table
 from orchestrator.view.phrases import event_words, totals
@@ -33,8 +32,8 @@ OUTCOME_TONES: Final[Mapping[str, Tone]] = {
 _TONE_OF_STATE: Final = {state.value: tone for state, tone in STATE_TONES.items()}
 
 
-def document(frame: Frame, alerts: Sequence[Alert] = ()) -> Json:
-    """Return the document of a run as it was at a look (`look.py`), and what is wrong with it."""
+def document(frame: Frame) -> Json:
+    """Return the document of a run as it was at a look."""
     tables = [slots_table(frame.snapshot), cards_table(frame.snapshot)]
     if frame.queue is not None:
         tables.append(jobs_table(frame.queue, current(frame.queue)))
@@ -42,7 +41,7 @@ def document(frame: Frame, alerts: Sequence[Alert] = ()) -> Json:
         "schema": SCHEMA,
         "head": _head(frame),
         "tables": {table.name: table.to_json() for table in tables},
-        "alerts": [alert.to_json() for alert in alerts],
+        "alerts": [alert.to_json() for alert in frame.alerts],
         "events": [event_line(event) for event in frame.events],
     }
 

@@ -10,6 +10,7 @@ import base64
 import hashlib
 import json
 import re
+from dataclasses import replace
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -37,13 +38,13 @@ def frozen(folder: Path) -> Json:
 
     `NothingStoredError`: nothing is stored in it yet; `ArchiveError`: it cannot be read.
     """
-    frame = Watch(folder).look().frame
+    frame = Watch(folder).look()
     jobs = () if frame.queue is None else frame.queue.standings
     slots = (row.slot for row in frame.snapshot.rows)
     names = [*dict.fromkeys((*slots, *(one.job.name for one in jobs)))]
     parts = min(PARTS, _PARTS_OF_ALL_MOST // (len(names) or 1))
     return {
-        "document": document(frame),
+        "document": document(replace(frame, alerts=())),  # of the end, nothing is to be done
         "all": course_of_all(folder),
         "slots": courses_of(folder, names, parts),
     }

@@ -16,7 +16,7 @@ from dataclasses import replace
 from statistics import median
 from typing import Any, Final
 
-from orchestrator.jobs.lifecycle import is_better
+from orchestrator.jobs.lifecycle import valued
 from orchestrator.jobs.model import ENDED, ON_CARD, JobState, Standing
 from orchestrator.record.events import StoredEvent
 from orchestrator.record.jobs import QueueSnapshot
@@ -82,13 +82,11 @@ def _with_row(standing: Standing, row: Row | None) -> Standing:
     told, rule = row.progress, standing.job.milestones
     step = standing.step if told.train_step is None else told.train_step
     value = told.loss if rule is None or rule.metric == "loss" else None
-    if value is not None and is_better(standing, value):
-        standing = replace(standing, best=value, best_step=step)
     return replace(
         standing,
         reason=(standing.state is JobState.RUNNING and row.reason) or standing.reason,
         step=step,
-        value=standing.value if value is None else value,
+        **valued(standing, value, step),
         out_of_memory=max(standing.out_of_memory, row.counts.oom_count),
     )
 

@@ -25,10 +25,17 @@ from urllib.parse import unquote
 from orchestrator.config.duration import format_duration
 from orchestrator.config.schema import NotifyConfig, Severity
 from orchestrator.errors import ArchiveError, UsageError, one_line
-from orchestrator.record.archive import Frame, Freshness, head_of
+from orchestrator.record.archive import head_of
 from orchestrator.record.folders import go_on_command
 from orchestrator.record.model import Snapshot
-from orchestrator.view.alerts import NODE_MISSING, SEVEREST_FIRST, Alert, is_up
+from orchestrator.view.alerts import (
+    HEAD_GONE,
+    NODE_MISSING,
+    SEVEREST_FIRST,
+    Alert,
+    Frame,
+    Freshness,
+)
 from orchestrator.view.cells import MISSING, clean, shorten
 from orchestrator.view.look import Watch
 from orchestrator.view.phrases import counted, totals
@@ -44,8 +51,6 @@ GATHER_S = 5.0
 BETWEEN_S = 60.0
 #: An alert is over when it was away for so long: a hot card pauses and goes on, again and again.
 OVER_S = 120.0
-#: A head that is gone for so long is told of; `run --resume` may bring it back before.
-HEAD_BACK_S = 30.0
 #: So long a process that tells of a head's end may stay when the next head has begun.
 LOCK_PATIENCE_S = 90.0
 DEADLINE_S: Final = 20.0
@@ -240,14 +245,13 @@ class Notifier:
 
     def __post_init__(self) -> None:
         self._watch = Watch(self.folder)
-        self._gone_since_s: float | None = None
         self._outbox = Outbox(self.settings.every_s, time.monotonic())
 
     def once(self) -> int:
         """Send one status; return the exit code. `ArchiveError` if there is nothing to tell."""
-        look = self._watch.look()
-        there = Message(still=tuple(filter(self._is_wanted, look.alerts)))
-        return 0 if self._send(there, look.frame) else 1
+        frame = self._watch.look()
+        there = Message(still=tuple(filter(self._is_wanted, frame.alerts)))
+        return 0 if self._send(there, frame) else 1
 
     def follow(self) -> int:
         """Tell of the run until it has ended; return the exit code.
@@ -270,24 +274,24 @@ class Notifier:
             return self._until_the_end()
 
     def _until_the_end(self) -> int:
-        look, tries_left = None, _LAST_TRIES
+        frame, tries_left = None, _LAST_TRIES
         while tries_left:
             try:
-                look = self._watch.look()
+                frame = self._watch.look()
             except ArchiveError:
                 # While a head is at work, the next look may succeed.
-                if head_of(self.folder) is None and (look is not None or not self.folder.is_dir()):
+                if head_of(self.folder) is None and (frame is not None or not self.folder.is_dir()):
                     raise
             now_s = time.monotonic()
-            if look is not None:
+            if frame is not None:
                 # While no head works, only the last message says what is wrong.
-                if is_up(look.frame):
-                    self._outbox.look(filter(self._is_wanted, look.alerts), now_s)
-                is_last = self._is_over(look.frame, now_s)
-                has_begun = is_last or look.frame.run.updated_at_unix_s is not None
+                if frame.is_up:
+                    self._outbox.look(filter(self._is_wanted, frame.alerts), now_s)
+                is_last = _is_over(frame)
+                has_begun = is_last or frame.run.updated_at_unix_s is not None
                 message = self._outbox.due(now_s, is_last=is_last) if has_begun else None
                 if message is not None:
-                    is_taken = self._send(message, look.frame)
+                    is_taken = self._send(message, frame)
                     self._outbox.sent(now_s, is_taken=is_taken)
                     if is_taken and is_last:
                         return 0
@@ -300,14 +304,6 @@ class Notifier:
     def _is_wanted(self, alert: Alert) -> bool:
         return SEVEREST_FIRST.index(alert.severity) <= SEVEREST_FIRST.index(self.settings.severity)
 
-    def _is_over(self, frame: Frame, now_s: float) -> bool:
-        if frame.freshness is not Freshness.HEAD_GONE:
-            self._gone_since_s = None
-            return frame.freshness is Freshness.ENDED
-        if self._gone_since_s is None:
-            self._gone_since_s = now_s
-        return now_s >= self._gone_since_s + HEAD_BACK_S
-
     def _send(self, message: Message, frame: Frame) -> bool:
         """Have a message sent; say whether an address has taken it."""
         text = message_text(message, frame, time.time())
@@ -315,6 +311,16 @@ class Notifier:
         for one in sent:
             self.say(f"{text.title}: {one}")
         return any(one.reason is None for one in sent)
+
+
+def _is_over(frame: Frame) -> bool:
+    """Say whether a run has ended, or its head is gone for so long that it is wrong: `run --resume`
+    may bring it back before.
+    """
+    is_gone = frame.freshness is Freshness.HEAD_GONE and any(
+        alert.name == HEAD_GONE for alert in frame.alerts
+    )
+    return is_gone or frame.freshness is Freshness.ENDED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

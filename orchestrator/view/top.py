@@ -17,12 +17,12 @@ from textual.binding import Binding, BindingType
 from textual.widgets import DataTable, Static
 
 from orchestrator.errors import ArchiveError
-from orchestrator.view.alerts import Alert
+from orchestrator.view.alerts import Alert, Frame
 from orchestrator.view.cells import SEPARATOR, clean, clock, shorten
 from orchestrator.view.document import event_line, mark
 from orchestrator.view.jobs import current, jobs_table
 from orchestrator.view.live import header_lines
-from orchestrator.view.look import Look, Watch
+from orchestrator.view.look import Watch
 from orchestrator.view.slots import cards_table, slots_table
 from orchestrator.view.tables import Column, Table, TableRow, row_of
 from orchestrator.view.terminal import STYLES, cell_text, fitting
@@ -112,7 +112,7 @@ class Top(App[None]):
     def __init__(self, folder: Path) -> None:
         super().__init__(ansi_color=True)
         self._watch = Watch(folder)
-        self._look: Look | None = None
+        self._frame: Frame | None = None
         self._page = "slots"
         self._failure = ""
         """Why the last look found nothing."""
@@ -136,26 +136,26 @@ class Top(App[None]):
     def look(self) -> None:
         """Read the run folder, and draw what is new."""
         try:
-            self._look, self._failure = self._watch.look(), ""
+            self._frame, self._failure = self._watch.look(), ""
         except ArchiveError as failure:
             self._failure = str(failure)
         self.draw()
 
     def draw(self) -> None:
         """Draw the header, the table, why the row under the cursor is so, and the keys."""
-        look, width = self._look, max(20, self.size.width)
+        frame, width = self._frame, max(20, self.size.width)
         if not self._rows.is_attached:
             return  # the app is about to end
-        if look is None:
+        if frame is None:
             self._below.update(Text(clean(self._failure)))
             return
-        above = _header(look, width)[: max(1, self.size.height // _HEADER_SHARE)]
+        above = _header(frame, width)[: max(1, self.size.height // _HEADER_SHARE)]
         self._above.update(Text("\n").join(above))
-        self._rows.show(self._table(look), width)
+        self._rows.show(self._table(frame), width)
         reason, row = Text(), self._rows.row
         if row is not None and row.reason:
             reason = Text(clean(f"{row.key}: {row.reason}"), STYLES[row.tone])
-        said = SEPARATOR.join((mark(look.frame)[0], clean(self._failure) or self.KEYS))
+        said = SEPARATOR.join((mark(frame)[0], clean(self._failure) or self.KEYS))
         below = [reason, Text(said, "dim")]
         for line in below:
             line.truncate(width, overflow="ellipsis")
@@ -170,14 +170,13 @@ class Top(App[None]):
         """Say why the row that is now under the cursor is as it is."""
         self.call_after_refresh(self.draw)
 
-    def _table(self, look: Look) -> Table:
+    def _table(self, frame: Frame) -> Table:
         """Return what the page shows."""
-        frame = look.frame
         match self._page:
             case "cards":
                 return cards_table(frame.snapshot)
             case "alerts":
-                return _alerts_table(look.alerts, time.time())
+                return _alerts_table(frame.alerts, time.time())
             case "events":  # the newest first
                 told = ((str(it.number), event_line(it)) for it in reversed(frame.events))
                 rows = tuple(row_of(_EVENTS, *each) for each in told)
@@ -189,12 +188,12 @@ class Top(App[None]):
         return slots_table(frame.snapshot)
 
 
-def _header(look: Look, width: int) -> list[Text]:
+def _header(frame: Frame, width: int) -> list[Text]:
     """Return the worst alert, and what stands above every table of a run."""
-    lines = header_lines(look.frame.snapshot, width)
-    if not look.alerts:
+    lines = header_lines(frame.snapshot, width)
+    if not frame.alerts:
         return lines
-    worst, *others = look.alerts
+    worst, *others = frame.alerts
     more = f" (and {len(others)} more)" if others else ""
     return [Text(shorten(f"! {worst.text}", width - len(more)) + more, STYLES[worst.tone]), *lines]
 

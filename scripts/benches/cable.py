@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,7 @@ _SETS = [
     *(f"--set=nodes.{pc}.host={address}" for pc, address in _ADDRESSES.items()),
     *(f"--set=nodes.{pc}.workers={_WORKERS}" for pc in _ADDRESSES),
 ]
-#: pc2 has no carrier then, and pc1 gets no answer.
-_CUT, _PLUG = "link set pc2 down", "link set pc2 up"
+_SWITCH = "switch"
 _HOLDER = ["unshare", "--net", "--pid", "--mount", "--fork", "--kill-child", "--mount-proc"]
 #: Orphans of a namespace become children of its first process, which reaps them by ignoring
 #: SIGCHLD.
@@ -64,21 +63,45 @@ def run(seconds: Sequence[float], program: bool) -> Result:
     return Result(bench="cable", figures={"cuts": rows}, broken=broken)
 
 
-class _Pair:
-    """Two PCs and a switch, the nodes on them, and what works there."""
+class Switch:
+    """PCs in namespaces of their own, and the switch to which their cables go."""
 
-    def __init__(self, folder: Path, stack: contextlib.ExitStack) -> None:
-        self._folder, self._runs, self._stack = folder, folder / "runs", stack
-        self._inside = {name: _hold(stack) for name in ("switch", *_ADDRESSES)}
-        self._ip("switch", "link add bridge type bridge")
-        self._ip("switch", "link set bridge up")
-        for pc, address in _ADDRESSES.items():
-            peer = f"peer name {pc} netns {self._inside['switch']}"
-            self._ip(pc, f"link add eth0 type veth {peer}")
-            self._ip("switch", f"link set {pc} master bridge up")
+    def __init__(self, stack: contextlib.ExitStack, addresses: Mapping[str, str]) -> None:
+        """Make PCs of these names and addresses, which are there as long as the stack."""
+        self.inside = {name: _hold(stack) for name in (_SWITCH, *addresses)}
+        """The first process in each of them."""
+        self._ip(_SWITCH, "link add bridge type bridge")
+        self._ip(_SWITCH, "link set bridge up")
+        for pc, address in addresses.items():
+            self._ip(pc, f"link add eth0 type veth peer name {pc} netns {self.inside[_SWITCH]}")
+            self._ip(_SWITCH, f"link set {pc} master bridge up")
             self._ip(pc, f"address add {address}/24 dev eth0")
             self._ip(pc, "link set eth0 up")
             self._ip(pc, "link set lo up")
+
+    def enter(self, name: str, *namespaces: str) -> list[str]:
+        """Return how a command begins that runs inside."""
+        return ["nsenter", f"--target={self.inside[name]}", f"--wd={ROOT}", *namespaces]
+
+    def cut(self, pc: str) -> None:
+        """Pull the cable of a PC: it has no carrier then, and others get no answer from it."""
+        self._ip(_SWITCH, f"link set {pc} down")
+
+    def plug(self, pc: str) -> None:
+        """Put the cable back."""
+        self._ip(_SWITCH, f"link set {pc} up")
+
+    def _ip(self, where: str, words: str) -> None:
+        subprocess.run([*self.enter(where, "--net"), "ip", *words.split()], check=True)
+
+
+class _Pair:
+    """Two PCs, the nodes on them, and what works there."""
+
+    def __init__(self, folder: Path, stack: contextlib.ExitStack) -> None:
+        self._folder, self._runs, self._stack = folder, folder / "runs", stack
+        self._switch = Switch(stack, _ADDRESSES)
+        for pc in _ADDRESSES:
             (folder / pc / ".ray").mkdir(parents=True, mode=0o700)
         self._start("pc1", "up", "pc1", "--exec").wait()
         shutil.copy(folder / "pc1/.ray/auth_token", folder / "pc2/.ray/auth_token")  # as scp does
@@ -90,13 +113,13 @@ class _Pair:
         self._start("pc1", "run", "--duration", "10h", "--json", "--run-dir", str(self._runs))
         _await(lambda: self._works({}), "run on both PCs")
         time.sleep(5.0)
-        self._ip("switch", _CUT)
+        self._switch.cut("pc2")
         cut_at_s = time.monotonic()
         lost = lambda: {state for state, _ in self._slots().values()} == {"LOST"}  # noqa: E731
         lost_s = _await(lost, "loss of pc2", cut_s)
         time.sleep(max(0.0, cut_at_s + cut_s - time.monotonic()))
         before = {slot: steps for slot, (_, steps) in self._slots().items()}
-        self._ip("switch", _PLUG)
+        self._switch.plug("pc2")
         back_s = _await(lambda: self._works(before), "work on pc2")
         late = cut_s >= _LOST_S and (lost_s is None or lost_s > _LOST_S)
         broken = [f"LOST after {lost_s} s"] if late else []
@@ -115,10 +138,10 @@ class _Pair:
         self._start("pc1", "jobs", "run", str(night), "--plain", "--run-dir", str(self._runs))
         _await(notes.exists, "program")
         time.sleep(10.0)
-        self._ip("switch", _CUT)
+        self._switch.cut("pc2")
         cut_unix_s = time.time()
         time.sleep(cut_s)
-        self._ip("switch", _PLUG)
+        self._switch.plug("pc2")
 
         def lines() -> list[list[str]]:
             return [line.split() for line in notes.read_text().splitlines()]
@@ -140,18 +163,12 @@ class _Pair:
         command = [sys.executable, "-m", "orchestrator", *words, *_SETS]
         with (self._folder / f"{pc}.log").open("ab") as stream:
             started = subprocess.Popen(
-                [*self._enter(pc, "--net", "--pid", "--mount"), *command],
+                [*self._switch.enter(pc, "--net", "--pid", "--mount"), *command],
                 env=os.environ | own, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream,
             )  # fmt: skip
         self._stack.callback(started.wait)
         self._stack.callback(started.kill)
         return started
-
-    def _ip(self, where: str, words: str) -> None:
-        subprocess.run([*self._enter(where, "--net"), "ip", *words.split()], check=True)
-
-    def _enter(self, where: str, *namespaces: str) -> list[str]:
-        return ["nsenter", f"--target={self._inside[where]}", f"--wd={ROOT}", *namespaces]
 
     def _works(self, before: dict[str, float]) -> bool:
         """Say whether each slot of pc2 is RUNNING and has done more steps than `before`."""

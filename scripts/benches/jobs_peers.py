@@ -8,8 +8,7 @@ killed at once, and the same command is typed again. What counts is how many tra
 finished, and their samples by the time from the first start to the last end; a step done twice
 counts once.
 
-`ours` runs the training as it is; `ours-keep` the same, which saves every tenth step in the folder
-that the queue gives to it; `loop` is a loop of the shell for each card.
+`ours` is the queue; `loop` is a loop of the shell for each card.
 """
 
 from __future__ import annotations
@@ -97,9 +96,9 @@ class _Night:
         return max(found)[1] if found else None
 
 
-def _ours(night: _Night, more: Sequence[str] = ()) -> list[str]:
+def _ours(night: _Night) -> list[str]:
     jobs = [
-        {"name": name, "command": [sys.executable, str(_TRAIN), *words, *more], "retries": 3}
+        {"name": name, "command": [sys.executable, str(_TRAIN), *words], "retries": 3}
         for name, words in night.jobs.items()
     ]
     (night.folder / "night.yaml").write_text(yaml.safe_dump({"jobs": jobs}))
@@ -170,9 +169,7 @@ def _course(name: str, night: _Night, command: list[str]) -> dict[str, Any]:
 
 def run(contestants: Sequence[str], jobs: int, steps: int, rounds: int) -> Result:
     """Run the night of each contestant, one after the other."""
-    sides: dict[str, Callable[[_Night], list[str]]] = {
-        "ours": _ours, "ours-keep": lambda night: _ours(night, ["--keep"]), "loop": _loop,
-    }  # fmt: skip
+    sides: dict[str, Callable[[_Night], list[str]]] = {"ours": _ours, "loop": _loop}
     rows = []
     for number in range(rounds):
         for name in reversed(contestants) if number % 2 else contestants:
@@ -192,6 +189,6 @@ def run(contestants: Sequence[str], jobs: int, steps: int, rounds: int) -> Resul
     broken = [
         f"{row['queue']} has finished {row['finished']} of {row['of']}"
         for row in rows
-        if str(row["queue"]).startswith("ours") and row["finished"] != row["of"]
+        if row["queue"] == "ours" and row["finished"] != row["of"]
     ]
     return Result(bench="jobs", figures={"rows": rows}, broken=broken)

@@ -2,10 +2,9 @@
 
     python jobs_peers_train.py --name lr-0 --steps 100 --log FOLDER
 
-Started again it begins anew, unless `--keep` has it save every tenth step in the folder that its
-queue gives it. A step takes at least 0.2 s, as if a card had worked meanwhile. With `--wide`
-it takes 700 MiB more from step 20 on; out-of-memory ends it with the words that torch has on a
-card.
+Started again it begins anew. A step takes at least 0.2 s, as if a card had worked meanwhile. With
+`--wide` it takes 700 MiB more from step 20 on; out-of-memory ends it with the words that torch has
+on a card.
 """
 
 from __future__ import annotations
@@ -27,22 +26,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--log", type=Path, required=True)
     parser.add_argument("--wide", action="store_true")
-    parser.add_argument("--keep", action="store_true")
     options = parser.parse_args()
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = torch.nn.Linear(64, 64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    saved = Path(os.environ.get("ORCHESTRATOR_JOB_DIR", ".")) / "saved.pt"
-    first = 0
-    if options.keep and os.environ.get("ORCHESTRATOR_RESUME") and saved.exists():
-        first, weights = torch.load(saved)
-        model.load_state_dict(weights)
-
     more = None
     with (options.log / f"{options.name}.log").open("a", buffering=1) as log:
-        for step in range(first, options.steps):
+        for step in range(options.steps):
             began_s = time.monotonic()
             if options.wide and step >= 20 and more is None:
                 try:
@@ -58,9 +50,6 @@ def main() -> None:
             optimizer.step()
             time.sleep(max(0.0, _STEP_S - (time.monotonic() - began_s)))
             log.write(f"{os.getpid()} {step}\n")
-            if options.keep and step % 10 == 9:
-                torch.save((step + 1, model.state_dict()), saved.with_suffix(".new"))
-                saved.with_suffix(".new").replace(saved)
         log.write(f"{os.getpid()} done\n")
 
 

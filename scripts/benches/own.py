@@ -1,8 +1,7 @@
 """The model of a folder: the preset `hf-causal` in the real engine, beside transformers' Trainer.
 
 With memory to spare all have one whole batch at once, and take short turns in processes that stay,
-so that other programs on the machine meet all of them. `mapped` is the Trainer with the malloc that
-the CPU device has near a cap: each block is mapped anew, so that the cap can count it.
+so that other programs on the machine meet all of them.
 
 CPU only, one thread, fp32, models made from a config. Does not compare what was learned, and sets
 no cap (`pressure.py`).
@@ -80,7 +79,6 @@ def _spared(folder: str, rounds: int, seconds: float) -> dict[str, Any]:
     sides = {
         "ours": partial(Child, "ours", _ours_in_turns, folder),
         "theirs": partial(Child, "theirs", _theirs_in_turns, folder),
-        "mapped": partial(Child, "mapped", _theirs_in_turns, folder, True),
     }
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
     with contextlib.ExitStack() as stack:
@@ -103,12 +101,11 @@ def _spared(folder: str, rounds: int, seconds: float) -> dict[str, Any]:
             progress(f"{Path(folder).name} {number + 1}/{rounds}: {told}")
     row: dict[str, Any] = {"model": Path(folder).name, "rounds": rounds}
     row |= {f"{name}_per_s": statistics.median(each[0] for each in found[name]) for name in sides}
-    for name, other in (("ratio", "theirs"), ("to_mapped", "mapped")):
-        for place, key in enumerate((name, f"{name}_cpu")):
-            pairs = zip(found["ours"], found[other], strict=True)
-            ratios = [ours[place] / theirs[place] for ours, theirs in pairs]
-            row |= {key: statistics.median(ratios), f"{key}_least": min(ratios)}
-            row[f"{key}_most"] = max(ratios)
+    for place, key in enumerate(("ratio", "ratio_cpu")):
+        pairs = zip(found["ours"], found["theirs"], strict=True)
+        ratios = [ours[place] / theirs[place] for ours, theirs in pairs]
+        row |= {key: statistics.median(ratios), f"{key}_least": min(ratios)}
+        row[f"{key}_most"] = max(ratios)
     return row
 
 
@@ -201,12 +198,8 @@ def _trainer(folder: str, callback: Any) -> Any:  # noqa: ANN401 - imported late
     )  # fmt: skip
 
 
-def _theirs_in_turns(connection: Connection, folder: str, mapped: bool = False) -> None:
-    from workers.devices import cpu
+def _theirs_in_turns(connection: Connection, folder: str) -> None:
     from workers.hf.folder import transformers
-
-    if mapped:
-        cpu.use_mappings_for_blocks()
 
     class Turns(transformers().TrainerCallback):  # type: ignore[misc]  # imported late
         steps, until_s, began = -5, 0.0, (0.0, 0.0)  # five to warm up

@@ -116,7 +116,6 @@ def _row(outcomes: Sequence[tuple[World, Outcome]]) -> dict[str, Any]:
         "failures_per_minute": sum(outcome.failures for _, outcome in outcomes) / minutes,
         "worst_minute": max(outcome.worst_minute for _, outcome in outcomes),
         "rest_share": statistics.fmean(outcome.rest_share for _, outcome in outcomes),
-        "size_changes_per_minute": sum(outcome.size_changes for _, outcome in outcomes) / minutes,
         **{course: statistics.fmean(scores) for course, scores in by_course.items()},
     }
 

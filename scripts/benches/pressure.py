@@ -53,9 +53,8 @@ class _Run:
         #: Where accelerate and toma begin, and what ours never exceeds.
         self.largest = int(_BEYOND * scouted.fits)
         self.host, self.job = scouted.open()
-        self.items = self.steps = self.largest_step = 0
-        self.idle_s = self.began_s = 0.0
-        self.failed_at_s: list[float] = []
+        self.items = self.steps = self.failures = 0
+        self.began_s = 0.0
 
     @property
     def at_s(self) -> float:
@@ -69,12 +68,11 @@ class _Run:
         try:
             peak_bytes = self.job.step(items)
         except Exception:
-            self.failed_at_s.append(self.at_s)
+            self.failures += 1
             raise
         if self.at_s <= self.seconds:  # what ends after the end does not count
             self.items += items
             self.steps += 1
-            self.largest_step = max(self.largest_step, items)
         return peak_bytes
 
     def attempt(self, items: int) -> tuple[bool, int | None]:
@@ -94,7 +92,6 @@ def _ours(run: _Run) -> None:
     while not run.over():
         size = sizes.next(run.host.free_bytes())
         if size is None:
-            run.idle_s += _IDLE_S
             run.host.wait(_IDLE_S)
             continue
         good, peak_bytes = run.attempt(size)
@@ -168,11 +165,9 @@ def contest(
         ended = f"{type(error).__name__} at {run.at_s:.1f} s: {' '.join(str(error).split())[:300]}"
     run.host.lift()
     row = {
-        "items": run.items, "failures": len(run.failed_at_s), "steps": run.steps,
-        "largest_step": run.largest_step, "idle_s": run.idle_s,
+        "items": run.items, "failures": run.failures, "steps": run.steps,
         # The same work in every step: how fast the machine was meanwhile.
         "sweep_ms": 1e3 * statistics.median(run.job.sweeps_s or [math.nan]),
-        "failed_at_s": [round(at_s, 2) for at_s in run.failed_at_s],
         "ended": ended,
     }  # fmt: skip
     connection.send((row, run.job.last_loss))

@@ -19,7 +19,7 @@ from array import array
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from random import Random
 from typing import Any, Protocol
@@ -183,13 +183,10 @@ BLIND = Signal(name="blind", peaks=False)
 class Outcome:
     """How a rule fared in a world."""
 
-    rule: Rule = field(compare=False)  # with what it has learned
     score: float  # its work as a share of the oracle's
-    items: float
     tried: Sequence[tuple[int, bool]]  # of each step: its size, and whether it ended well
     failures: int
     worst_minute: int  # most failures within any sixty seconds
-    size_changes: int
     rest_share: float
     """Share of the time in which nothing ran, although a size fitted that had ended well in the
     minute before.
@@ -202,7 +199,7 @@ def play(make: Maker, world: World, signal: Signal) -> Outcome:
     rule = make(lambda: now)
     times, levels, duration = world.times_s, world.levels_bytes, world.duration_s
     sampled_s = -1
-    items, changes = 0.0, 0
+    items = 0.0
     tried: list[tuple[int, bool]] = []
     done = 0  # a step that failed comes again
     failed_at: list[float] = []
@@ -229,7 +226,6 @@ def play(make: Maker, world: World, signal: Signal) -> Outcome:
             raise ValueError(
                 f"{type(rule).__name__}.next() returned {size}; a size is from 1 to {LARGEST}"
             )
-        changes += bool(tried) and size != tried[-1][0]
         need = world.need_bytes(size, done, blocks=signal.blocks)
         step_s = world.job.step_s(size)
         tried.append((size, need <= available))
@@ -249,9 +245,8 @@ def play(make: Maker, world: World, signal: Signal) -> Outcome:
         (n - bisect_right(failed_at, at_s - 60.0) for n, at_s in enumerate(failed_at, 1)), default=0
     )
     return Outcome(
-        rule=rule, score=items / oracle_items(world, blocks=signal.blocks), items=items,
-        tried=tried, failures=len(failed_at), worst_minute=worst, size_changes=changes,
-        rest_share=rested_s / duration,
+        score=items / oracle_items(world, blocks=signal.blocks), tried=tried,
+        failures=len(failed_at), worst_minute=worst, rest_share=rested_s / duration,
     )  # fmt: skip
 
 

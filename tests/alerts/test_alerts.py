@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from typing import Any, Final
 
 import pytest
 
 from orchestrator.core.slot import HeadState
-from orchestrator.record.archive import Freshness
-from orchestrator.view.alerts import KINDS, Alert, Since, alerts
+from orchestrator.view.alerts import KINDS, Alert, Freshness, Since, alerts
 from orchestrator.view.web.metrics import exposition
 from tests.alerts.traces import frame_at
 from tests.scene import ROOT
@@ -109,7 +109,7 @@ def test_the_severest_comes_first_and_text_is_harmless() -> None:
 
 def test_the_gauge_names_what_is_wrong() -> None:
     frame = frame_at(0, on="pc1", state=HeadState.QUARANTINED)
-    text = exposition(frame, alerts(frame, 0.0)[0]).decode()
+    text = exposition(replace(frame, alerts=alerts(frame, 0.0)[0])).decode()
     assert [line for line in text.splitlines() if line.startswith("orchestrator_alert{")] == [
         'orchestrator_alert{name="SlotQuarantined",severity="critical",'
         f'subject="{slot}",node="pc1"}} 1'
@@ -121,9 +121,8 @@ def test_shipped_rules_and_panels_ask_for_metrics_that_are_there() -> None:
     told = Progress(train_step=30, loss=2.5, saved_step=20, samples_per_s=4.0)
     sensors = {"memory_temperature_c": 80.0, "throttle_pct": 35.0, "heartbeat_age_s": 0.2}
     frame = frame_at(60, on="pc1", progress=told, incomplete=True, **sensors)
-    there = re.findall(
-        r"^(orchestrator_\w+)", exposition(frame, alerts(frame, 0.0)[0]).decode(), re.MULTILINE
-    )
+    text = exposition(replace(frame, alerts=alerts(frame, 0.0)[0])).decode()
+    there = re.findall(r"^(orchestrator_\w+)", text, re.MULTILINE)
     files = (FOLDER / "alerts.yml", FOLDER / "grafana.json")
     asked = {name for file in files for name in re.findall(r"orchestrator_\w+", file.read_text())}
     assert asked - set(there) == set()

@@ -6,9 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from orchestrator.record.archive import Frame, Freshness, StoredRun
+from orchestrator.record.archive import StoredRun
 from orchestrator.record.jobs import QueueSnapshot
 from orchestrator.record.model import Row
+from orchestrator.view.alerts import Frame, Freshness
 from tests.factories import FACTS, STARTED_UNIX_S, make_row, make_standing, record
 from workers.messages import MemoryInfo, StepCounts
 from workers.readings import SensorReading

@@ -9,13 +9,14 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from tests.scene import ROOT, ended
+import psutil
+
+from tests.scene import ROOT, ended, wait_for
 
 #: Everything that a program can look at, apart from the two variables that a cap needs.
 LOOK = """
@@ -131,7 +132,9 @@ def end_of(way: Way, folder: Path, *, capped: bool) -> tuple[int, str, str]:
         first = ""
         if way.kill is not None:
             first = process.stdout.readline()
-            time.sleep(0.2)  # it sleeps when the signal comes, without a cap as under one
+            # It sleeps when the signal comes, without a cap as under one.
+            seen = psutil.Process(process.pid)
+            wait_for(lambda: seen.status() == psutil.STATUS_SLEEPING, "sleep of the program")
             process.send_signal(way.kill)
         out, err = ended(process, way.stdin)
     out, err = (re.sub("0x[0-9a-f]{6,}", "0x", text) for text in (first + out, err))

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.cli.conftest import Command
-from tests.scene import COMMAND, PATIENCE_S, ROOT, only_object, orchestrator, python, wait_for
+from tests.scene import COMMAND, ROOT, ended, only_object, orchestrator, python, wait_for
 
 pytestmark = pytest.mark.usefixtures("nowhere")
 
@@ -194,7 +194,7 @@ def test_an_interrupted_command_is_one_object_too(tmp_path: Path) -> None:
             "command that reads",
         )
         process.send_signal(signal.SIGINT)
-        stdout, stderr = process.communicate(timeout=PATIENCE_S)
+        stdout, stderr = ended(process)
     assert (process.returncode, only_object(stdout)["outcome"]) == (130, "interrupted")
     assert "Traceback" not in stderr
 

@@ -22,7 +22,7 @@ from orchestrator.config.schema import Config
 from orchestrator.core.node_commands import NODE_MARK
 from orchestrator.errors import UsageError
 from tests.factories import REFERENCE
-from tests.scene import PATIENCE_S, wait_for
+from tests.scene import PATIENCE_S, ended, wait_for
 from workers.keeper.processes import start_time
 
 #: A name no other process on this machine is marked with.
@@ -33,7 +33,7 @@ INTERRUPTIBLE = """
 import signal, sys, time
 signal.signal(signal.SIGINT, lambda *_: sys.exit(7))
 print("ready", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 Starter = Callable[..., subprocess.Popen[str]]
@@ -156,6 +156,7 @@ def test_a_head_that_may_not_be_signalled_is_told(
     def as_this_user(process: psutil.Process, number: int) -> None:
         # Only root can make a process of another user; the refusal is the system's.
         if process.pid == anothers.pid:
+            anothers.kill()  # or it would be waited for
             raise psutil.AccessDenied(process.pid)
         real(process, number)
 
@@ -176,7 +177,7 @@ def test_a_run_that_does_not_end_is_named(start: Starter, tmp_path: Path) -> Non
 
 
 def sleeper(start: Starter, **environment: str) -> subprocess.Popen[str]:
-    process = start(["sleep", "60"], **environment)
+    process = start(["sleep", "600"], **environment)
     # Until it has become `sleep`, its environment is still that of this process.
     wait_for(lambda: psutil.Process(process.pid).name() == "sleep", "sleep")
     return process
@@ -197,7 +198,7 @@ def ended_by_stop() -> int:
 def test_the_marked_processes_of_a_node_and_their_children_are_ended_and_no_others(
     start: Starter,
 ) -> None:
-    body = f"env -u {NODE_MARK} sleep 60 & echo $!; wait"
+    body = f"env -u {NODE_MARK} sleep 600 & echo $!; wait"
     parent = start(["/bin/sh", "-c", body], **{NODE_MARK: NODE})
     assert parent.stdout is not None
     child = int(parent.stdout.readline())
@@ -218,7 +219,7 @@ def test_a_node_of_the_same_name_in_a_container_is_left_alone(start: Starter) ->
     trial = subprocess.run([*container, "true"], capture_output=True, text=True, check=False)
     if trial.returncode != 0:
         pytest.skip(f"a namespace of processes cannot be made here: {trial.stderr.strip()}")
-    body = ("env", f"{NODE_MARK}={NODE}", "sh", "-c", "echo ready; sleep 60; :")
+    body = ("env", f"{NODE_MARK}={NODE}", "sh", "-c", "echo ready; sleep 600; :")
     holder = ready(start, *container, *body)
     assert list(stop_node(NODE)) == [f"no process of node {NODE} runs here"]
     assert holder.poll() is None
@@ -228,7 +229,7 @@ def test_a_marked_process_that_will_not_end_is_killed(
     start: Starter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("orchestrator.cli.nodes._GRACE_S", 0.5)
-    body = 'trap "" TERM; sleep 60 & echo ready; while :; do wait; done'
+    body = 'trap "" TERM; sleep 600 & echo ready; while :; do wait; done'
     stubborn = ready(start, "/bin/sh", "-c", body, **{NODE_MARK: NODE})
     assert ended_by_stop() == 2
     assert stubborn.poll() == -signal.SIGKILL
@@ -238,7 +239,7 @@ def test_a_node_without_processes_is_said_to_have_none(start: Starter) -> None:
     assert list(stop_node(NODE)) == [f"no process of node {NODE} runs here"]
     asked = f"from orchestrator.cli.nodes import stop_node; print(*stop_node({NODE!r}))"
     itself = start([sys.executable, "-c", asked], **{NODE_MARK: NODE})
-    assert itself.communicate(timeout=PATIENCE_S)[0] == f"no process of node {NODE} runs here\n"
+    assert ended(itself)[0] == f"no process of node {NODE} runs here\n"
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ class Night:
     def say(self, order: JobOrder, job: str) -> None:
         """Have the head hear a order about a job, as `jobs hold` and the like do."""
         now_ns = time.time_ns()
-        said = UserOrder(at_s=now_ns / 1e9, id=f"{now_ns}-{job}", order=order, job=job, by="test")
+        said = UserOrder(id=f"{now_ns}-{job}", order=order, job=job, by="test")
         put(self.head.folder() / QUEUE_NAME, [said])
 
     def standings(self) -> dict[str, Standing]:

@@ -12,7 +12,7 @@ import pytest
 from orchestrator.record.folders import list_runs
 from tests.cards import script_cards, scripted_card
 from tests.cluster.conftest import SMALL, Starter
-from tests.scene import ended, events_in
+from tests.scene import ended, enough, events_in
 from workers.readings import Throttle
 
 pytestmark = pytest.mark.ray
@@ -26,7 +26,7 @@ def test_a_hot_card_pauses_its_workers_and_fails_its_phase(start: Starter, short
     cool = scripted_card(2, temperature_c=61)
     cards = script_cards(short_tmp / "cards.json", cool, nodes={"pc1": [hot]})
     burn = start(
-        *("--rehearse", *SMALL, "--phase", "2", "--phase", "3", "--duration", "6s", "--json"),
+        *("--rehearse", *SMALL, "--phase", "2", "--phase", "3", "--duration", enough(6), "--json"),
         verb=("burn",),
         environment=cards,
     )

@@ -17,12 +17,11 @@ import psutil
 import pytest
 import torch
 
-from orchestrator.cluster.actor import WorkerActor
-from tests.command.scenes import is_gone
-from tests.scene import MIB, Patience, spec_of, wait_for
+from tests.command.scenes import Slot, is_gone
+from tests.scene import MIB, spec_of, wait_for
 from workers.engine import pieces
-from workers.messages import Begin, EndCause, Orders, Status, WorkerEvent
-from workers.settings import Scalar, WorkerSpec
+from workers.messages import Begin, Cause, Orders, Status
+from workers.settings import Scalar
 from workers.workloads.base import StepResult, Workload, WorkloadContext
 
 #: Steps before something happens: the process has told something by then.
@@ -67,7 +66,7 @@ class Acts(Workload):
         super().__init__(context)
         self.steps = 0
         if context.checkpoint is not None:
-            Path("copy").write_bytes(context.checkpoint)
+            Path("copy").write_bytes(context.checkpoint.read_bytes())
 
     def step(self, size: int, batch: int) -> StepResult:
         torch.ones(64, 64) @ torch.ones(64, 64)
@@ -91,39 +90,6 @@ class Acts(Workload):
         pass
 
 
-class Slot:
-    """An actor, asked as the head asks."""
-
-    def __init__(self, spec: WorkerSpec) -> None:
-        self.actor = WorkerActor(replace(spec, poll_s=0.1))
-        self.orders = Orders(begin=Begin())
-        self.events: list[WorkerEvent] = []
-
-    def poll(self, wait_s: float = 0.2) -> Status:
-        status = self.actor.poll(self.orders, wait_s)
-        begun = status.incarnation == self.orders.incarnation
-        self.orders = replace(
-            self.orders,
-            actor=status.actor,
-            begin=None if begun else self.orders.begin,
-            heard=status.news,
-        )
-        self.events += status.events
-        return status
-
-    def wait(self, ask: Callable[[Status], bool]) -> Status:
-        """Poll until it tells such a status."""
-        patience = Patience()
-        while not ask(status := self.poll()):
-            assert not patience.is_over(), status
-        return status
-
-    def end(self) -> None:
-        """Have its process end."""
-        self.orders = replace(self.orders, runs=False)
-        self.poll()
-
-
 @pytest.fixture
 def acting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Slot]]:
     """Make slots whose processes do something after some steps."""
@@ -133,36 +99,36 @@ def acting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Slot]]:
     def make(act: str) -> Slot:
         monkeypatch.setenv("ACT", act)
         spec = spec_of(name=f"{Path(__file__).stem}:Acts", size=64)
-        slots.append(Slot(replace(spec, slot=f"pc1/{len(slots)}")))
+        slots.append(Slot(replace(spec, slot=f"pc1/{len(slots)}", poll_s=0.1)))
         return slots[-1]
 
     yield make
     for slot in slots:
-        slot.end()
+        slot.poll(runs=False)
 
 
 @pytest.mark.parametrize(
     ("act", "cause", "words"),
     [
-        ("exit:0", EndCause.EXITED, "exit code 0"),
-        ("exit:75", EndCause.EXITED, "exit code 75"),
-        ("signal:9", EndCause.SIGNALLED, "SIGKILL"),
-        ("signal:15", EndCause.SIGNALLED, "SIGTERM"),
-        ("do:segfault", EndCause.SIGNALLED, "SIGSEGV"),
-        ("do:aborts", EndCause.SIGNALLED, "SIGABRT"),
+        ("exit:0", Cause.EXCEPTION, "exit code 0"),
+        ("exit:75", Cause.EXCEPTION, "exit code 75"),
+        ("signal:9", Cause.KILLED, "SIGKILL"),
+        ("signal:15", Cause.KILLED, "SIGTERM"),
+        ("do:segfault", Cause.KILLED, "SIGSEGV"),
+        ("do:aborts", Cause.KILLED, "SIGABRT"),
     ],
 )
 def test_an_end_has_its_cause(
-    acting: Callable[[str], Slot], act: str, cause: EndCause, words: str
+    acting: Callable[[str], Slot], act: str, cause: Cause, words: str
 ) -> None:
     slot = acting(act)
-    status = slot.wait(lambda told: told.died is not None)
+    status = slot.until(lambda told: told.died is not None)
     assert status.died is not None
     assert status.died.cause is cause
     assert words in status.died.text
     assert status.incarnation == 0
     slot.orders = replace(slot.orders, incarnation=1, begin=Begin(resume=status.resume))
-    slot.wait(lambda told: told.incarnation == 1 and told.counts.steps_ok > 0)
+    slot.until(lambda told: told.incarnation == 1 and told.counts.steps_ok > 0)
 
 
 @pytest.mark.parametrize(
@@ -172,8 +138,8 @@ def test_what_ends_no_process_is_told_and_the_process_goes_on(
     acting: Callable[[str], Slot], act: str
 ) -> None:
     slot = acting(act)
-    first = slot.wait(lambda told: told.counts.steps > BEFORE)
-    again = slot.wait(lambda told: told.counts.steps > first.counts.steps + 2)
+    first = slot.until(lambda told: told.counts.steps > BEFORE)
+    again = slot.until(lambda told: told.counts.steps > first.counts.steps + 2)
     assert again.died is None
     assert first.device is not None
     assert again.device is not None
@@ -182,13 +148,13 @@ def test_what_ends_no_process_is_told_and_the_process_goes_on(
 
 def test_a_kill_of_the_keeper_is_told(acting: Callable[[str], Slot]) -> None:
     slot = acting("work")
-    status = slot.wait(lambda told: told.counts.steps_ok > BEFORE)
+    status = slot.until(lambda told: told.counts.steps_ok > BEFORE)
     assert status.device is not None
     process = psutil.Process(status.device.pid)
     os.kill(process.ppid(), signal.SIGKILL)
-    ended = slot.wait(lambda told: told.died is not None)
+    ended = slot.until(lambda told: told.died is not None)
     assert ended.died is not None
-    assert ended.died.cause is EndCause.SIGNALLED
+    assert ended.died.cause is Cause.KILLED
     wait_for(lambda: is_gone(process.pid), "end of the process")
 
 
@@ -208,8 +174,8 @@ def test_a_training_whose_processes_are_killed_at_once_leaves_nothing(
     }  # fmt: skip
     spec = spec_of(budget_bytes=512 * MIB, name="train", policy="adaptive")
     workload = replace(spec.workload, settings=keys)
-    slot = Slot(replace(spec, workload=workload))
-    engine = slot.wait(lambda told: told.device is not None).device
+    slot = Slot(replace(spec, workload=workload, poll_s=0.1))
+    engine = slot.until(lambda told: told.device is not None).device
     assert engine is not None
     keeper = psutil.Process(engine.pid).parent()
     assert keeper is not None
@@ -221,12 +187,12 @@ def test_a_training_whose_processes_are_killed_at_once_leaves_nothing(
         forks = sum("forkserver" in name for name in names)
         return forks > (0 if moment == "loading" else 1)
 
-    slot.wait(is_there)
+    slot.until(is_there)
     everything = [server, *server.children(recursive=True)]
     shared = {file for each in everything for file in shared_files(each.pid)}
     for each in (server, keeper, psutil.Process(engine.pid)):
         each.kill()
-    slot.wait(lambda told: told.died is not None)
+    slot.until(lambda told: told.died is not None)
     wait_for(lambda: all(is_gone(each.pid) for each in everything), f"end of {everything}")
     if moment == "at work":  # before, its folder may not be known yet
         wait_for(lambda: not list(short_tmp.glob("pymp-*")), "end of the loader's folder")
@@ -246,41 +212,36 @@ def test_a_hang_is_seen_with_what_the_process_does_and_where_it_stands(
     acting: Callable[[str], Slot], act: str, line: str, computes: bool
 ) -> None:
     slot = acting(act)
-    slot.wait(lambda told: told.counts.steps_ok > 0)
+    slot.until(lambda told: told.counts.steps_ok > 0)
 
     def shows(told: Status) -> bool:
         quiet = told.quiet
         return quiet is not None and (quiet.computed_s if computes else quiet.idle_s) > 2.0
 
-    status = slot.wait(shows)
+    status = slot.until(shows)
     assert status.counts.steps_ok <= BEFORE
     assert status.quiet is not None
     # Also a process that does nothing has computed a little: the end of what it did before.
     assert (status.quiet.computed_s > status.quiet.idle_s) is computes
     slot.orders = replace(slot.orders, runs=False)
-    ended = slot.wait(lambda told: told.quiet is not None and told.quiet.stands_at is not None)
+    ended = slot.until(lambda told: told.quiet is not None and told.quiet.stands_at is not None)
     assert ended.quiet is not None
     assert line in str(ended.quiet.stands_at)
     assert ended.died is None, "it was ended as ordered"
-    (event,) = [each for each in slot.events if each.name == "silent_process_ended"]
-    assert event.detail["stands_at"] == ended.quiet.stands_at
+    assert slot.details("silent_process_ended")["stands_at"] == ended.quiet.stands_at
     slot.orders = replace(slot.orders, runs=True, incarnation=1, begin=Begin())
-    slot.wait(lambda told: told.incarnation == 1 and told.counts.steps_ok > 0)
+    slot.until(lambda told: told.incarnation == 1 and told.counts.steps_ok > 0)
 
 
 def test_an_answer_that_is_lost_loses_no_event(acting: Callable[[str], Slot]) -> None:
-    """Nothing depends on a single answer: of every two, the first is thrown away."""
+    """Nothing depends on a single answer: of every two, one is thrown away."""
     slot = acting("raise:MemoryError")
-    slot.wait(lambda told: told.actor != "")
-    for number in range(20):
-        status = slot.actor.poll(slot.orders, 0.1)
-        if number % 2:
-            begun = status.incarnation == slot.orders.incarnation
-            begin = None if begun else slot.orders.begin
-            slot.orders = replace(slot.orders, heard=status.news, begin=begin)
-            slot.events += status.events
-    last = slot.poll()
-    assert last.counts.steps_oom > 0
+
+    def has_failed_often(told: Status) -> bool:
+        slot.actor.poll(slot.orders, 0.1)
+        return told.counts.steps_oom > 5
+
+    last = slot.until(has_failed_often)
     told = [event for event in slot.events if event.name == "oom"]
     assert len(told) == last.counts.steps_oom
 
@@ -292,7 +253,6 @@ def test_a_process_begins_once_all_of_its_copy_is_there(
     monkeypatch.setattr(pieces, "PIECE_BYTES", 10)
     state, sent, slot = tmp_path / "state.pt", pieces.SavedPieces(), acting("work")
     state.write_bytes(bytes(range(35)))
-    slot.wait(lambda told: told.actor != "")
     whole = pieces.whole_of(state)
     slot.orders = replace(slot.orders, begin=Begin(copy=whole))
     for size_bytes in (10, 20, 30):
@@ -304,7 +264,7 @@ def test_a_process_begins_once_all_of_its_copy_is_there(
             None,
         )
     slot.orders = replace(slot.orders, copy=sent.piece(str(state), status.copied))
-    status = slot.wait(lambda told: told.counts.steps_ok > 0)
+    status = slot.until(lambda told: told.counts.steps_ok > 0)
     assert (tmp_path / "copy").read_bytes() == bytes(range(35))
     assert status.copied == whole
 

@@ -62,7 +62,7 @@ def finished(
     with pytest.MonkeyPatch.context() as patch, short_folder(session_reaper) as folder:
         patch.setenv(STATE_DIR_VARIABLE, str(state))
         with starting(folder) as start:
-            head = start("--rehearse", *SMALL, "--duration", "30m", "--json", *TRAINING)
+            head = start("--rehearse", *SMALL, "--duration", "10h", "--json", *TRAINING)
             summary = killed_and_finished(head, 3)
             yield Finished(head, summary, state, start)
 
@@ -70,7 +70,7 @@ def finished(
 def test_a_killed_training_ends_with_the_same_weights(finished: Finished) -> None:
     summary = finished.summary
     assert summary["outcome"] == "good"
-    assert summary["duration_s"] < 1800
+    assert summary["duration_s"] < 36_000
     rows = {row["slot"]: row for row in summary["workers"]}
     assert {
         slot: (row["state"], row["train_step"], row["saved_step"], row["restarts"])
@@ -96,7 +96,7 @@ def test_it_begins_once_with_them_and_is_resumed_from_its_own(finished: Finished
     earlier = finished.head.folder()
     (earlier / "head.json").unlink()  # the folder of the next run is found by it
     head = finished.start(
-        *("--rehearse", *SMALL, "--duration", "30m", "--json", *TRAINING),
+        *("--rehearse", *SMALL, "--duration", "10h", "--json", *TRAINING),
         *("--set=train.slots=1", "--set=train.checkpoints=node"),
         f"--set=train.from={earlier.name}/pc1/0",
         runs=finished.head.runs,

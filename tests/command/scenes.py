@@ -1,4 +1,4 @@
-"""A worker process that keeps a program of the user, and what it starts, all of it real."""
+"""Actors that keep an engine or a program of the user, and what they start, all of it real."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from typing import Any
 
 import psutil
 
+from orchestrator.cluster.actor import WorkerActor
 from orchestrator.cluster.command_actor import CommandActor
 from tests.scene import ROOT, Patience, computed, spec_of, wait_for
 from workers.command.folder import CommandFolder
-from workers.messages import Begin, Orders, Status
+from workers.messages import Begin, Orders, Status, WorkerEvent
 from workers.settings import CommandSpec, WorkerSpec
 from workers.units import GIB
 
@@ -39,9 +40,10 @@ class Slot:
 
     def __init__(self, spec: WorkerSpec, incarnation: int = 0, problem: str | None = None) -> None:
         folder = None if problem is None else CommandFolder(path="", problem=problem)
-        self.actor = CommandActor(spec, folder)
+        is_engine = spec.command is None
+        self.actor = WorkerActor(spec) if is_engine else CommandActor(spec, folder)
         self.orders = Orders(incarnation=incarnation, begin=Begin())
-        self.events: dict[str, Mapping[str, Any]] = {}
+        self.events: list[WorkerEvent] = []
         self.printed = ""
 
     def poll(self, wait_s: float = 0.2, **orders: Any) -> Status:
@@ -50,10 +52,15 @@ class Slot:
             self.orders = replace(self.orders, actor=self.actor.poll(self.orders, 0.0).actor)
         self.orders = replace(self.orders, **orders)
         status = self.actor.poll(self.orders, wait_s)
-        self.orders = replace(self.orders, heard=status.news)
-        self.events |= {event.name: event.detail for event in status.events}
+        begin = None if status.incarnation == self.orders.incarnation else self.orders.begin
+        self.orders = replace(self.orders, heard=status.news, begin=begin)
+        self.events += status.events
         self.printed += "" if status.output is None else status.output.text
         return status
+
+    def details(self, name: str) -> Mapping[str, Any]:
+        """Return what the last event of a name tells."""
+        return [event.detail for event in self.events if event.name == name][-1]
 
     def until(self, holds: Callable[[Status], bool]) -> Status:
         """Ask until a status is as wanted."""

@@ -11,6 +11,7 @@ from tests.command.scenes import Slot, command_spec
 from workers.command import folder as command_folder
 from workers.command.code import CODE, code_of, files_to_send, is_same_code
 from workers.command.folder import pack, unpack
+from workers.messages import Cause
 
 
 @pytest.fixture
@@ -77,7 +78,7 @@ def test_folder_that_is_too_large_is_refused(
     arrived = unpack(pack(None, str(project), "pc2"), "run", "job")
     report = Slot(command_spec("-c", "pass", cwd=arrived.path), problem=arrived.problem).end()
     assert "at most 0 MiB are sent to another PC: name there what" in report.ended.text
-    assert not report.ended.started
+    assert report.ended.cause is Cause.NOT_STARTED
 
 
 def test_changed_code_is_told(project: Path, state_dir: Path) -> None:
@@ -85,7 +86,7 @@ def test_changed_code_is_told(project: Path, state_dir: Path) -> None:
     (project / "train.py").write_text("print(3)")
     slot = Slot(command_spec("train.py", cwd=str(project), env={CODE: before}))
     report = slot.end()
-    assert slot.events["code_changed"]["submitted"] == before
+    assert slot.details("code_changed")["submitted"] == before
     assert report.reason.endswith(
         f"its code was changed since it was submitted: {before}, now {code_of(project)}"
     )

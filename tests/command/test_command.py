@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from orchestrator.cluster.command_actor import CommandActor
-from orchestrator.jobs.causes import cause_of
 from tests.command.scenes import Slot, command_spec, told
 from tests.scene import ROOT
 from workers.command import files
@@ -52,6 +51,14 @@ def test_a_worker_leaves_the_settings_of_torch_to_it(monkeypatch: pytest.MonkeyP
     assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     # With another one than its own two, torch refuses to compute deterministically.
     assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+
+
+def test_a_program_that_an_earlier_version_has_started_goes_on(tmp_path: Path) -> None:
+    """Its end is not known: that version told no cause of it."""
+    ending = {"exit_code": 75, "signal": None, "text": "", "started": True, "was_asked": True}
+    record = {"starts": 2, "attempt": "1", "ending": ending}
+    (tmp_path / "job.json").write_text(json.dumps(record))
+    assert files.Record.of(tmp_path) == files.Record(starts=2, attempt="1")
 
 
 def test_a_program_that_ends_at_once_ends_with_its_own_code() -> None:
@@ -97,7 +104,7 @@ def test_program_that_rests_saves_first_and_starts_again(state_dir: Path) -> Non
     assert (folder / "saved").is_file()
     slot.poll(holds=False)
     again = slot.begin()
-    assert (again.state, slot.events["program_started"]["resumes"]) == (WorkerState.RUNNING, True)
+    assert (again.state, slot.details("program_started")["resumes"]) == (WorkerState.RUNNING, True)
     slot.rest()
 
 
@@ -145,13 +152,13 @@ WAYS = [
 @pytest.mark.parametrize(("code", "cause"), WAYS, ids=[str(cause) for _, cause in WAYS])
 def test_ways_of_real_programs_to_end(code: str, cause: Cause) -> None:
     report = Slot(command_spec("-c", code)).end()
-    assert (cause_of(report.ended), report.verdict) == (cause, Verdict.DONE)
+    assert (report.ended.cause, report.verdict) == (cause, Verdict.DONE)
     assert ("after a loss that is no number" in report.reason) is (cause is Cause.NAN_LOSS)
 
 
 def test_time_limit_ends_it() -> None:
     report = Slot(command_spec("-c", "import time; time.sleep(600)", time_limit_s=0.3)).end()
-    assert cause_of(report.ended) is Cause.TIME_LIMIT
+    assert report.ended.cause is Cause.TIME_LIMIT
     assert report.reason == "ended by SIGTERM after its time limit"
 
 
@@ -185,7 +192,7 @@ def test_what_is_not_there_is_named(what: str, tmp_path: Path) -> None:
     report = Slot(command_spec(cwd=cwd, argv=("no-such-program",))).end()
     missing = {"program": "no-such-program", "folder": str(tmp_path / "none")}[what]
     assert report.reason == f"cannot be started: No such file or directory: {missing}"
-    assert cause_of(report.ended) is Cause.NOT_STARTED
+    assert report.ended.cause is Cause.NOT_STARTED
 
 
 def test_its_results_are_reported() -> None:
@@ -248,7 +255,7 @@ def test_its_peak_is_that_of_all_its_processes() -> None:
 def test_processes_that_it_leaves_are_ended_and_told() -> None:
     slot = Slot(command_spec("-c", "import os, time; os.fork() or time.sleep(600)"))
     report = slot.end()
-    assert (report.ended.exit_code, slot.events["program_left_processes"]["count"]) == (0, 1)
+    assert (report.ended.exit_code, slot.details("program_left_processes")["count"]) == (0, 1)
 
 
 def test_an_attempt_that_has_ended_is_not_run_again(tmp_path: Path) -> None:
@@ -262,7 +269,7 @@ def test_an_attempt_that_has_ended_is_not_run_again(tmp_path: Path) -> None:
 def test_words_of_the_attempt_before_do_not_count() -> None:
     Slot(command_spec("-c", "raise MemoryError")).end()
     report = Slot(command_spec("-c", "raise SystemExit(1)")).end()
-    assert cause_of(report.ended) is Cause.EXCEPTION
+    assert report.ended.cause is Cause.EXCEPTION
 
 
 def test_log_keeps_its_newest_part(
@@ -304,7 +311,7 @@ def test_words_of_the_interpreter_and_of_the_program_stay_apart(
     slot = Slot(command_spec(cwd=str(tmp_path), cap=True, argv=tuple(words)))
     slot.end()
     assert slot.printed == f"['-m'] {int(words[0] == 'python')}\n"
-    assert "uncapped" not in slot.events["program_started"]
+    assert "uncapped" not in slot.details("program_started")
 
 
 TORCH = """
@@ -327,7 +334,7 @@ def test_cap_holds_for_a_script_as_it_is(mib: int, cause: Cause, tmp_path: Path)
     spec = command_spec("t.py", str(mib), cap=True, cwd=str(tmp_path), budget_bytes=2 * GIB)
     slot = Slot(spec)
     report = slot.end()
-    assert (cause_of(report.ended), report.memory and report.memory.peak_bytes < 2 * GIB) == (
+    assert (report.ended.cause, report.memory and report.memory.peak_bytes < 2 * GIB) == (
         cause,
         True,
     ), slot.printed
@@ -337,7 +344,7 @@ def test_cap_holds_for_a_script_as_it_is(mib: int, cause: Cause, tmp_path: Path)
 def test_a_cap_of_its_ram_beside_a_card_is_its_own_too() -> None:
     spec = command_spec("-c", "bytearray(3 << 30)", cap=True)
     report = Slot(replace(spec, device="cuda")).end()
-    assert cause_of(report.ended) is Cause.OUT_OF_MEMORY, "it is not tried again with the same cap"
+    assert report.ended.cause is Cause.OUT_OF_MEMORY, "it is not tried again with the same cap"
 
 
 #: What `workers.capped` prints for people.
@@ -364,7 +371,7 @@ ENDS = {
 def test_memory_is_the_cause_where_the_capped_program_notes_it(how: str, state_dir: Path) -> None:
     code, gib, cause = ENDS[how]
     report = Slot(command_spec("-c", code, cap=True, budget_bytes=int(gib * GIB))).end()
-    assert cause_of(report.ended) is cause, report.ended.text
+    assert report.ended.cause is cause, report.ended.text
     assert not (state_dir / "state" / "run" / "job" / "out-of-memory").exists()
 
 
@@ -385,7 +392,7 @@ def test_a_python_that_cannot_be_capped_runs_and_says_so(tmp_path: Path) -> None
 def test_what_cannot_be_capped_is_said() -> None:
     slot = Slot(command_spec(cap=True, argv=("true",)))
     slot.end()
-    assert slot.events["program_started"]["uncapped"] == (
+    assert slot.details("program_started")["uncapped"] == (
         "true is no Python program: nothing caps its memory"
     )
 
@@ -397,6 +404,6 @@ def test_cap_holds_in_another_environment(tmp_path: Path, monkeypatch: pytest.Mo
     how = {"cwd": str(tmp_path), "python": "own", "cap": True}
     slot = Slot(command_spec(argv=("python", "t.py"), **how))
     report = slot.end()
-    assert slot.events["program_started"].get("uncapped") is None
-    assert cause_of(report.ended) is Cause.OUT_OF_MEMORY
+    assert slot.details("program_started").get("uncapped") is None
+    assert report.ended.cause is Cause.OUT_OF_MEMORY
     assert str(ROOT) not in slot.printed.splitlines()[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -145,8 +146,11 @@ def test_worker_that_ignores_its_children_learns_the_end(state_dir: Path) -> Non
     assert report.ended.exit_code == 3
 
 
+SLEEPS = "import time; time.sleep(600)"
+
+
 def test_a_program_ends_when_the_head_is_silent(tmp_path: Path, state_dir: Path) -> None:
-    slot = Slot(command_spec("-c", "import time; time.sleep(600)", cwd=str(tmp_path), lease_s=1.0))
+    slot = Slot(command_spec("-c", SLEEPS, cwd=str(tmp_path), lease_s=1.0))
     slot.begin()
     program = slot.actor._pid
     wait_for(lambda: is_gone(program), "the end of the program")
@@ -157,9 +161,14 @@ def test_a_program_ends_when_the_head_is_silent(tmp_path: Path, state_dir: Path)
 
 
 def test_being_asked_keeps_a_program_alive(tmp_path: Path, state_dir: Path) -> None:
-    slot = Slot(command_spec("-c", "import time; time.sleep(600)", cwd=str(tmp_path), lease_s=5.0))
-    until_s = time.monotonic() + 7.0
-    while time.monotonic() < until_s:
-        report = slot.poll(1.0)
-    assert report.ended is None
-    slot.rest()
+    """Judged where this process and the keeper's had their turns in time."""
+    was_in_time = False
+    while not was_in_time:
+        slot = Slot(command_spec("-c", SLEEPS, cwd=str(tmp_path), lease_s=5.0))
+        asked_s = [time.monotonic()]
+        while asked_s[-1] < asked_s[0] + 7.0:
+            report = slot.poll(1.0)
+            asked_s.append(time.monotonic())
+        was_in_time = max(later - sooner for sooner, later in pairwise(asked_s)) < 2.0
+        assert report.ended is None or not was_in_time
+        slot.rest()

@@ -87,6 +87,7 @@ def problems_of(path: Path, content: str | bytes, *overrides: str) -> tuple[Prob
         # unknown and missing keys
         ("gpus: 1", "worker: 1", 6, "nodes.pc1.worker",
          "unknown key; did you mean workers?; valid: cpus_per_worker, dtype, gpu, gpu_share, gpus"),
+        ("workers: 7", "wrokers: 7", 7, "nodes.pc1.wrokers", "unknown key; did you mean workers?"),
         ("workload:", "heat:", 11, "heat",
          "unknown key; valid: cluster, compute_share_mode, memory, nodes, notify, run"),
         ("run:\n", "train:\n  batch: 8\n  persistent: false\nrun:\n", 15, "train.persistent",

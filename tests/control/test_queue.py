@@ -22,10 +22,10 @@ from tests.jobs.scene import command, training
 
 
 def submitted(name: str) -> Submitted:
-    return Submitted(at_s=1.0, job=command(name), least_bytes=7)
+    return Submitted(job=command(name), least_bytes=7)
 
 
-SAID = UserOrder(at_s=1.0, id="m", order=JobOrder.HOLD, job="a", by="ann")
+SAID = UserOrder(id="m", order=JobOrder.HOLD, job="a", by="ann")
 MEMBER = training("hp-0", sweep="hp", ranges={"train.lr": ("log", [1e-5, 1.0])}, seed=3)
 
 
@@ -35,10 +35,10 @@ def test_messages_come_as_they_were_in_the_order_of_their_putting(tmp_path: Path
     assert tool.command is not None
     odd = replace(tool, command=replace(tool.command, argv=("cat", "\udcff")))
     messages = [
-        (Submitted(at_s=1.0, job=odd),),
-        (submitted("a"), Submitted(at_s=2, job=trained)),
+        (Submitted(job=odd),),
+        (submitted("a"), Submitted(job=trained)),
         (SAID,),
-        (Submitted(at_s=1.0, job=MEMBER), replace(SAID, job=None)),
+        (Submitted(job=MEMBER), replace(SAID, job=None)),
     ]
 
     for message in messages:

@@ -21,7 +21,7 @@ from orchestrator.core.slot import (
     Tick,
 )
 from tests.factories import RULES, status_of
-from workers.messages import Begin, EndCause, Orders, ProcessEnd, Quiet
+from workers.messages import Begin, Cause, Ending, Orders, Quiet
 
 
 class Scene:
@@ -34,7 +34,8 @@ class Scene:
         self.slot = Slot(slot=slot)
         self.now_s = 1000.0
         self.ends_at_s = ends_at_s
-        self.rules = replace(RULES, **rules)
+        more = {name: rules.pop(name) for name in ("slow_step_s", "seed") if name in rules}
+        self._usual: dict[str, Any] = {"run": RULES.model_copy(update=rules), **more}
 
     @classmethod
     def joined(cls, **begin: Any) -> Self:
@@ -54,7 +55,7 @@ class Scene:
         """Let time pass, then the event happen; return the commands."""
         self.now_s += later_s
         self.slot, commands = advance(
-            self.slot, event, Moment(now_s=self.now_s, rules=self.rules, ends_at_s=self.ends_at_s)
+            self.slot, event, Moment(now_s=self.now_s, ends_at_s=self.ends_at_s, **self._usual)
         )
         return list(commands)
 
@@ -79,10 +80,10 @@ class Scene:
         }
         return Told(status=status_of(self.slot.slot, **{**usual, **changes}))
 
-    def end(self, text: str = "killed by signal 9", cause: EndCause = EndCause.SIGNALLED) -> Told:
+    def end(self, text: str = "killed by signal 9", cause: Cause = Cause.KILLED) -> Told:
         """Make the end of the present process, which told what it told last."""
         told = self.slot.status
-        died = ProcessEnd(cause=cause, text=text)
+        died = Ending(cause=cause, text=text)
         if told is None or told.incarnation != self.slot.incarnation:
             return self.status(is_up=False, died=died)
         return Told(status=replace(told, died=died))

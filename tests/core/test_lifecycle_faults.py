@@ -23,14 +23,14 @@ from orchestrator.core.slot import (
 from tests.core.scene import Scene, notes
 from tests.factories import CPU, MEMORY, RULES, counters, counters_of
 from tests.scene import MIB
-from workers.messages import Cause, EndCause, Verdict, WorkerState
+from workers.messages import Cause, Verdict, WorkerState
 from workers.settings import PolicyState
 
 
 def test_a_process_that_ended_has_died_in_the_words_of_its_actor() -> None:
     scene = Scene.working()
     text = "its process was ended by SIGKILL"
-    assert scene.deeds(scene.end(text, EndCause.HOST_MEMORY)) == []
+    assert scene.deeds(scene.end(text, Cause.HOST_MEMORY)) == []
     assert (scene.slot.phase, scene.slot.state) == (Phase.PAUSING, HeadState.RESTARTING)
     assert scene.slot.reason == f"{text}: the PC's RAM was nearly full"
     assert scene.slot.failure is Cause.HOST_MEMORY
@@ -104,7 +104,7 @@ def test_a_poisoned_process_is_replaced_and_its_status_counts(full: dict[str, ob
         verdict=Verdict.CONTEXT_CORRUPTED,
         reason="illegal access",
         steps_ok=2,
-        resume=PolicyState(policy="classic", failures=1),
+        resume=PolicyState(failures=1),
         **full,
     )
     assert scene.deeds(status) == []
@@ -113,7 +113,7 @@ def test_a_poisoned_process_is_replaced_and_its_status_counts(full: dict[str, ob
     assert scene.slot.reason == "illegal access"
     assert scene.slot.failure is Cause.DRIVER
     assert counters_of(scene.slot) == counters(steps_ok=2, restarts=1, oom_count=len(full) // 2)
-    assert scene.slot.resume == PolicyState(policy="classic", failures=1)
+    assert scene.slot.resume == PolicyState(failures=1)
     assert len(scene.slot.deaths_at_s) == 1
 
 
@@ -153,7 +153,7 @@ class Leaking(Scene):
 
 
 def test_a_leak_up_to_the_limit_is_a_fresh_process_and_no_death() -> None:
-    scene = Leaking.joined(leak_flag_bytes=30 * MIB, leak_limit_bytes=60 * MIB)
+    scene = Leaking.joined(leak_flag_mib=30, leak_limit_mib=60)
     scene.settle()
     scene.grow(59)
     assert scene.slot.phase is Phase.WORKING
@@ -182,7 +182,7 @@ def keeping(mib: int) -> dict[str, Any]:
 
 def test_what_stays_after_a_release_is_a_leak_at_any_size() -> None:
     """The cap is 200 MiB: a sixth is told, a third is too much."""
-    scene = Leaking.joined(leak_flag_bytes=256 * MIB, leak_limit_bytes=1024 * MIB)
+    scene = Leaking.joined(leak_flag_mib=256, leak_limit_mib=1024)
     assert [scene.hold(100, **keeping(mib)) for mib in (1, 10, 33)] == [[], [], []]
     assert scene.hold(100, **keeping(34)) == [{"growth_bytes": 34 * MIB}]
     assert scene.slot.reason == "LEAK: its process keeps 34 MiB that its work does not need"
@@ -199,7 +199,7 @@ def test_what_stays_after_a_release_is_a_leak_at_any_size() -> None:
 
 
 def test_at_rest_an_eighth_of_the_cap_is_too_much() -> None:
-    scene = Leaking.joined(leak_flag_bytes=256 * MIB, leak_limit_bytes=1024 * MIB)
+    scene = Leaking.joined(leak_flag_mib=256, leak_limit_mib=1024)
     for _ in range(6):
         scene.hold(100)
     scene.hold(100, **keeping(24), state=WorkerState.EMERGENCY)
@@ -213,7 +213,7 @@ def test_at_rest_an_eighth_of_the_cap_is_too_much() -> None:
 
 def test_a_process_that_keeps_too_much_at_once_counts_as_a_death() -> None:
     """Or a slot would be busy with nothing but new processes for the whole night."""
-    scene = Leaking.joined(leak_limit_bytes=1024 * MIB)
+    scene = Leaking.joined(leak_limit_mib=1024)
     assert scene.hold(100, **keeping(150)) == [{"growth_bytes": 150 * MIB}]
     assert (scene.slot.state, len(scene.slot.deaths_at_s)) == (HeadState.RESTARTING, 1)
     assert "drop every tensor in the workload's `release`" in scene.slot.reason

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from orchestrator.config.schema import Config
 from orchestrator.core.node_commands import NODE_MARK, node_command
@@ -83,18 +80,6 @@ def test_the_script_says_where_makes_the_token_and_starts_last() -> None:
         assert (
             "python -m orchestrator up NODE" in lines[-2]
         ) is command.is_head  # and not what Ray prints
-
-
-@settings(deadline=None, max_examples=50)
-@given(
-    host=st.text(
-        st.characters(exclude_characters="\x00", exclude_categories=["Cs"]), min_size=1, max_size=30
-    )
-)
-def test_a_shell_reads_back_exactly_what_was_meant(host: str) -> None:
-    command = node_command(REFERENCE, "pc2", f"{host}:6379")
-    words = shlex.split(command.line)
-    assert words == [f"{NODE_MARK}=pc2", "RAY_AUTH_MODE=token", *command.argv]
 
 
 def test_ray_knows_every_argument_and_name_of_a_node() -> None:

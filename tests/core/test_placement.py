@@ -21,40 +21,8 @@ from orchestrator.core.placement import (
     refusals,
 )
 from tests.factories import REFERENCE, config_of, node_fact
-from workers.units import GIB
 
 PC1, PC2 = node_fact(cpus=56.0), node_fact("pc2", "b", cpus=12.0)
-
-
-@pytest.mark.parametrize(
-    ("slot", "cpus", "gpus", "budget_gib", "fraction", "duty", "size", "gpu"),
-    [
-        ("pc1/6", 8, 0.1428, 3.3, 0.99, 0.6, 8192, "rtx-3090"),
-        ("pc2/2", 4, 0.3333, 1.5, 0.75, 0.7, 4096, "rtx-3070"),
-    ],
-)
-def test_a_reference_worker_gets_the_numbers_of_its_guide(
-    slot: str,
-    cpus: int,
-    gpus: float,
-    budget_gib: float,
-    fraction: float,
-    duty: float,
-    size: int,
-    gpu: str,
-) -> None:
-    plan = {plan.spec.slot: plan for plan in plan_slots(REFERENCE, Target())}[slot]
-    spec, node = plan.spec, slot.partition("/")[0]
-    assert (plan.spec.slot, plan.spec.node) == (slot, node)
-    assert (plan.num_cpus, plan.num_gpus) == (cpus, gpus)
-    assert (spec.slot, spec.node, spec.device, spec.policy) == (slot, node, "cuda", "adaptive")
-    assert spec.budget_bytes == int(budget_gib * GIB)
-    assert spec.memory_fraction == fraction
-    assert plan.gpu == gpu
-    assert spec.duty == duty
-    assert spec.workload.size == size
-    assert spec.workload.batch == 128
-    assert spec.workload.dtype == "fp16"
 
 
 def test_one_slot_trains_a_folder_unless_more_are_asked_for() -> None:

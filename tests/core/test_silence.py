@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,11 +20,11 @@ def hung(
     seconds: float, *, is_up: bool = True, longest_step_s: float | None = 2.0, **seen: Any
 ) -> str | None:
     """Judge a process after its steps of 2 s and a patience of 60 s."""
-    rules = replace(RULES, hang_timeout_s=60.0, start_timeout_s=60.0)
+    run = RULES.model_copy(update={"hang_timeout_s": 60.0, "start_timeout_s": 60.0})
     quiet = Quiet(**{"seconds": seconds, "idle_s": seconds, **seen})
     status = status_of("pc1/0") if is_up else None
     slot = Slot(slot="pc1/0", runs=True, status=status, quiet=quiet, longest_step_s=longest_step_s)
-    return why_hung(slot, Moment(now_s=0.0, rules=rules, ends_at_s=None))
+    return why_hung(slot, Moment(now_s=0.0, run=run, ends_at_s=None))
 
 
 @given(quiet_s=seconds, computed_s=seconds)

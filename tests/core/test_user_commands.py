@@ -14,6 +14,7 @@ from orchestrator.core.slot import (
     Event,
     Held,
     Hold,
+    NodeJoined,
     Phase,
     Place,
     Reinstated,
@@ -55,7 +56,7 @@ def event_for(state: str, do: Do, *, amount_mib: int | None = None, ending: bool
     amount_bytes = None if amount_mib is None else amount_mib * MIB
     command = Command(id="a", do=do, slots=("pc1/0", "pc1/0"), by="test", amount_bytes=amount_bytes)
     slots = {"pc1/0": slot_in(state).slot}
-    ((name, event),) = events_of(command, slots, PLANS, ["pc1"], is_ending=ending)
+    ((name, event),) = events_of(command, slots, PLANS, is_ending=ending)
     assert name == "pc1/0"
     return event
 
@@ -124,7 +125,7 @@ def test_a_cap_is_within_the_budget_which_lifts_it() -> None:
     }
     command = Command(id="a", do=Do.CAP, slots=("pc1/0",), by="test", amount_bytes=MIB)
     with pytest.raises(CommandRefusedError, match=r"run with --set memory\.policy=adaptive"):
-        events_of(command, {"pc1/0": slot_in("running").slot}, classic, [])
+        events_of(command, {"pc1/0": slot_in("running").slot}, classic)
 
 
 def test_one_wrong_slot_keeps_the_others_as_they_are() -> None:
@@ -138,7 +139,7 @@ def test_one_wrong_slot_keeps_the_others_as_they_are() -> None:
     ):
         command = Command(id="a", do=Do.PAUSE, slots=("pc1/0", name), by="test")
         with pytest.raises(CommandRefusedError, match=words):
-            events_of(command, slots, PLANS, ["pc1"])
+            events_of(command, slots, PLANS)
 
 
 @pytest.mark.parametrize(("how", "commands"), [(Hold.PAUSE, []), (Hold.DRAIN, [Abandon()])])
@@ -171,7 +172,8 @@ def test_a_quarantine_ends_a_hold_and_is_lifted_clean() -> None:
     scene.feed(Held(hold=Hold.PAUSE))
     scene.feed(scene.end())
     assert (scene.slot.phase, scene.slot.orders.hold) == (Phase.QUARANTINED, None)
-    assert scene.deeds(Reinstated(node_is_there=True)) == [Place()]
+    assert scene.deeds(Reinstated()) == []
+    assert scene.deeds(NodeJoined()) == [Place()]
     assert scene.orders().incarnation == 2
     scene.feed(scene.status())
     scene.feed(scene.end())
@@ -210,4 +212,4 @@ def test_a_program_is_not_told_to_save_alone() -> None:
     command = Command(id="a", do=Do.SAVE, slots=("pc1/0",), by="test")
     slots = {"pc1/0": slot_in("training").slot}
     with pytest.raises(CommandRefusedError, match="saves when it ends: `drain pc1/0`"):
-        events_of(command, slots, {"pc1/0": plan}, ["pc1"])
+        events_of(command, slots, {"pc1/0": plan})

@@ -56,6 +56,7 @@ HOLDERS = (
     Holder(pid=4711, name="game.exe", used_bytes=9 * GIB),
     Holder(pid=5, name=None, used_bytes=None),
 )
+LATE_TORCH = TorchFacts(is_late=True, error="it took long")
 TI = card_facts(name="NVIDIA GeForce RTX 3070 Ti", total_bytes=8 * GIB)
 
 
@@ -70,6 +71,7 @@ TI = card_facts(name="NVIDIA GeForce RTX 3070 Ti", total_bytes=8 * GIB)
          "card", FAIL, "hides every one", "unset CUDA_VISIBLE_DEVICES"),
         (workstation(torch=CPU_TORCH), "torch", FAIL, "never use the card", "python -m pip uninstall torch"),
         (workstation(torch=TorchFacts(error="No module 'torch'")), "torch", FAIL, "No module", "make setup"),
+        (workstation(torch=LATE_TORCH), "torch", WARN, "not known: it took long", "python -m orchestrator doctor"),
         (workstation(torch=replace(CUDA_TORCH, cuda="13.0"), driver="550.54", driver_cuda=(12, 4)),
          "torch", FAIL, "built for CUDA 13.0, but driver 550.54 runs CUDA up to 12.4",
          "sudo ubuntu-drivers install && sudo reboot"),
@@ -238,6 +240,7 @@ def unlike(**facts: Any) -> tuple[NodeAnswer, NodeAnswer]:
         (PAIR, "None/nodes", OK, "2 planned nodes there, with the CPUs and GPUs planned"),
         (PAIR, "pc2/network", OK, "reaches every other node"),
         ((answer(facts=None, error="No module named 'workers'"),), "pc1/nodes", FAIL, "No module named 'workers'"),
+        ((answer(facts=None, is_late=True, error="late"),), "pc1/nodes", FAIL, "no answer: late"),
         ((answer(unreachable=("192.168.1.11:40001",)),), "pc1/network", FAIL, "192.168.1.11:40001"),
         ((answer(None),), "192.168.1.10/nodes", WARN, "has no label"),
         ((answer("pc7"),), "pc7/nodes", WARN, "cluster.yaml does not name it"),
@@ -248,6 +251,7 @@ def unlike(**facts: Any) -> tuple[NodeAnswer, NodeAnswer]:
         (unlike(torch=replace(CPU_TORCH, version="2.12.0+cpu")),
          "None/versions", WARN, "torch differs: pc1 has 2.13.0, pc2 has 2.12.0"),
         (unlike(torch=CPU_TORCH), "None/versions", OK, "the same on every node"),
+        (unlike(torch=LATE_TORCH), "None/versions", OK, "the same on every node"),
     ],
 )  # fmt: skip
 def test_what_nodes_answer(

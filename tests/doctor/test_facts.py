@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from workers.host import machine
 from workers.host.machine import ask_torch, free_bytes, look_around
 
 
@@ -37,6 +38,13 @@ def test_a_torch_that_cannot_be_imported_is_an_answer(
     torch = ask_torch()
     assert torch.version is None
     assert torch.error == "ImportError: libcudart.so.12: cannot open shared object file"
+
+
+def test_a_torch_that_takes_too_long_is_not_taken_for_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(machine, "_TORCH_TIMEOUT_S", 0.001)
+    assert ask_torch().is_late
 
 
 def test_a_folder_not_there_yet_is_on_its_parents_disk(tmp_path: Path) -> None:

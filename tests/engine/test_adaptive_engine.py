@@ -8,6 +8,7 @@ counts it all the same.
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,8 +19,9 @@ import torch
 from tests.engine.scene import all_is_well, events, failures, names, own, turns
 from tests.in_child import InChild
 from tests.scene import MIB, spec_of
+from workers.learned_limits import LimitKey, default_path
 from workers.messages import Status, Verdict, WorkerState
-from workers.settings import Learned, LimitKey, PolicyState, WorkerSpec
+from workers.settings import Learned, PolicyState, WorkerSpec
 from workers.workloads.base import StepResult, Workload
 from workers.workloads.matmul import Matmul, matrix_bytes
 
@@ -168,10 +170,14 @@ class TestLies:
 
 
 class TestLearned:
-    def test_what_was_measured_is_told_with_where_it_holds(self, measured: list[Status]) -> None:
-        device, stored = measured[-1].device, measured[-1].learned
+    def test_what_was_learned_is_kept_and_the_next_run_starts_there(
+        self, in_child: InChild
+    ) -> None:
+        spec = remembering(rows())
+        *reports, held = in_child(turns, spec, [*[{}] * 40, {"holds": True}])
+        device = held.device
         version = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
-        assert stored.key == LimitKey(
+        key = LimitKey(
             card=device.name,
             total_bytes=device.total_bytes,
             driver=None,
@@ -180,24 +186,41 @@ class TestLearned:
             workload=f"{own(Rows)}@{version} batch=16384 size=512",
             cap_bytes=device.cap_bytes,
         )
-        assert stored.learned.size == measured[-1].batch
-        assert stored.learned.unit_bytes == pytest.approx(Rows.row_bytes, rel=0.01)
-        assert stored.learned.fixed_bytes == pytest.approx(Rows.fixed_bytes, rel=0.1)
-        assert stored.peak_bytes == pytest.approx(taken_bytes(measured[-1]), rel=0.02)
+        (stored,) = kept().values()
+        assert LimitKey(**stored["key"]) == key
+        assert stored["learned"]["size"] == reports[-1].batch
+        assert stored["learned"]["unit_bytes"] == pytest.approx(Rows.row_bytes, rel=0.01)
+        assert stored["learned"]["fixed_bytes"] == pytest.approx(Rows.fixed_bytes, rel=0.1)
+        following = in_child(turns, spec, [{}] * 2)
+        assert names(following).count("remembered") == 1
+        assert all_is_well(following)
+        assert taken_bytes(following[0]) >= 0.95 * taken_bytes(reports[-1])
 
-    def test_a_worker_that_is_sent_it_starts_there(
-        self, in_child: InChild, measured: list[Status]
+    def test_a_file_that_cannot_be_had_costs_an_event(
+        self, in_child: InChild, state_dir: Path
     ) -> None:
-        spec = replace(rows(), learned=(measured[-1].learned,))
-        reports = in_child(turns, spec, [{}] * 2)
-        assert names(reports).count("remembered") == 1
+        (state_dir / "limits.json").mkdir()
+        reports = in_child(turns, remembering(rows()), [{}] * 3)
+        reasons = [event.detail["reason"] for event in events(reports, "limits_unavailable")]
+        assert [reason.partition(":")[0] for reason in reasons] == [
+            "learned limits cannot be read",
+            "learned limits cannot be written",
+        ]
         assert all_is_well(reports)
-        assert taken_bytes(reports[0]) >= 0.95 * taken_bytes(measured[-1])
+
+
+def remembering(spec: WorkerSpec) -> WorkerSpec:
+    return replace(spec, memory=replace(spec.memory, remember=True))
+
+
+def kept() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(default_path().read_bytes())
+    return found
 
 
 def test_it_waits_for_its_share_and_gives_all_back(in_child: InChild) -> None:
     learned = Learned(size=320**2, fixed_bytes=0.0, unit_bytes=12.0)
-    resume = PolicyState(policy="adaptive", learned=(learned,))
+    resume = PolicyState(learned=(learned,))
     orders = leases(0, 0, 40 * MIB, None, None, 0, None)
     first, second, leased, *free, waiting, last = in_child(
         turns, spec_of(policy="adaptive"), orders, {"resume": resume}

@@ -58,6 +58,11 @@ def works(report: Status) -> bool:
     return report.counts.steps_ok > 0
 
 
+def sleeps(report: Status) -> bool:
+    """Whether it rested between steps."""
+    return report.counts.busy_s < 0.95 * report.wall_s
+
+
 def is_lost(report: Status) -> bool:
     return report.sensors is not None and report.sensors.lost
 
@@ -77,13 +82,13 @@ class TestHeat:
     def test_a_complaint_of_the_hardware_is_an_alarm_and_slows(
         self, in_child: InChild, card: Scripts
     ) -> None:
-        card(temperature_c=65, throttle=int(Throttle.HARDWARE_THERMAL))
-        reports = in_child(turns, hot(), [{"duration_s": 1.0}] * 3)
+        complaining = scripted_card(temperature_c=65, throttle=int(Throttle.HARDWARE_THERMAL))
+        card(**complaining)
+        reports = in_child(until, hot(), complaining, sleeps)
         (raised,) = events(reports, "alarm_raised")
         assert raised.detail["alarm"] == "thermal slowdown by the hardware"
         assert reports[-1].state is WorkerState.THROTTLED
         assert "thermal slowdown by the hardware" in reports[-1].reason
-        assert reports[-1].counts.busy_s / reports[-1].wall_s < 0.95, "it sleeps between steps"
         assert reports[-1].sensors.throttle_pct == 100
 
     def test_a_lost_card_is_an_alarm_and_no_crash(self, in_child: InChild, card: Scripts) -> None:

@@ -28,9 +28,7 @@ from workers.messages import (
 from workers.settings import (
     CommandSpec,
     Learned,
-    LimitKey,
     PolicyState,
-    StoredLimit,
     ThermalSettings,
     WorkerSpec,
 )
@@ -163,24 +161,17 @@ def test_a_person_can_start_it(tmp_path: Path) -> None:
 
 
 def test_a_spec_file_holds_all_that_a_worker_must_know(tmp_path: Path) -> None:
-    key = LimitKey(
-        card="c", total_bytes=None, driver=None, torch="2", dtype="fp32", workload="w", cap_bytes=3
-    )
-    limit = StoredLimit(
-        key=key, learned=Learned(size=3, unit_bytes=0.5), peak_bytes=None, learned_at_unix_s=1.5
-    )
     spec = replace(
         spec_of(),
-        learned=(limit,),
         thermal=ThermalSettings(critical_c=None),
         command=CommandSpec(argv=("a", "b"), env={"c": "d"}),
     )
     copy = tmp_path / "copy"
     copy.write_bytes(b"\0" * 8)
-    begin = Begin(resume=PolicyState(policy="a", learned=(None, Learned(size=3, unit_bytes=0.5))))
+    begin = Begin(resume=PolicyState(learned=(None, Learned(size=3, unit_bytes=0.5))))
     path = write_spec(tmp_path, spec, 7, begin, copy)
     found = read_spec(path)
-    expected = replace(begin, checkpoint=b"\0" * 8)
+    expected = replace(begin, checkpoint=copy)
     assert (found.spec, found.begin, found.incarnation) == (spec, expected, 7)
     assert path.stat().st_mode & 0o777 == 0o600
     write_spec(tmp_path, spec, 8, Begin())

@@ -26,7 +26,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.command.scenes import Slot, command_spec
 from tests.gpu.scene import ON_A_CARD
 from tests.scene import COMMAND, MIB, ROOT, python
-from workers.messages import WorkerState
+from workers.messages import Cause, WorkerState
+from workers.training.batches import part_of
 from workers.training.memory_plan import MemoryPlanner
 from workers.training.settings import TrainSettings
 from workers.training.tasks import find_task
@@ -114,9 +115,8 @@ def test_a_command_that_fills_its_cap_has_the_right_cause() -> None:
     spec = replace(command_spec("-c", FILLS.format(own=""), cap=True), device="cuda")
     slot = Slot(spec)
     report = slot.end()
-    assert slot.events["program_started"]["cap_bytes"] < 2 * GIB
-    assert report.ended.out_of_memory, slot.printed
-    assert not report.ended.host_memory
+    assert slot.details("program_started")["cap_bytes"] < 2 * GIB
+    assert report.ended.cause is Cause.OUT_OF_MEMORY, slot.printed
 
 
 # --- a folder of Hugging Face
@@ -129,11 +129,13 @@ def trained(folder: str, data: str, keys: Found) -> Found:
     task, device = find_task(settings, 0), torch.device("cuda")
     plan = MemoryPlanner(task, settings, on_card=True, with_data=True).plan(2, 0)
     run = Trainer(task, settings, device, 0)
-    ran, flop = run.attention_kernels(), run.flop_per_sample()
+    flop, ran = run.operations()
     counter = FlopCounterMode(display=False)
     # Plain products, which torch itself counts.
     with sdpa_kernel(SDPBackend.MATH), counter:
-        run._accumulator.backward(run._loss_of_one(level=0), 1.0, lambda *_: None)
+        one = run._begun()
+        loss = one.value(part_of(one.batch, 0, 1), 0, 1)
+        run.sums.backward(loss, 1.0, lambda *_: None)
     peaks = []
     while not run.finished:
         torch.cuda.reset_peak_memory_stats()
@@ -142,7 +144,7 @@ def trained(folder: str, data: str, keys: Found) -> Found:
     left = {name for name, each in run.model.named_buffers() if each.device.type != "cuda"}
     return {
         "ran": ran,
-        "flop": flop,
+        "flop": flop * (1.0 if task.shorten is None else run.items_per_sample),
         "plain_flop": counter.get_total_flops(),
         "losses": run.course.losses,
         "figures": run.evaluate(),

@@ -33,5 +33,5 @@ def test_heads_share_keys_where_a_card_has_a_kernel_for_it(
     )
     trainer = Trainer(find_task(settings, 0), settings, torch.device("cpu"), 0)
     asked.clear()
-    trainer.attention_kernels()
+    trainer.operations()
     assert asked == [shares, shares]

@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
 
-from tests.hf.folders import make_folder
+from tests.hf.folders import CHAT as CHAT_TEMPLATE
+from tests.hf.folders import NAMES, SPECIAL, make_folder
+from workers.hf.folder import transformers
+from workers.training.errors import TaskError
 from workers.training.settings import TrainSettings
 from workers.training.tasks import find_task
-from workers.training.text import TextError
 
 ROWS = range(8)
 
@@ -45,9 +48,9 @@ def test_a_byte_order_mark_changes_no_sample(
     torch.testing.assert_close(marked[1], samples, rtol=0, atol=0)
 
 
-def samples_of(path: Path, lines: list[dict[str, str]], folder: Path) -> list[Any]:
+def samples_of(path: Path, lines: list[dict[str, Any]], folder: Path, seq: int = 24) -> list[Any]:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    chosen = {"preset": "hf-causal", "model": str(folder), "data": str(path), "seq": 24}
+    chosen = {"preset": "hf-causal", "model": str(folder), "data": str(path), "seq": seq}
     data = find_task(TrainSettings.model_validate(chosen), 0).dataset
     return [data[index] for index in range(len(data))]
 
@@ -66,6 +69,45 @@ def test_a_text_after_a_prompt_is_cut_as_if_it_stood_alone(tmp_path: Path) -> No
 def test_half_of_a_character_is_refused_by_line(tmp_path: Path) -> None:
     lines = [{"text": "whole"}, {"text": "half \ud83d"}]
     with pytest.raises(
-        TextError, match=r"line 2 of .*a\.jsonl is no JSON .*surrogates not allowed"
+        TaskError, match=r"line 2 of .*a\.jsonl is no JSON .*surrogates not allowed"
     ):
         samples_of(tmp_path / "a.jsonl", lines, make_folder(tmp_path / "model"))
+
+
+CHAT = [
+    {"role": role, "content": text}
+    for role, text in (("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "dd"))
+]
+
+
+def test_of_a_chat_what_the_assistant_says_is_predicted(tmp_path: Path) -> None:
+    folder, path = make_folder(tmp_path / "model"), tmp_path / "a.jsonl"
+    (chat,) = samples_of(path, [{"messages": CHAT}], folder, seq=64)
+    labels = chat[1]
+    tokenizer = transformers().AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.decode(labels[labels >= 0]) == "b</s>dd</s>"
+    for index, words in (("[-1:]", "writes earlier messages anew"), ("[9].x", "does not suit")):
+        template = f"{{% for m in messages{index} %}}{{{{ m['content'] }}}}{{% endfor %}}"
+        (folder / "chat_template.jinja").write_text(template)
+        with pytest.raises(TaskError, match=rf"line 1 of .*a\.jsonl.* {words}"):
+            samples_of(path, [{"messages": CHAT}], folder)
+
+
+@pytest.mark.parametrize("marks", ["first", "always", "never"])
+def test_the_tokens_of_a_chat_are_those_of_its_text(tmp_path: Path, marks: str) -> None:
+    """Also by a tokenizer that writes a space before each text, as that of Llama 2 does."""
+    folder, library = make_folder(tmp_path / "model"), transformers()
+    words = ["<pad>", "<s>", "</s>", "<unk>", "▁", "▁b", *"abcd:", "user", "assistant"]
+    made = Tokenizer(models.Unigram([(word, -1.0) for word in words], unk_id=3))
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=marks)
+    own = {f"{name}_token": token for name, token in zip(NAMES, SPECIAL[:4], strict=False)}
+    tokenizer = library.PreTrainedTokenizerFast(
+        tokenizer_object=made, chat_template=CHAT_TEMPLATE.replace(": ", ":"), **own
+    )
+    tokenizer.save_pretrained(folder)
+    (chat,) = samples_of(tmp_path / "a.jsonl", [{"messages": CHAT}], folder, seq=64)
+    text = tokenizer.apply_chat_template(CHAT, tokenize=False)
+    whole = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert [*chat[0].tolist(), int(chat[1][-1])] == whole
+    answers = [token for token in chat[1].tolist() if token >= 0]
+    assert tokenizer.convert_ids_to_tokens(answers) == ["b", "</s>", "d", "d", "</s>"]

@@ -247,3 +247,120 @@ def test_a_hazard_is_refused_or_told_as_by_elastic_step(hf_child: InChild, tmp_p
     said, told = hf_child(_with_dropout_in_attention, str(tmp_path))
     assert "attn_pdrop" in said
     assert len(told) == 1
+
+
+def _of_old_scripts(folder: str) -> list[float]:
+    """Return the gap of losses to a plain Trainer, of losses and batches as users write them."""
+    warnings.simplefilter("ignore")
+    from workers.hf import ElasticMixin
+    from workers.hf.elastic_mixin import _next_labels_of
+    from workers.hf.folder import transformers
+
+    library = transformers()
+    path = make_folder(Path(folder) / "model", "gpt2", attn_pdrop=0.0)
+    drops = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+
+    class Uncounted(library.Trainer):  # type: ignore[name-defined,misc]  # has no types
+        """Does not hand over the items of the batch, and logs."""
+
+        def compute_loss(self, model: Any, inputs: Any, **_: Any) -> Any:
+            self.log({"seen": 1.0})
+            return super().compute_loss(model, inputs)
+
+    class ByAttribute(Uncounted):
+        def compute_loss(self, model: Any, inputs: Any, **_: Any) -> Any:
+            logits = model(input_ids=inputs.input_ids).logits[:, :-1].flatten(0, 1)
+            return functional.cross_entropy(logits, inputs.labels[:, 1:].flatten())
+
+    class OfTuple(Uncounted):
+        def compute_loss(self, model: Any, inputs: Any, **_: Any) -> Any:
+            tokens, _ = inputs
+            return model(input_ids=tokens).logits.square().mean()
+
+    def collate(some: list[Any]) -> dict[str, torch.Tensor]:
+        pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
+        return {"input_ids": pad(some), "labels": pad(some, padding_value=-100)}
+
+    draw = torch.Generator().manual_seed(0)
+    # At first as many labels in all samples: these say not what a mean is of.
+    samples = [
+        torch.randint(5, 300, (9 if at < 8 else 4 + at % 7,), generator=draw) for at in range(32)
+    ]
+
+    def run(
+        base: Any, made: Any, *, elastic: bool, dtype: str = "float32", **keys: Any
+    ) -> tuple[list[float], int]:
+        options = _options(Path(folder), learning_rate=0.1, optim="sgd", **keys)
+        options.train_sampling_strategy = "sequential"
+        trainer = type("Own", (ElasticMixin, base) if elastic else (base,), {})(
+            model=library.AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **drops), args=options,
+            train_dataset=samples, data_collator=lambda some: made(collate(some)),
+        )  # fmt: skip
+        trainer.train()
+        if elastic:
+            assert max(trainer._elastic_parts.batch.parts) > 1
+            assert base is not Uncounted or trainer._elastic_parts._mean_of is _next_labels_of
+        return _losses(trainer), sum("seen" in each for each in trainer.state.log_history)
+
+    run(Uncounted, dict, elastic=True, dtype="bfloat16")  # where other means seem right as well
+    gaps = []
+    encoded, columns = library.BatchEncoding, lambda batch: tuple(batch.values())
+    for base, made in ((Uncounted, dict), (ByAttribute, encoded), (OfTuple, columns)):
+        for keys in ({}, {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}):
+            (plain, seen), (apart, again) = (
+                run(base, made, elastic=each, **keys) for each in (False, True)
+            )
+            assert seen == again
+            assert len(plain) == 6
+            gaps += [abs(one - other) / one for one, other in zip(plain, apart, strict=True)]
+    return gaps
+
+
+def test_losses_of_old_scripts_train_as_in_a_plain_trainer(
+    hf_child: InChild, tmp_path: Path
+) -> None:
+    """The mean of the labels that a language model predicts; a batch keeps its type, and what a
+    loss logs while it is compared is in no log.
+    """
+    assert max(hf_child(_of_old_scripts, str(tmp_path))) < 1e-5
+
+
+def _with_noise(folder: str) -> list[str]:
+    """Return what is said of noise in a mean of labels, and of noise that the Trainer asks for."""
+    said = []
+    dropped = partial(_trained, Path(folder), "bart", "Seq2SeqLM", 8)
+    noisy = partial(_small, Path(folder), elastic=True, neftune_noise_alpha=5)
+    for train in (dropped, lambda: noisy().train()):
+        try:
+            train()
+        except TaskError as error:
+            said.append(str(error))
+    return said
+
+
+def test_noise_is_refused_by_its_own_name(hf_child: InChild, tmp_path: Path) -> None:
+    of_model, of_trainer = hf_child(_with_noise, str(tmp_path))
+    assert "random numbers" in of_model
+    assert "neftune_noise_alpha" in of_trainer
+
+
+def _with_a_step_of_its_own(folder: str) -> str:
+    from workers.hf.folder import transformers
+
+    def step(self: Any, *given: Any) -> torch.Tensor:
+        raise AssertionError(self, given)
+
+    library = transformers()
+    library.Trainer = type("Own", (library.Trainer,), {"training_step": step})
+    step.__qualname__ = "Own.training_step"
+    try:
+        _small(Path(folder), elastic=True).train()
+    except TaskError as error:
+        return str(error)
+    return ""
+
+
+def test_a_step_that_would_not_be_called_is_refused(hf_child: InChild, tmp_path: Path) -> None:
+    said = hf_child(_with_a_step_of_its_own, str(tmp_path))
+    assert "Own.training_step" in said
+    assert "before ElasticMixin" in said

@@ -118,6 +118,13 @@ def test_a_folder_is_refused_by_file(good: Path, tmp_path: Path, spoil: Spoil, s
             {"preset": "hf-pairs"},
             "number 'text' (it has 'text', 'label')",
         ),
+        ("unquoted.csv", "text,label\na,b,1\nc,0,\n", {"preset": "hf-pairs"}, "put quotes around"),
+        (
+            "nan.jsonl",
+            '{"text": "a", "label": NaN}\n{"text": "b", "label": 0.5}\n',
+            {"preset": "hf-pairs"},
+            "has the label 'nan', and the training knows numbers",
+        ),
         ("long.csv", f"text,label\n{'a' * 200_000},1\n", {"preset": "hf-pairs"}, "line 2 of"),
     ],
 )

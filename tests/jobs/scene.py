@@ -59,7 +59,7 @@ class Scene:
     def submit(self, *jobs: Job, least: int = 0) -> None:
         """Leave jobs for the next turn."""
         for job in jobs:
-            self._sent.append(Submitted(at_s=self.now_s, job=job, least_bytes=least or None))
+            self._sent.append(Submitted(job=job, least_bytes=least or None))
 
     def send(self, *sent: Sent) -> None:
         """Leave what users send for the next turn."""
@@ -125,7 +125,7 @@ class Scene:
     def say(self, order: JobOrder, job: str | None, message: str = "") -> list[Event]:
         self._orders += 1
         id_ = message or f"message-{self._orders}"
-        self._sent.append(UserOrder(at_s=self.now_s, id=id_, order=order, job=job, by="ann"))
+        self._sent.append(UserOrder(id=id_, order=order, job=job, by="ann"))
         return self.turn()
 
     def standing(self, job: str) -> Standing:

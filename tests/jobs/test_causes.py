@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import signal
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from orchestrator.jobs.causes import cause_of, cause_of_failure, is_final
 from orchestrator.jobs.model import Job, JobState, Standing
 from workers import oom
-from workers.messages import Cause, Ending
+from workers.messages import Cause
 
 TORCH = """Traceback (most recent call last):
   File "train.py", line 9, in <module>
@@ -36,87 +35,67 @@ NUMPY = "numpy.core._exceptions._ArrayMemoryError: Unable to allocate 7.45 GiB f
 SURVIVED = (
     f"{TORCH}skipping this batch\nTraceback (most recent call last):\nValueError: bad label\n"
 )
+TRACE = "Traceback (most recent call last):\n"
 CHAINED = (
     f"{TORCH}\nDuring handling of the above exception, another exception occurred:\n\n"
     "Traceback (most recent call last):\nAttributeError: no such thing\n"
 )
 
 
-def ending(text: str = "", *, on_card: bool = True, **how: Any) -> Ending:
-    """What the worker says of a program that ended so, judged by the words of its log as there."""
-    how = {"exit_code": None if "signal" in how else 1, **how}
-    words = oom.judge_log(text) if how["exit_code"] != 0 else None
-    on_host = words == "host" and on_card
-    judged = {
-        "out_of_memory": words is not None and not on_host,
-        "host_memory": on_host,
-    }
-    return Ending(**{"text": text, **judged, **how})
-
-
-WAYS: list[tuple[str, Ending, Cause]] = [
-    ("0", ending(exit_code=0), Cause.DONE),
-    ("1", ending(), Cause.EXCEPTION),
-    (
-        "2 of argparse",
-        ending("usage: t.py\nt.py: error: unrecognized arguments: --lrr\n", exit_code=2),
-        Cause.BAD_CONFIG,
-    ),
-    (
-        "2 of python",
-        ending("python: can't open file '/a/b.py': [Errno 2] No such file", exit_code=2),
-        Cause.BAD_CONFIG,
-    ),
-    ("75", ending(exit_code=75), Cause.PARKED),
-    ("127", ending(exit_code=127), Cause.NOT_STARTED),
-    ("137", ending(exit_code=137), Cause.KILLED),
-    ("139", ending(exit_code=139), Cause.EXCEPTION),
-    ("KILL", ending(signal=signal.SIGKILL), Cause.KILLED),
-    ("SEGV", ending(signal=signal.SIGSEGV), Cause.EXCEPTION),
-    ("TERM", ending(signal=signal.SIGTERM), Cause.KILLED),
-    ("TERM as asked", ending(signal=signal.SIGTERM, was_asked=True), Cause.PARKED),
-    ("KILL after its time", ending(signal=signal.SIGKILL, time_limit=True), Cause.TIME_LIMIT),
-    ("KILL by the kernel", ending(signal=signal.SIGKILL, host_memory=True), Cause.HOST_MEMORY),
-    ("torch", ending(TORCH), Cause.OUT_OF_MEMORY),
-    ("torch, then another of it", ending(CHAINED), Cause.OUT_OF_MEMORY),
-    ("torch, survived", ending(SURVIVED), Cause.EXCEPTION),
-    ("CUDA", ending(CUDA), Cause.OUT_OF_MEMORY),
-    ("cuBLAS", ending(CUBLAS), Cause.OUT_OF_MEMORY),
-    ("cuBLAS after an assertion", ending(ASSERTED), Cause.EXCEPTION),
-    ("JAX", ending(JAX), Cause.OUT_OF_MEMORY),
-    ("TensorFlow", ending(TENSORFLOW), Cause.OUT_OF_MEMORY),
-    ("NumPy under a cap", ending(NUMPY, on_card=False), Cause.OUT_OF_MEMORY),
-    ("NumPy beside a card", ending(NUMPY), Cause.HOST_MEMORY),
-    (
-        "bad_alloc",
-        ending("what():  std::bad_alloc\n", on_card=False, signal=6),
-        Cause.OUT_OF_MEMORY,
-    ),
-    ("disk", ending("OSError: [Errno 28] No space left on device\n"), Cause.DISK_FULL),
-    ("disk, seen", ending(disk_full=True), Cause.DISK_FULL),
-    ("NaN", ending("Loss is nan, stopping training\n"), Cause.NAN_LOSS),
-    ("NaN in a line", ending("{'loss': nan, 'step': 7}\n"), Cause.NAN_LOSS),
-    ("NaN in its results", ending(nan_loss=True), Cause.NAN_LOSS),
-    (
-        "a module",
-        ending("Traceback (most recent call last):\nModuleNotFoundError: No module named 'x'\n"),
-        Cause.BAD_CONFIG,
-    ),
-    ("ECC", ending("CUDA error: uncorrectable ECC error encountered\n"), Cause.DRIVER),
-    ("off the bus", ending("Unable to determine: GPU is lost\n"), Cause.DRIVER),
-    (
-        "after an update of the driver",
-        ending("Error 804: forward compatibility was attempted on non supported HW\n"),
-        Cause.DRIVER,
-    ),
-    ("an index on the card", ending("CUDA error: device-side assert triggered\n"), Cause.EXCEPTION),
-    ("no such folder", ending("cannot be started", started=False), Cause.NOT_STARTED),
+#: What a program prints last, with its exit code or below 0 its signal, and why it then ended.
+WAYS: list[tuple[str, int, Cause]] = [
+    ("", 0, Cause.DONE),
+    ("", 1, Cause.EXCEPTION),
+    ("usage: t.py\nt.py: error: unrecognized arguments: --lrr\n", 2, Cause.BAD_CONFIG),
+    ("python: can't open file '/a/b.py': [Errno 2] No such file", 2, Cause.BAD_CONFIG),
+    ("", 75, Cause.PARKED),
+    ("", 127, Cause.NOT_STARTED),
+    ("", 137, Cause.KILLED),
+    ("", 139, Cause.EXCEPTION),
+    ("", -signal.SIGKILL, Cause.KILLED),
+    ("", -signal.SIGSEGV, Cause.EXCEPTION),
+    ("", -signal.SIGTERM, Cause.KILLED),
+    (TORCH, 1, Cause.OUT_OF_MEMORY),
+    (CHAINED, 1, Cause.OUT_OF_MEMORY),
+    (SURVIVED, 1, Cause.EXCEPTION),
+    (CUDA, 1, Cause.OUT_OF_MEMORY),
+    (CUBLAS, 1, Cause.OUT_OF_MEMORY),
+    (ASSERTED, 1, Cause.EXCEPTION),
+    (JAX, 1, Cause.OUT_OF_MEMORY),
+    (TENSORFLOW, 1, Cause.OUT_OF_MEMORY),
+    (NUMPY, 1, Cause.OUT_OF_MEMORY),
+    ("what():  std::bad_alloc\n", -signal.SIGABRT, Cause.OUT_OF_MEMORY),
+    ("OSError: [Errno 28] No space left on device\n", 1, Cause.DISK_FULL),
+    ("Loss is nan, stopping training\n", 1, Cause.NAN_LOSS),
+    ("{'loss': nan, 'step': 7}\n", 1, Cause.NAN_LOSS),
+    (f"{TRACE}ModuleNotFoundError: No module named 'x'\n", 1, Cause.BAD_CONFIG),
+    ("CUDA error: uncorrectable ECC error encountered\n", 1, Cause.DRIVER),
+    ("Unable to determine: GPU is lost\n", 1, Cause.DRIVER),
+    ("Error 804: forward compatibility was attempted on non supported HW\n", 1, Cause.DRIVER),
+    ("CUDA error: device-side assert triggered\n", 1, Cause.EXCEPTION),
 ]
 
 
-@pytest.mark.parametrize(("how", "cause"), [way[1:] for way in WAYS], ids=[way[0] for way in WAYS])
-def test_cause_of_each_way_to_end(how: Ending, cause: Cause) -> None:
-    assert cause_of(how) is cause
+@pytest.mark.parametrize(("text", "status", "cause"), WAYS)
+def test_cause_of_each_way_to_end(text: str, status: int, cause: Cause) -> None:
+    has_failed = status != 0 and oom.judge_log(text) is not None
+    assert cause_of(status, text, [Cause.OUT_OF_MEMORY] * has_failed) is cause
+
+
+@pytest.mark.parametrize(
+    ("status", "seen", "cause"),
+    [
+        (-signal.SIGTERM, Cause.PARKED, Cause.PARKED),
+        (-signal.SIGKILL, Cause.TIME_LIMIT, Cause.TIME_LIMIT),
+        (-signal.SIGKILL, Cause.HOST_MEMORY, Cause.HOST_MEMORY),
+        (1, Cause.DISK_FULL, Cause.DISK_FULL),
+        (1, Cause.NAN_LOSS, Cause.NAN_LOSS),
+    ],
+)
+def test_what_its_pc_has_seen_goes_before_its_signal(
+    status: int, seen: Cause, cause: Cause
+) -> None:
+    assert cause_of(status, "", [seen]) is cause
 
 
 @pytest.mark.parametrize(

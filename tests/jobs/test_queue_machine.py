@@ -55,7 +55,7 @@ class AnyQueue(RuleBasedStateMachine):
 
     @rule(order=st.sampled_from([JobOrder.HOLD, JobOrder.RELEASE]), number=st.integers())
     def hold(self, order: JobOrder, number: int) -> None:
-        said = UserOrder(at_s=0.0, id=f"hold-{number}", order=order, job=None, by="ann")
+        said = UserOrder(id=f"hold-{number}", order=order, job=None, by="ann")
         self.scene.send(said)
         self.turn()
 

@@ -14,12 +14,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tests.factories import KEY, limit
-from workers.learned_limits import choose, workload_fingerprint
+from tests.learned_limits.keys import KEY
+from workers.learned_limits import workload_fingerprint
 
 GIB = 2**30
-
-LIMIT = limit()
 
 CAPS = st.integers(min_value=1, max_value=2**50)
 
@@ -41,15 +39,15 @@ CAPS = st.integers(min_value=1, max_value=2**50)
 )
 def test_other_circumstances_never_match(changed: dict[str, Any]) -> None:
     other = dataclasses.replace(KEY, **changed)
-    assert choose([LIMIT], KEY) == LIMIT
-    assert choose([LIMIT], other) is None
-    assert choose([dataclasses.replace(LIMIT, key=other)], KEY) is None
+    assert KEY.serves(KEY)
+    assert not KEY.serves(other)
+    assert not other.serves(KEY)
 
 
 def test_untold_facts_match_and_a_total_may_differ_slightly() -> None:
     on_cpu = dataclasses.replace(KEY, total_bytes=None, driver=None)
-    assert choose([dataclasses.replace(LIMIT, key=on_cpu)], on_cpu) is not None
-    assert choose([LIMIT], dataclasses.replace(KEY, total_bytes=24 * GIB - 64 * 2**20)) == LIMIT
+    assert on_cpu.serves(dataclasses.replace(on_cpu))
+    assert KEY.serves(dataclasses.replace(KEY, total_bytes=24 * GIB - 64 * 2**20))
 
 
 @given(learned_bytes=CAPS, wanted_bytes=CAPS)
@@ -61,9 +59,10 @@ def test_a_limit_is_offered_within_one_percent_of_its_cap(
     learned_bytes: int, wanted_bytes: int
 ) -> None:
     is_near = 99 * learned_bytes <= 100 * wanted_bytes <= 101 * learned_bytes
-    assert (
-        choose([limit(cap_bytes=learned_bytes)], limit(cap_bytes=wanted_bytes).key) is not None
-    ) == is_near
+    learned, wanted = (
+        dataclasses.replace(KEY, cap_bytes=each) for each in (learned_bytes, wanted_bytes)
+    )
+    assert learned.serves(wanted) == is_near
 
 
 @pytest.fixture

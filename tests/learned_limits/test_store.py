@@ -10,96 +10,139 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.factories import KEY, NOW_S, limit
+from tests.learned_limits.keys import KEY
 from tests.scene import ROOT
 from workers import learned_limits
 from workers.files import locked
 from workers.learned_limits import EXPIRY_S, LimitStore, default_path
+from workers.settings import Learned
 
 pytestmark = pytest.mark.slow
 
+NOW_S = 1.7e9
 DAY_S = 86_400.0
+
+OF_OTHER_TYPES = [
+    {"key": asdict(KEY) | key, "learned": {"size": 3} | learned, "learned_at_unix_s": NOW_S}
+    for key, learned in (
+        ({"cap_bytes": "much"}, {}),
+        ({}, {"size": "large"}),
+        ({}, {"unit_bytes": [1]}),
+    )
+]
 
 #: Writes its own limits one after the other, as many as are asked for, and says the number of each
 #: that is kept.
 WRITER = """
 import os, sys
-from pathlib import Path
+from dataclasses import replace
+from tests.learned_limits.keys import KEY
 from workers.learned_limits import LimitStore
-from workers.settings import LimitKey, StoredLimit
 from workers.settings import Learned
 
-path, name, count = sys.argv[1:]
-store = LimitStore(Path(path))
+name, count = sys.argv[1:]
+number, problems = 0, []
+store = LimitStore(lambda: replace(KEY, card=f"{name} {number % 50}"), problems.append, every_s=0, unix_s=lambda: 1.7e9)
 for number in range(1, int(count) + 1):
-    key = LimitKey(card=f"{name} {number % 50}", total_bytes=None, driver=None, torch="2", dtype="fp16", workload="w",
-                   cap_bytes=10**9)
-    limit = StoredLimit(key=key, learned=Learned(size=number), peak_bytes=None, learned_at_unix_s=1.7e9)
-    store.remember(limit)
-    while "locked" in (store.problem or ""):  # the machine is busy
-        store.remember(limit)
-    if store.problem is not None:
-        sys.exit(store.problem)
+    store.keep(Learned(size=number), at_once=True)
+    while store.kept != Learned(size=number) and "locked" in "".join(problems):  # the machine is busy
+        store.keep(Learned(size=number), at_once=True)
+    if store.kept != Learned(size=number):
+        sys.exit(str(problems))
     os.write(1, b"%d\\n" % number)
 """
 
 
-def sizes(store: LimitStore, now_unix_s: float = NOW_S) -> list[int]:
-    found = sorted(known.learned.size for known in store.all(now_unix_s))
-    assert store.problem is None
-    return found
+class Run:
+    """One run, and what its store has told."""
+
+    def __init__(self, *, at_s: float = NOW_S, every_s: float = 0.0, **key: Any) -> None:
+        self.at_s, self.told = at_s, list[str]()
+        self.store = LimitStore(
+            lambda: replace(KEY, **key),
+            self.told.append,
+            every_s=every_s,
+            unix_s=lambda: self.at_s,
+        )
+
+    def best(self) -> int | None:
+        limit = self.store.best()
+        return None if limit is None else limit.learned.size
+
+    def keep(self, size: int, *, at_once: bool = False) -> None:
+        self.store.keep(Learned(size=size, fixed_bytes=1e6, unit_bytes=2.5), at_once=at_once)
 
 
-def kept(path: Path) -> list[int]:
-    """Return the sizes that really are in a file."""
-    return sorted(entry["learned"]["size"] for entry in json.loads(path.read_bytes()).values())
+def kept() -> dict[str, int]:
+    """Return the sizes that really are in the file, by the cards they were learned on."""
+    entries = json.loads(default_path().read_bytes()).values()
+    return {entry["key"]["card"]: entry["learned"]["size"] for entry in entries}
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "state" / "limits.json"
+def path(state_dir: Path) -> Path:
+    return state_dir / "limits.json"
 
 
-@pytest.fixture
-def store(path: Path) -> LimitStore:
-    return LimitStore(path)
+def test_asking_makes_nothing(state_dir: Path) -> None:
+    run = Run()
+    assert run.best() is None
+    run.store.keep(None)
+    assert (run.told, list(state_dir.iterdir())) == ([], [])
 
 
-def test_asking_makes_nothing(path: Path, store: LimitStore) -> None:
-    assert store.best(KEY, NOW_S) is None
-    assert store.all(NOW_S) == ()
-    store.remember()
-    assert (store.problem, path.parent.exists()) == (None, False)
+def test_the_last_of_a_card_type_and_workload_is_kept() -> None:
+    Run().keep(1)
+    Run(card="another").keep(2)
+    Run(dtype="bf16").keep(3)
+    Run(torch="3.0").keep(4)
+    assert Run().best() is None, "learned with another torch"
+    assert [
+        Run(**key).best() for key in ({"torch": "3.0"}, {"card": "another"}, {"dtype": "bf16"})
+    ] == [4, 2, 3]
 
 
-def test_the_last_of_a_card_type_and_workload_is_kept(store: LimitStore) -> None:
-    store.remember(limit(1), limit(2, card="another"), limit(3, dtype="bf16"))
-    store.remember(limit(4, torch="3.0"), limit(5, workload="mine:Mlp"))
-    assert sizes(store) == [2, 3, 4, 5]
-    assert store.best(KEY, NOW_S) is None, "learned with another torch"
+def test_it_is_written_so_often_and_at_once_where_nothing_may_follow(path: Path) -> None:
+    run = Run(every_s=60.0)
+    run.keep(1)
+    run.keep(2)
+    assert Run().best() == 1, "not with every step"
+    run.keep(2, at_once=True)
+    assert Run().best() == 2
+    written = path.stat().st_mtime_ns
+    run.keep(2, at_once=True)
+    run.at_s += 60.0
+    run.keep(2)
+    assert path.stat().st_mtime_ns == written, "nothing is new"
+    run.keep(3)
+    assert Run().best() == 3
 
 
-def test_an_old_limit_is_not_offered_and_then_goes(path: Path, store: LimitStore) -> None:
+def test_an_old_limit_is_not_offered_and_then_goes() -> None:
     """Nor is one from the far future, whose clock was wrong; a little wrong does no harm."""
-    store.remember(limit(1), limit(2, card="another", learned_at_unix_s=NOW_S + DAY_S))
+    Run(card="one").keep(1)
+    Run(card="another", at_s=NOW_S + DAY_S).keep(2)
     just_before, then = NOW_S + EXPIRY_S - 1, NOW_S + EXPIRY_S
-    assert store.best(KEY, just_before) is not None
-    assert (store.best(KEY, then), sizes(store, then), kept(path)) == (None, [2], [1, 2])
-    assert sizes(store, NOW_S - 400 * DAY_S) == []
-    store.remember(limit(3, card="third", learned_at_unix_s=then))
-    assert kept(path) == [2, 3]
+    assert Run(card="one", at_s=just_before).best() == 1
+    assert Run(card="one", at_s=then).best() is None
+    assert Run(card="another", at_s=then).best() == 2
+    assert Run(card="another", at_s=NOW_S - 400 * DAY_S).best() is None
+    assert kept() == {"one": 1, "another": 2}
+    Run(card="third", at_s=then).keep(3)
+    assert kept() == {"another": 2, "third": 3}
 
 
-def test_writers_at_once_lose_nothing(path: Path, store: LimitStore) -> None:
+def test_writers_at_once_lose_nothing() -> None:
     names = ["first", "second"]
-    program = [sys.executable, "-c", WRITER, str(path)]
     writers = [
         subprocess.Popen(
-            [*program, name, "20"],
+            [sys.executable, "-c", WRITER, name, "20"],
             cwd=ROOT,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -107,20 +150,20 @@ def test_writers_at_once_lose_nothing(path: Path, store: LimitStore) -> None:
         )
         for name in names
     ]
+    reader = Run()
     while any(writer.poll() is None for writer in writers):
-        store.all(NOW_S)
-        assert store.problem is None
+        reader.best()
+        assert reader.told == []
         time.sleep(0.001)
     assert [writer.communicate()[1] for writer in writers] == [""] * len(names)
-    found = {known.key.card: known.learned.size for known in store.all(NOW_S)}
-    assert found == {f"{name} {number}": number for name in names for number in range(1, 21)}
+    assert kept() == {f"{name} {number}": number for name in names for number in range(1, 21)}
 
 
-def test_a_writer_that_is_killed_leaves_what_it_said(path: Path, store: LimitStore) -> None:
+def test_a_writer_that_is_killed_leaves_what_it_said(path: Path) -> None:
     chance = random.Random(4)  # noqa: S311 - the moments of the kills, again in every run
     for kill in range(3):
         with subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(path), f"kill-{kill}", str(10**6)],
+            [sys.executable, "-c", WRITER, f"kill-{kill}", str(10**6)],
             cwd=ROOT,
             stdout=subprocess.PIPE,
         ) as writer:
@@ -128,36 +171,66 @@ def test_a_writer_that_is_killed_leaves_what_it_said(path: Path, store: LimitSto
             time.sleep(chance.uniform(0.0, 0.1))
             writer.send_signal(signal.SIGKILL)
             said = int(([b"1", *writer.stdout.read().split()])[-1])
-        found = [
-            known.learned.size
-            for known in store.all(NOW_S)
-            if known.key.card.startswith(f"kill-{kill} ")
-        ]
-        assert store.problem is None
-        assert max(found) in {said, said + 1}
-        path.with_name(f"limits.json.{writer.pid}.new").write_text(
-            '{"schema": 1, "lim'
-        )  # half done
-        store.remember(limit(kill + 1))
-        assert store.problem is None
+        sizes = [size for card, size in kept().items() if card.startswith(f"kill-{kill} ")]
+        assert max(sizes) in {said, said + 1}
+        path.with_name(f"limits.json.{writer.pid}.new").write_text('{"lim')  # half done
+        run = Run()
+        run.keep(kill + 1)
+        assert run.told == []
     assert sorted(found.name for found in path.parent.iterdir()) == [
         "limits.json",
         "limits.json.lock",
     ]
 
 
-def test_a_lock_that_is_never_given_up_costs_a_sentence(
-    path: Path, store: LimitStore, monkeypatch: pytest.MonkeyPatch
+def test_what_cannot_be_written_is_told_and_written_when_it_can_be(
+    path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(learned_limits, "_PATIENCE_S", 0.05)
-    store.remember(limit(1))
+    run = Run()
+    run.keep(1)
     with path.with_name("limits.json.lock").open("rb") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        store.remember(limit(2))
-        assert "locked" in (store.problem or "")
-        assert sizes(store) == [1]
-    store.remember(limit(3))
-    assert sizes(store) == [3]
+        run.keep(2)
+        run.keep(2)
+        assert ["locked" in reason for reason in run.told] == [True], "once"
+        assert Run().best() == 1
+    run.keep(2)
+    assert Run().best() == 2
+
+
+def test_a_worker_that_has_filled_its_cap_keeps_it_another_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = Run()
+
+    def without_memory(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as full:
+        full.setattr(learned_limits, "replace_whole", without_memory)
+        run.keep(1)
+    assert (Run().best(), run.told) == (None, [])
+    run.keep(1)
+    assert Run().best() == 1
+
+
+def test_what_is_damaged_and_cannot_be_written_is_told_once_each(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path.write_text("[")
+
+    def refused(*_: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(learned_limits, "replace_whole", refused)
+    run = Run()
+    for _ in range(3):
+        run.keep(1, at_once=True)
+    assert [("damaged" in each, "Read-only" in each) for each in run.told] == [
+        (True, False),
+        (False, True),
+    ]
 
 
 def test_a_child_forked_under_the_lock_does_not_keep_it(path: Path) -> None:
@@ -176,28 +249,28 @@ def test_a_child_forked_under_the_lock_does_not_keep_it(path: Path) -> None:
     [
         b"", b"\0" * 4096, b"[" * 100_000, b"[]", b'{"schema": 1, "limits": []}', b"\xff",
         b'{"cpu fp32 matmul": {"size": 3}}',
+        *(json.dumps({"any": each}).encode() for each in OF_OTHER_TYPES),
     ],
 )  # fmt: skip
-def test_a_damaged_file_is_told_and_written_anew(
-    path: Path, store: LimitStore, content: bytes
-) -> None:
-    path.parent.mkdir()
+def test_a_damaged_file_is_told_and_written_anew(path: Path, content: bytes) -> None:
     path.write_bytes(content)
-    told = f"learned limits: {path} is damaged"
-    assert store.all(NOW_S) == ()
-    assert (store.problem or "").startswith(told)
-    store.remember(limit(4, card="third"))
-    assert (store.problem or "").startswith(told)
-    assert sizes(store) == [4]
+    run = Run()
+    assert run.best() is None
+    run.keep(4)
+    assert [reason.partition(",")[0] for reason in run.told] == [
+        f"learned limits: {path} is damaged"
+    ]
+    assert Run().best() == 4
 
 
 def test_without_a_home_no_folder_is_made_in_this_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    store = LimitStore(Path("~/.local/state/oom-orchestrator/limits.json"))
-    store.remember(limit(1))
-    assert "no home folder" in (store.problem or "")
+    monkeypatch.setenv("ORCHESTRATOR_STATE_DIR", "~/.local/state/oom-orchestrator")
+    run = Run()
+    run.keep(1)
+    assert "no home folder" in run.told[0]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -207,4 +280,4 @@ def test_the_folder_is_the_users_unless_another_is_named(
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     for named, folder in (("", "oom-orchestrator"), (str(tmp_path / "mine"), "mine")):
         monkeypatch.setenv("ORCHESTRATOR_STATE_DIR", named)
-        assert default_path() == LimitStore().path == tmp_path / folder / "limits.json"
+        assert default_path() == Run().store.path == tmp_path / folder / "limits.json"

@@ -18,12 +18,13 @@ from orchestrator.core.slot import HeadState
 from orchestrator.errors import UsageError
 from orchestrator.record.store import RunStore
 from orchestrator.run.notify_urls import URLS_VARIABLE
-from orchestrator.view import notify
+from orchestrator.view import alerts, notify
+from orchestrator.view.alerts import HEAD_GONE, KINDS
 from orchestrator.view.notify import LOCK_NAME, Notifier
 from tests.factories import add_event, begun_run, event, make_row
 from tests.fleet.in_process import CONFIG, IN_PROCESS
 from tests.notify.receivers import Receiver, http_receiver
-from tests.scene import COMMAND, PATIENCE_S, orchestrator, python, wait_for
+from tests.scene import COMMAND, PATIENCE_S, ended, orchestrator, python, wait_for
 from tests.web.scene import facts_here, put_turn
 from workers.files import locked
 from workers.keeper.processes import start_time
@@ -105,7 +106,7 @@ def told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[...
         return notifier.follow(), "\n".join(said)
 
     before = signal.getsignal(signal.SIGTERM)
-    for name in ("GATHER_S", "BETWEEN_S", "HEAD_BACK_S"):
+    for name in ("GATHER_S", "BETWEEN_S"):
         monkeypatch.setattr(notify, name, 0.0)
     monkeypatch.setattr(notify, "OVER_S", 1e-9)
     yield follow
@@ -154,7 +155,11 @@ def test_start_node_slots_and_end_are_a_message_each(
     assert holders(folder.parent) == []
 
 
-def test_a_killed_head_is_told_of_and_the_telling_ends(folder: Path, told: Any) -> None:
+def test_a_killed_head_is_told_of_and_the_telling_ends(
+    folder: Path, told: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_once = KINDS[HEAD_GONE]._replace(lasts_s=0.0)
+    monkeypatch.setattr(alerts, "KINDS", {**KINDS, HEAD_GONE: at_once})
     with subprocess.Popen(["sleep", "1000"]) as process, http_receiver() as http:
         begun(folder, head_pid=process.pid, head_started=start_time(process.pid))
 
@@ -230,7 +235,7 @@ def test_the_command_keeps_its_pace_and_ends_when_asked_to(
             assert done.returncode == 0, done.stderr
             assert "still: NodeMissing pc2" in http.messages[1][1]
             process.send_signal(signal.SIGTERM)
-            said, _ = process.communicate(timeout=PATIENCE_S)
+            said, _ = ended(process)
         assert process.returncode == 130, said
     assert HUSH not in said + done.stdout + done.stderr
     assert holders(folder.parent) == []

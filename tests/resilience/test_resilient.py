@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import json
 import re
 import weakref
 from collections.abc import Callable
@@ -19,7 +20,6 @@ from tests.in_child import InChild
 from tests.scene import MIB, ROOT, spec_of, vm_data_bytes
 from workers import OutOfBatchError, Retry, resilient
 from workers.devices.cpu import CpuDevice
-from workers.learned_limits import LimitStore
 from workers.resilience.attempts import Attempts, RetryRules
 from workers.settings import WorkerSpec
 
@@ -314,29 +314,22 @@ class TestDocument:
 
 
 class TestRemembering:
-    @pytest.fixture
-    @staticmethod
-    def store(state_dir: Path) -> LimitStore:  # noqa: ARG004 - the store's folder
-        return LimitStore()
-
-    def test_a_second_process_begins_at_the_learned_size(
-        self, store: LimitStore, in_child: InChild
-    ) -> None:
+    def test_a_second_process_begins_at_the_learned_size(self, in_child: InChild) -> None:
         first = in_child(remembered, spec_of(budget_bytes=BUDGET_BYTES), True)
         second = in_child(remembered, spec_of(budget_bytes=BUDGET_BYTES), True)
         assert first[0] == 512
         assert second == first[-1:]
 
-    def test_nothing_is_kept_unless_asked_for(self, store: LimitStore, in_child: InChild) -> None:
+    def test_nothing_is_kept_unless_asked_for(self, state_dir: Path, in_child: InChild) -> None:
         assert in_child(remembered, spec_of(budget_bytes=BUDGET_BYTES), False)[0] == 512
-        assert list(store.path.parent.iterdir()) == []
+        assert list(state_dir.iterdir()) == []
 
-    def test_a_name_of_ones_own(self, store: LimitStore) -> None:
+    def test_a_name_of_ones_own(self, state_dir: Path) -> None:
         tried: list[int] = []
         work = refused_above(10, Clock(), [], tried)
         resilient(work, 64, remember="my job")()
-        (limit,) = store.all(store.path.stat().st_mtime)
-        assert (limit.key.workload, limit.learned.size) == ("my job", tried[-1])
+        (limit,) = json.loads((state_dir / "limits.json").read_bytes()).values()
+        assert (limit["key"]["workload"], limit["learned"]["size"]) == ("my job", tried[-1])
         fresh = resilient(work, 64, remember="my job")
         fresh()
         assert tried[-1] == tried[-2]

@@ -16,13 +16,14 @@ RunMaker = Callable[..., Run]
 
 @pytest.fixture
 def new_run(tmp_path: Path) -> Iterator[RunMaker]:
-    """Make a run in a folder of its own; see `Run`."""
+    """Make a run in a folder of its own; see `Run`, or another `kind`."""
     runs: list[Run] = []
 
     def make(**settings: Any) -> Run:
         folder = settings.pop("folder", tmp_path / f"run{len(runs)}")
         folder.mkdir(exist_ok=True)
-        runs.append(Run(folder, **settings))
+        kind: type[Run] = settings.pop("kind", Run)
+        runs.append(kind(folder, **settings))
         return runs[-1]
 
     yield make

@@ -18,6 +18,7 @@ from orchestrator.config.load import config_from_data
 from orchestrator.control.queue import put
 from orchestrator.control.slots import Command, Do, events_of
 from orchestrator.core.placement import Target
+from orchestrator.jobs.causes import cause_of
 from orchestrator.jobs.model import (
     ON_CARD,
     Job,
@@ -38,6 +39,7 @@ from tests.run.scene import AtOnce, HeadScene
 from tests.run.scripted_fleet import STEPS_PER_S, Process, ScriptedFleet, VirtualClock
 from workers.messages import (
     Begin,
+    Cause,
     CheckpointPiece,
     Ending,
     Orders,
@@ -61,6 +63,11 @@ _SAVED_EVERY = 25
 
 #: A job in one of these has done its work.
 _WORK_DONE = frozenset({JobState.SAVING, JobState.DONE})
+
+
+def ended_with(code: int, text: str = "", *seen: Cause) -> Ending:
+    """Return the end of a program with these last words, of which its PC has `seen` so much."""
+    return Ending(cause=cause_of(code, text, seen), exit_code=code, text=text)
 
 
 class HeadDiesError(BaseException):
@@ -183,11 +190,11 @@ class JobsFleet(ScriptedFleet):
     def _of_program(self, slot: str, process: Process) -> dict[str, Any]:
         status: dict[str, Any] = {"progress": Progress()}
         if id(process) in self._asked_to_end:
-            ended = Ending(signal=15, was_asked=True)
+            ended = Ending(cause=Cause.PARKED, signal=15, was_asked=True)
             at_rest = {"verdict": Verdict.OK, "state": WorkerState.RUNNING, "reason": "at rest"}
             return {**status, **at_rest, "ended": ended, "is_held": True}
         if process.train_step >= (self._steps_of(slot) or 0):
-            endings = self.endings.get(slot) or [Ending(exit_code=0)]
+            endings = self.endings.get(slot) or [ended_with(0)]
             ended = endings[min(self.starts[slot], len(endings)) - 1]
             status |= {"ended": ended, "verdict": Verdict.DONE, "state": WorkerState.DONE}
             status["reason"] = f"exit code {ended.exit_code}"
@@ -265,7 +272,7 @@ class JobsRun(HeadScene):
         self.queue_folder.mkdir(mode=0o700, exist_ok=True)
         queue = queue_of(folder)
         self.store.history = [] if history is None else history
-        submitted = [Submitted(at_s=self.began_unix_s, job=job) for job in jobs]
+        submitted = [Submitted(job=job) for job in jobs]
         queue = heard(queue, submitted, self.began_unix_s)
         self.store.queue(queue)
         self.store.commit()
@@ -352,7 +359,6 @@ class JobsRun(HeadScene):
             Command(id="x", do=do, slots=(job,), by="ann"),
             self.supervisor._slots,
             self.supervisor._plans,
-            ("pc1", "pc2"),
             queued=self.dispatcher.rests(),
         )
         for name, event in events:
@@ -361,7 +367,7 @@ class JobsRun(HeadScene):
     def say(self, order: JobOrder, job: str) -> None:
         """Leave an order about a job for the head."""
         at_s = self.clock.unix_s()
-        said = UserOrder(at_s=at_s, id=f"{order}-{job}-{at_s}", order=order, job=job, by="ann")
+        said = UserOrder(id=f"{order}-{job}-{at_s}", order=order, job=job, by="ann")
         put(self.queue_folder, [said])
 
     # What is seen

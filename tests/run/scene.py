@@ -8,10 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, cast
 
 from orchestrator.config.load import config_from_data
 from orchestrator.config.schema import Config
+from orchestrator.config.team import with_team_alone
 from orchestrator.core.fleet import Fleet
 from orchestrator.core.placement import SlotPlan, Target, plan_slots
 from orchestrator.lab.chaos import Chaos
@@ -139,6 +141,8 @@ class Asked:
 class Run(HeadScene):
     """One run; its script is written on `fleet` before `finish`."""
 
+    fleet_type: ClassVar[type[ScriptedFleet]] = ScriptedFleet
+
     def __init__(  # noqa: PLR0913 - each is a part of a run that a test varies
         self,
         folder: Path,
@@ -151,18 +155,23 @@ class Run(HeadScene):
         chaos_seed: int = 0,
         past: Past | None = None,
         interrupts: Interrupts | None = None,
+        sections: Mapping[str, object] = MappingProxyType({}),
         **settings: object,
     ) -> None:
-        """Prepare a run of two or three nodes; `settings` are keys of `run:`."""
+        """Prepare a run of two or three nodes; `settings` are keys of `run:`, and `sections` are
+        others.
+        """
         nodes = {
             name: {"gpu": "rtx-3090", "workers": workers, "vram_per_worker_gib": 2.0}
             for name, workers in (("pc1", pc1), ("pc2", pc2), ("pc3", pc3))
             if workers
         }
-        config = config_from_data({"nodes": nodes, "run": {"duration": "20s", **settings}}, "scene")
+        of_run = {"duration": "20s", **settings}
+        config = config_from_data({"nodes": nodes, "run": of_run, **sections}, "scene")
+        config = with_team_alone(config)
         self.chaos = None if chaos is None else Chaos(chaos, chaos_seed)
         super().__init__(folder, config, VirtualClock(), past or Past())
-        self.fleet = ScriptedFleet(self.clock)
+        self.fleet = self.fleet_type(self.clock)
         for name in nodes:
             if name not in absent:
                 self.fleet.join(name)

@@ -18,9 +18,9 @@ from orchestrator.run.supervisor import Clock
 from tests.factories import CPU, MEMORY, status_of
 from workers.messages import (
     Begin,
-    EndCause,
+    Cause,
+    Ending,
     Orders,
-    ProcessEnd,
     Progress,
     Quiet,
     Status,
@@ -160,12 +160,12 @@ class ScriptedFleet:
         """Let something happen so long after the beginning."""
         self._schedule(self.began_s + after_s, action)
 
-    def join(self, name: str, *, cpus: float = 64.0) -> None:
+    def join(self, name: str) -> None:
         """Let a node join, or join again as another raylet."""
         self._node_count += 1
         node_id = f"{name}#{self._node_count}"
         self._nodes[node_id] = NodeFact(
-            name=name, node_id=node_id, address="10.0.0.1", cpus=cpus, gpus=1.0
+            name=name, node_id=node_id, address="10.0.0.1", cpus=64.0, gpus=1.0
         )
         for actor in self._actors.values():
             if actor.node == name and actor.name is None:
@@ -201,7 +201,7 @@ class ScriptedFleet:
         process = self._process(slot)
         self._end(slot, process)
         assert process.told is not None or process.at_s <= process.up_at_s
-        died = ProcessEnd(cause=EndCause.SIGNALLED, text=text)
+        died = Ending(cause=Cause.KILLED, text=text)
         told = process.told or status_of(slot, process.incarnation, is_up=False)
         process.told = replace(told, died=died)
         self._answer_soon(slot)
@@ -487,7 +487,7 @@ class ScriptedFleet:
             "wall_s": process.at_s - process.up_at_s,
             "device": CPU,
             "memory": MEMORY,
-            "resume": PolicyState(policy="scripted", failures=self.really_done[slot]),
+            "resume": PolicyState(failures=self.really_done[slot]),
             "is_held": process.holds,
             "saves": process.saves,
         }

@@ -42,6 +42,15 @@ def test_a_command_is_obeyed_once_and_no_row_is_one(new_run: RunMaker) -> None:
     assert str(over.error).endswith("has no head any more (good); it is over")
 
 
+def test_a_reinstated_slot_works_again_where_its_node_is(new_run: RunMaker) -> None:
+    run = new_run(max_deaths=2, duration="40s")
+    run.fleet.dies_at_once.add("pc2/0")
+    run.fleet.at(15, run.fleet.dies_at_once.clear)
+    Asked(run, 20, "reinstate", "pc2/0")
+    assert run.finish()["pc2/0"].state is WorkerState.RUNNING
+    assert run.states("pc2/0")[-3:] == ["QUARANTINED", "STARTING", "RUNNING"]
+
+
 #: A head that is killed when a command was stored, and before anything that follows from it.
 KILLED = """
 import os, signal, sys

@@ -28,8 +28,16 @@ from orchestrator.record.archive import read_run
 from orchestrator.record.command_file import any_waits
 from tests.factories import CPU, MEMORY, REFERENCE
 from tests.jobs.scene import command
-from tests.run.jobs_scene import HeadDiesError, JobsMaker, check_ends, hash_after, short, team
-from workers.messages import Cause, Ending, Verdict, WorkerState
+from tests.run.jobs_scene import (
+    HeadDiesError,
+    JobsMaker,
+    check_ends,
+    ended_with,
+    hash_after,
+    short,
+    team,
+)
+from workers.messages import Cause, Verdict, WorkerState
 from workers.units import GIB, MIB
 
 
@@ -64,7 +72,7 @@ def test_what_it_took_is_told_with_its_context(new_jobs: JobsMaker) -> None:
 def test_a_follower_comes_after_and_a_failed_one_skips_it(new_jobs: JobsMaker) -> None:
     jobs = (short("lr-0.1"), command("bad", retries=0), command("eval", after=("lr-0.1",)))
     run = new_jobs(*jobs, command("never", after=("bad",)))
-    run.fleet.endings["bad"] = [Ending(exit_code=2, text="ValueError: no")]
+    run.fleet.endings["bad"] = [ended_with(2, "ValueError: no")]
     standings = run.finish()
     assert standings["eval"].state is JobState.DONE
     ends = [ended["job"] for ended in run.events("job_attempt_ended")]
@@ -229,7 +237,7 @@ def test_what_is_preempted_goes_on_where_it_was(new_jobs: JobsMaker) -> None:
     run.until(10.0)
     for node in ("pc1", "pc2"):
         urgent = short(f"urgent.{node}", 200, nodes=(node,), priority=1, preempt=True)
-        put(run.queue_folder, [Submitted(at_s=run.clock.unix_s(), job=urgent)])
+        put(run.queue_folder, [Submitted(job=urgent)])
     run.until_state("low", JobState.PREEMPTED)
     run.until_state("tool", JobState.PREEMPTED)
     run.until_state("urgent.pc1", JobState.RUNNING)
@@ -264,7 +272,7 @@ def test_a_game_on_a_card_ends_no_job(new_jobs: JobsMaker, opens: bool) -> None:
         return starved | of_card("pc1", 20.0) if opens else {**unopened, "device": None}
 
     def tool(_: str) -> dict[str, Any]:
-        ended = Ending(exit_code=1, out_of_memory=plays) if plays else Ending(exit_code=0)
+        ended = ended_with(1, "", Cause.OUT_OF_MEMORY) if plays else ended_with(0)
         states = {"verdict": Verdict.DONE, "state": WorkerState.STOPPED, "ended": ended}
         return states | of_card("pc1", 20.0 if plays else 1.0)
 
@@ -285,7 +293,7 @@ def test_a_game_on_a_card_ends_no_job(new_jobs: JobsMaker, opens: bool) -> None:
 
 def test_memory_that_jobs_hold_is_not_other_programs(new_jobs: JobsMaker) -> None:
     run = new_jobs(command("tool", retries=0, nodes=("pc1",)), device="cuda")
-    ended = Ending(exit_code=1, out_of_memory=True)
+    ended = ended_with(1, "", Cause.OUT_OF_MEMORY)
     said = {"verdict": Verdict.DONE, "state": WorkerState.STOPPED, "ended": ended}
     run.fleet.kinds_of_report["tool"] = lambda _: said | of_card("pc1", 2.0)
     assert run.finish()["tool"].state is JobState.INFEASIBLE
@@ -324,7 +332,7 @@ def test_what_raises_in_words_of_the_head_is_tried_again(
         },
     }
     if how == "program":
-        run.fleet.endings["one"] = [Ending(exit_code=1, text=error), Ending(exit_code=0)]
+        run.fleet.endings["one"] = [ended_with(1, error), ended_with(0)]
     else:
         run.fleet.kinds_of_report["one"] = lambda _: (
             {} if run.events("job_attempt_ended") else {"error": error, "steps_ok": 0, **ways[how]}
@@ -347,7 +355,7 @@ def test_of_a_member_that_is_asked_for_memory_is_predicted(new_jobs: JobsMaker) 
     pytest.importorskip("optuna", reason="optuna is not installed (extra sweep)")
     run = new_jobs(stays=True)
     jobs = parse(OPTUNA, "hp.yaml", REFERENCE).jobs
-    put(run.queue_folder, [Submitted(at_s=0.0, job=job) for job in jobs])
+    put(run.queue_folder, [Submitted(job=job) for job in jobs])
     run.until(2.0)
     found = [event["least_bytes"] for event in run.events("job_settings_chosen")]
     assert len(found) == 2
@@ -367,15 +375,12 @@ def test_a_sweep_that_cannot_be_asked_keeps_no_run_going(
 
 def test_what_cannot_be_is_refused_before_it_is_written(new_jobs: JobsMaker) -> None:
     run = new_jobs(short("a"), stays=True)
-    said = [
-        UserOrder(at_s=1.0, id=order, order=order, job="a", by="ann")
-        for order in (JobOrder.HOLD,) * 2
-    ]
-    put(run.queue_folder, [UserOrder(at_s=1.0, id="1", order=JobOrder.HOLD, job="none", by="ann")])
-    put(run.queue_folder, [Submitted(at_s=1.0, job=replace(short("a"), id="another"))])
+    said = [UserOrder(id=order, order=order, job="a", by="ann") for order in (JobOrder.HOLD,) * 2]
+    put(run.queue_folder, [UserOrder(id="1", order=JobOrder.HOLD, job="none", by="ann")])
+    put(run.queue_folder, [Submitted(job=replace(short("a"), id="another"))])
     command_file.put(run.queue_folder, b'[{"at_s": 1.0, "job": {"name": "b"}}]', identity="junk")
-    put(run.queue_folder, [*said, Submitted(at_s=1.0, job=short("b"))])
-    put(run.queue_folder, [UserOrder(at_s=1.0, id="2", order=JobOrder.HOLD, job="b", by="ann")])
+    put(run.queue_folder, [*said, Submitted(job=short("b"))])
+    put(run.queue_folder, [UserOrder(id="2", order=JobOrder.HOLD, job="b", by="ann")])
     run.until(1.0)
     reasons = [event["reason"] for event in run.events("job_message_refused")]
     assert len(reasons) == 4, reasons
@@ -389,7 +394,7 @@ def test_what_cannot_be_is_refused_before_it_is_written(new_jobs: JobsMaker) -> 
 def test_a_message_seen_twice_is_obeyed_once(new_jobs: JobsMaker) -> None:
     run = new_jobs(short("a"), stays=True)
     run.dispatcher._incoming.remove = lambda _: None  # type: ignore[method-assign]
-    held = UserOrder(at_s=1.0, id="once", order=JobOrder.HOLD, job=None, by="ann")
+    held = UserOrder(id="once", order=JobOrder.HOLD, job=None, by="ann")
     put(run.queue_folder, [held])
     run.until(1.0)
     assert run.dispatcher.queue.facts.held == "ann holds it"
@@ -515,7 +520,7 @@ def test_at_a_milestone_others_get_the_card(new_jobs: JobsMaker) -> None:
 def test_three_that_fail_alike_hold_the_queue(new_jobs: JobsMaker) -> None:
     run = new_jobs(*(command(f"job{n}", retries=0) for n in range(6)), stays=True)
     for n in range(6):
-        run.fleet.endings[f"job{n}"] = [Ending(exit_code=1, text="FileNotFoundError: data")]
+        run.fleet.endings[f"job{n}"] = [ended_with(1, "FileNotFoundError: data")]
     run.until(60.0)
     assert len(run.events("job_queue_held")) == 1
     assert any("queue is held" in notice for notice in run.supervisor.snapshot().notices)
@@ -544,7 +549,7 @@ def test_a_clock_that_is_set_back_stops_no_pause(
     new_jobs: JobsMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = new_jobs(command("one"))
-    run.fleet.endings["one"] = [Ending(exit_code=75), Ending(exit_code=0)]
+    run.fleet.endings["one"] = [ended_with(75), ended_with(0)]
     run.until_state("one", JobState.PARKED)
     monkeypatch.setattr(run.clock, "unix_s", lambda: 1.7e9 + run.clock.now_s)
     before_s = run.clock.now_s

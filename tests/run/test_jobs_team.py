@@ -92,7 +92,7 @@ def test_a_team_is_preempted_held_and_cancelled_as_one(new_jobs: JobsMaker) -> N
     run = new_jobs(team("both", 2000))
     run.until(10.0)
     urgent = short("urgent", 100, nodes=("pc2",), priority=1, preempt=True)
-    put(run.queue_folder, [Submitted(at_s=run.clock.unix_s(), job=urgent)])
+    put(run.queue_folder, [Submitted(job=urgent)])
     run.until_state("both", JobState.PREEMPTED)
     assert run.fleet.live_on("pc1") == []
     run.until_state("both", JobState.RUNNING)

@@ -18,8 +18,9 @@ from orchestrator.core.slot import Phase
 from orchestrator.errors import ConfigError, PreflightError, UsageError
 from orchestrator.record.archive import StoredRun
 from orchestrator.record.store import RunFacts, SlotRecord
-from orchestrator.run.resume import Past, environment_of, past_of, rules_of
+from orchestrator.run.resume import environment_of, past_of
 from orchestrator.run.runner import Options, go_on
+from orchestrator.run.supervisor import slow_step_s
 from tests import factories
 from tests.factories import facts_of, node_fact
 from tests.scene import ROOT
@@ -35,9 +36,7 @@ def facts(**changes: object) -> RunFacts:
 
 def record(**changes: Any) -> SlotRecord:
     usual = {"steps_ok": 500, "restarts": 3, "busy_s": 1.5, "verify_checks": 0}
-    return factories.record(
-        incarnation=4, resume=PolicyState(policy="classic", failures=2), **{**usual, **changes}
-    )
+    return factories.record(incarnation=4, resume=PolicyState(failures=2), **{**usual, **changes})
 
 
 def stored(*records: SlotRecord, folder: Path = Path("runs/x"), **changes: object) -> StoredRun:
@@ -53,7 +52,7 @@ def stored(*records: SlotRecord, folder: Path = Path("runs/x"), **changes: objec
 
 
 @pytest.mark.parametrize(
-    ("given", "slow_step_s"),
+    ("given", "expected_s"),
     [
         (["workload.name=train"], 0),
         (["workload.name=train", "train.compile=block"], 600),
@@ -61,10 +60,8 @@ def stored(*records: SlotRecord, folder: Path = Path("runs/x"), **changes: objec
         (["train.compile=model"], 0),  # of the built-in product
     ],
 )
-def test_slow_steps_are_known_from_what_is_compiled(given: list[str], slow_step_s: float) -> None:
-    assert (
-        rules_of(load_config(str(ROOT / "cluster.yaml"), given), Past()).slow_step_s == slow_step_s
-    )
+def test_slow_steps_are_known_from_what_is_compiled(given: list[str], expected_s: float) -> None:
+    assert slow_step_s(load_config(str(ROOT / "cluster.yaml"), given)) == expected_s
 
 
 def test_a_quarantined_slot_gets_another_chance(tmp_path: Path) -> None:

@@ -59,24 +59,22 @@ in_place_of_a_cluster()
 main()
 """
 
-#: The same by hand, with a watcher that has a defect.
+#: The same by hand, with a view that has a defect.
 WITH_A_DEFECT = """
 from orchestrator.config.load import load_config
 from orchestrator.run.environment import on_cluster
 from orchestrator.run.runner import Options, run
+from orchestrator.view.live import PlainLines
 from tests.fleet.in_process import in_place_of_a_cluster
 
-class Defect:
-    def update(self, snapshot):
-        if snapshot.rows[0].counts.steps_ok > 20:
-            raise RuntimeError("a bug of ours")
+def update(self, snapshot):
+    if snapshot.rows[0].counts.steps_ok > 20:
+        raise RuntimeError("a bug of ours")
 
-    def close(self, snapshot):
-        pass
-
+PlainLines.update, PlainLines.close = update, lambda *_: None
 config, runs = sys.argv[1:]
 overrides = [f"run.dir={runs}", "run.duration=60s", "run.poll_s=0.2", "workload.name=mine:Fine"]
-options = Options(json=False, plain=True, wait_for_nodes=False, judge=Defect())
+options = Options(json=False, plain=True, wait_for_nodes=False)
 in_place_of_a_cluster()
 run(on_cluster(load_config(config, overrides)), options)
 """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import Any
 
@@ -10,14 +9,11 @@ import pytest
 
 from orchestrator.core.placement import Target, plan_slots
 from orchestrator.core.slot import HeadState, Phase, Slot, SlotState, UserOrders
-from orchestrator.record.summary import summary_dict
 from orchestrator.run.snapshot import Meter, row_of
 from tests import factories
 from tests.factories import CPU, REFERENCE, status_of
 from tests.run.conftest import RunMaker
 from workers.messages import (
-    NO_PROGRESS,
-    Progress,
     Status,
     StepCounts,
     WorkerState,
@@ -149,28 +145,6 @@ def test_a_held_slot_shows_the_memory_of_its_process() -> None:
     assert drained.cap_bytes == shown.cap_bytes
     capped = row_of(PLAN, replace(paused, orders=UserOrders(cap_bytes=2)), Meter(), 100.0)
     assert capped.cap_bytes == 2
-
-
-def test_progress_is_shown_of_slots_that_train_only(new_run: RunMaker) -> None:
-    scene = new_run()
-    scene.fleet.trains = {"pc1/0"}
-    rows = scene.finish()
-    step = rows["pc1/0"].progress.train_step
-    assert step is not None
-    assert step == rows["pc1/0"].counts.steps_ok > 300
-    expected = Progress(
-        train_step=step, saved_step=step // 50 * 50, loss=10.0 / (1 + step), redone_steps=0
-    )
-    assert rows["pc1/0"].progress == expected
-    assert rows["pc2/0"].progress == NO_PROGRESS
-    stored = {row.slot: row for row in scene.stored().snapshot().rows}
-    assert stored["pc1/0"].progress == expected
-    summary = json.loads(json.dumps(summary_dict(scene.recorder.shown[-1], "good", 0, "")))
-    workers = {row["slot"]: row for row in summary["workers"]}
-    assert workers["pc1/0"]["train_step"] == step
-    assert workers["pc1/0"]["mfu_pct"] is None
-    assert workers["pc2/0"]["train_step"] is None
-    assert workers["pc1/0"]["loss"] == expected.loss
 
 
 def test_unsaved_steps_of_dead_processes_count_as_redone(new_run: RunMaker) -> None:

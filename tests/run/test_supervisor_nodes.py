@@ -61,22 +61,6 @@ def test_a_node_that_refuses_has_left_despite_a_report(new_run: RunMaker) -> Non
     assert rows["pc2/0"].state is HeadState.LOST
 
 
-def test_a_node_that_offers_too_little_is_refused_until_enough(new_run: RunMaker) -> None:
-    run = new_run(pc2=8, absent=("pc2",), duration="30s")
-    run.fleet.at(3, lambda: run.fleet.join("pc2", cpus=2))
-    run.fleet.at(10, lambda: run.fleet.leave("pc2"))
-    run.fleet.at(12, lambda: run.fleet.join("pc2"))
-    rows = run.finish()
-    (refused, left) = run.events("node_refused", node="pc2")
-    assert "pc2 offers 2 CPUs, the plan needs" in refused["reason"]
-    assert left["reason"] == "its node has left the cluster"
-    assert any(
-        "pc2 cannot be used: pc2 offers 2 CPUs" in n for s in run.recorder.shown for n in s.notices
-    )
-    assert any("pc2 offers 2 CPUs" in row.reason for row in run.shown("pc2/7"))
-    assert all(row.state is WorkerState.RUNNING for row in rows.values())
-
-
 @pytest.mark.parametrize("how", ["incompatible", "unbuildable"])
 def test_a_late_node_that_cannot_work_costs_its_slots_alone(new_run: RunMaker, how: str) -> None:
     run = new_run(absent=("pc2",))

@@ -13,23 +13,6 @@ from orchestrator.record.archive import read_run
 from orchestrator.run.resume import past_of
 from tests.run.conftest import RunMaker
 from tests.run.scripted_fleet import START_S
-from workers.messages import WorkerState
-
-
-def test_a_card_whose_workers_all_die_is_given_up(new_run: RunMaker) -> None:
-    run = new_run(pc2=2, duration="60s", max_deaths=6)
-    slots = ("pc2/0", "pc2/1")
-    run.fleet.at(10, lambda: run.fleet.dies_at_once.update(slots))
-    for slot in slots:
-        run.fleet.at(10, lambda slot=slot: run.fleet.end_program(slot))
-    rows = run.finish()
-    (given_up,) = run.events("card_quarantined")
-    assert given_up["card"].startswith("pc2's ")
-    for slot in slots:
-        assert (rows[slot].state, rows[slot].reason) == (HeadState.QUARANTINED, given_up["reason"])
-        assert 3 <= rows[slot].restarts < 6, "before each was given up by itself"
-    assert run.fleet.abandoned == ["pc2/0", "pc2/1"]
-    assert rows["pc1/0"].state is WorkerState.RUNNING
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,10 @@ def server() -> Iterator[ForkServer]:
 
 @pytest.fixture
 def start(server: ForkServer, tmp_path: Path) -> Iterator[Start]:
-    """Start the processes of a team, which are ended with the test."""
+    """Start the processes of a team, which are ended with the test. A busy machine makes none of
+    them lost, unless `silent_s` is said.
+    """
     with ExitStack() as stack:
-        yield lambda *members, **how: stack.enter_context(Team(server, tmp_path, *members, **how))
+        yield lambda *members, **how: stack.enter_context(
+            Team(server, tmp_path, *members, **{"silent_s": 30.0, **how})
+        )

@@ -16,7 +16,6 @@ import os
 import signal
 import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -168,32 +167,21 @@ def stop() -> None:
 def cable(seconds: float = 6.0) -> None:
     """Cut the cable of a helper, and then that of the leader."""
     sys.path.insert(0, str(ROOT / "scripts"))
-    from benches.cable import _hold
+    from benches.cable import Switch
 
     with ExitStack() as stack:
-        switch, *inside = [_hold(stack) for _ in range(4)]
-
-        def ip(where: int, words: str) -> None:
-            subprocess.run(
-                ["nsenter", f"--target={where}", "--net", "ip", *words.split()], check=True
-            )
-
-        ip(switch, "link add bridge type bridge")
-        ip(switch, "link set bridge up")
-        networks = {}
-        for number, pc in enumerate(inside):
-            networks[number] = pc, f"10.77.0.{number + 1}"
-            ip(pc, f"link add eth0 type veth peer name pc{number} netns {switch}")
-            ip(switch, f"link set pc{number} master bridge up")
-            ip(pc, f"address add {networks[number][1]}/24 dev eth0")
-            ip(pc, "link set eth0 up")
+        addresses = {f"pc{number}": f"10.77.0.{number + 1}" for number in range(3)}
+        switch = Switch(stack, addresses)
+        networks = {
+            number: (switch.inside[pc], address)
+            for number, (pc, address) in enumerate(addresses.items())
+        }
         paces = {each: {"row_s": 0.002} for each in range(3)}
         team = stack.enter_context(team_of(3, paces=paces, networks=networks, steps=10**6))
-
-        def turn(way: str) -> Callable[[str], None]:
-            return lambda slot: ip(switch, f"link set pc{team.members.index(slot)} {way}")
-
-        away(team, seconds, turn("down"), turn("up"))
+        away(
+            team, seconds, lambda slot: switch.cut(slot.partition("/")[0]),
+            lambda slot: switch.plug(slot.partition("/")[0]),
+        )  # fmt: skip
 
 
 def strangers(rounds: int = 6) -> None:

@@ -19,7 +19,7 @@ import torch
 from tests.team import tasks
 from workers.engine.engine import Engine
 from workers.messages import Begin, Orders, TeamOrders, Verdict
-from workers.team import place, tensors
+from workers.team import place, tensors, wire
 from workers.team.desk import Desk
 from workers.team.wire import Connection, Frame
 from workers.training.checkpoints import weights_sha256
@@ -80,7 +80,9 @@ def main(given: str) -> None:
     _observe(log, seed, folder / f"{name}.planted")
     if tasks.PACE.away_s is not None:
         vars(place)["AWAY_S"] = tasks.PACE.away_s
-    _slow_state()
+    if tasks.PACE.silent_s is not None:
+        vars(wire)["SILENT_S"] = tasks.PACE.silent_s
+    _hold_state(folder / "state.held")
     _die_inside(folder / f"{name}.dies")
     channel = Channel(folder, name)
     engine = Engine(spec, Begin(fresh=not incarnation), incarnation)
@@ -126,15 +128,17 @@ def _observe(log: Callable[..., None], seed: int | None, planted: Path) -> None:
     Trainer._finish, Desk.part = finished, drawn  # type: ignore[method-assign]
 
 
-def _slow_state() -> None:
-    """Have the state take as long on the wire as is set."""
+def _hold_state(held: Path) -> None:
+    """Have a state wait on its way as long as there is this file; leave another one where one waits."""
     send = tensors.send
 
-    def slow(connection: Connection, state: Mapping[str, Any]) -> None:
-        time.sleep(tasks.PACE.state_s)
+    def sent(connection: Connection, state: Mapping[str, Any]) -> None:
+        while held.exists():
+            held.with_suffix(".waits").touch()
+            time.sleep(0.01)
         send(connection, state)
 
-    vars(tensors)["send"] = slow
+    vars(tensors)["send"] = sent
 
 
 def _die_inside(planted: Path) -> None:

@@ -59,13 +59,16 @@ class Team:
     def __init__(
         self, server: ForkServer, folder: Path, members: int = 2, seed: int | None = None,
         paces: dict[int, dict[str, Any]] | None = None,
-        networks: dict[int, tuple[int, str]] | None = None, **keys: Any,
+        networks: dict[int, tuple[int, str]] | None = None, silent_s: float | None = None,
+        **keys: Any,
     ) -> None:  # fmt: skip
-        """`networks`: of members in the network of another process, its number and their address."""
+        """`networks`: of members in the network of another process, its number and their address;
+        `silent_s`: of each pace.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.members = folder, [f"pc{number}/0" for number in range(members)]
         self._server, self._seed, self._keys, self._paces = server, seed, keys, paces or {}
-        self._networks = networks or {}
+        self._networks, self._silent_s = networks or {}, silent_s
         self.children: dict[str, Child] = {}
         self._incarnations = dict.fromkeys(self.members, -1)
         self.generation, self.leader = 0, ""
@@ -96,7 +99,7 @@ class Team:
         inside, address = self._networks.get(number, (None, "127.0.0.1"))
         spec = member_spec(slot, self.members, self._keys, address)
         seed = None if self._seed is None else self._seed + 10 * number + self._incarnations[slot]
-        pace = self._paces.get(number, {})
+        pace = {"silent_s": self._silent_s, **self._paces.get(number, {})}
         given.write_bytes(
             pickle.dumps((self.folder, spec, pace, self._incarnations[slot], seed, inside))
         )

@@ -27,8 +27,8 @@ class Pace:
     row_s: float = 0.0
     most_rows: int | None = None
     """More at once run out of memory."""
-    state_s: float = 0.0
-    """What its state takes on the wire beside the bytes."""
+    silent_s: float | None = None
+    """After so long without a byte another one is lost; `None`: as usual."""
     away_s: float | None = None
     """After so long the others are taken for missing; `None`: as usual."""
 

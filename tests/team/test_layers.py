@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+import math
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,12 +21,15 @@ import torch
 from tests.export.scene import labelled
 from tests.hf.folders import make_folder
 from tests.team.conftest import Start
+from tests.team.scene import Team
 from tests.training.scene import CPU
 from workers.messages import TeamOrders
 from workers.settings import FailureKind, TeamSpec
 from workers.team import place, wire
 from workers.team.layers import Leader, Lender
+from workers.team.place import Place
 from workers.testing import injected_error
+from workers.training.batches import tensors_in
 from workers.training.cut import middle_of
 from workers.training.errors import TaskError, UpdateInterruptedError
 from workers.training.memory_plan import answer
@@ -143,6 +149,8 @@ class Pair:
                     time.sleep(0.01)
                     if self.rests:
                         self.lender.attend()
+                    else:
+                        self.lender._seen_s = -math.inf
                 elif self.lender.wait(0.01):
                     try:
                         self.lender.part(1, 0)
@@ -241,7 +249,9 @@ def test_the_state_of_both_is_that_of_one_process(preset: str) -> None:
         assert pair.train(lambda: 2).weights_sha256() == whole.weights_sha256()
 
 
-def test_memory_of_either_member_shrinks_the_parts_of_both() -> None:
+def test_memory_of_either_member_shrinks_the_parts_of_both(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """What was computed of a batch stays, and no row is in the gradients twice."""
     settings = settings_of(preset="gpt-nano", dropout=0.1)
     whole = alone(settings, 1)
@@ -249,6 +259,14 @@ def test_memory_of_either_member_shrinks_the_parts_of_both() -> None:
         for trainer in (pair.first, pair.second):
             block = (trainer.cut.blocks if trainer.cut else [])[0]
             block.register_full_backward_pre_hook(_short_of_memory(2))
+        done, failing = pair.lender._done, [injected_error(FailureKind.DEFINITE)]
+
+        def answer(**said: Any) -> None:
+            if failing:  # the answer has no memory
+                raise failing.pop()
+            done(**said)
+
+        monkeypatch.setattr(pair.lender, "_done", answer)
         rows = 6
         while not pair.first.finished:
             try:
@@ -295,14 +313,28 @@ def test_a_member_without_the_state_of_the_step_sends_the_leader_back() -> None:
 def test_a_member_that_rests_is_waited_for_and_one_that_is_held_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(place, "AWAY_S", 1.0)
+    now, looks, is_attended = (
+        Mock(monotonic=lambda: now.s, s=0.0),
+        Counter[str](),
+        Place.is_attended,
+    )
+
+    def counted(self: Place) -> bool:
+        looks[self.slot] += 1
+        return is_attended(self)
+
+    monkeypatch.setattr(place, "time", now)
+    monkeypatch.setattr(Place, "is_attended", counted)
     with divided(settings_of(preset="gpt-nano", steps=8)) as pair:
         while pair.first.step < 2:
             pair.turn(2)
         pair.is_held = pair.rests = True
-        for _ in range(30):  # as the engine does, once a second
-            pair.leader.attend()
-            time.sleep(0.1)
+        for _ in range(3):
+            now.s += 0.9 * place.AWAY_S
+            looks.clear()
+            while min(looks["pc1/0"], looks["pc2/0"]) < 2 or pair.lender._seen_s < now.s:
+                pair.leader.attend()  # as the engine does, once a second
+                time.sleep(0.01)
         assert pair.leader.status().state == pair.lender.status().state == "TOGETHER"
         pair.rests = False
         while not pair.named("team_lost"):
@@ -337,10 +369,19 @@ def test_killed_processes_cost_no_step(start: Start) -> None:
     assert weights == lone.weights_sha256()
 
 
+def goes_on(team: Team) -> None:
+    """Let a team that rests go on, with no step lost and none done twice."""
+    at = team.step()
+    team.rest()
+    team.until(lambda: team.step() > at + 5)
+    steps = [each["step"] for each in team.steps("pc0/0")]
+    assert steps == list(range(1, len(steps) + 1))
+
+
 @pytest.mark.parametrize("others_s", [0.0, 0.3])
 def test_the_end_of_a_run_loses_no_step(start: Start, others_s: float) -> None:
     """The lender goes on until its leader, which may be asked later, has saved the state of both."""
-    team = start(2, split="layers", paces={0: {"row_s": 0.005}}, **TO_THE_BIT, steps=40)
+    team = start(2, split="layers", paces={0: {"row_s": 0.005}}, **TO_THE_BIT, steps=10**6)
     team.until(lambda: team.step() >= 5)
     team.rest("pc1/0", *([] if others_s else ["pc0/0"]))
     time.sleep(others_s)
@@ -349,10 +390,7 @@ def test_the_end_of_a_run_loses_no_step(start: Start, others_s: float) -> None:
     for slot in team.members:
         team.kill(slot)
         team.start(slot)
-    team.rest()
-    team.run()
-    steps = [each["step"] for each in team.steps("pc0/0")]
-    assert steps == list(range(1, 41))
+    goes_on(team)
 
 
 def test_a_leader_whose_lender_is_gone_for_good_says_so_and_comes_to_rest(start: Start) -> None:
@@ -373,13 +411,11 @@ def test_a_leader_whose_lender_is_gone_for_good_says_so_and_comes_to_rest(start:
 
 
 def test_the_lender_alone_rests_and_comes_back(start: Start) -> None:
-    team = start(2, split="layers", paces={0: {"row_s": 0.005}}, **DEEP, steps=30)
+    team = start(2, split="layers", paces={0: {"row_s": 0.005}}, **DEEP, steps=10**6)
     team.until(lambda: team.step() >= 5)
     team.rest("pc1/0")
     team.until(lambda: team.rests("pc1/0"))
-    team.rest()
-    team.run()
-    assert [each["step"] for each in team.steps("pc0/0")] == list(range(1, 31))
+    goes_on(team)
 
 
 @pytest.mark.parametrize(
@@ -426,9 +462,18 @@ def test_both_parts_are_planned_as_they_are(tmp_path: Path, preset: str) -> None
             assert part["blocks"] == len(trainer.cut.blocks)
             held = sum(each.nbytes for each in trainer.model.parameters())
             assert part["steps"][0]["weights_bytes"] == pytest.approx(held, rel=1e-3)
+        saved_bytes, lent_bytes = (
+            sum(each.nbytes for each in tensors_in(state))
+            for state in (pair.first.state(), pair.first.lent_state)
+        )
     steps = [part["steps"][0] for part in told["caps"]]
     for key in ("weights_bytes", "gradients_bytes", "optimizer_bytes"):
         assert sum(step[key] for step in steps) == pytest.approx(whole["steps"][0][key], rel=1e-3)
+    copied, on_host = (
+        [step[key] for step in steps] for key in ("checkpoint_copy_bytes", "on_host_bytes")
+    )
+    assert copied == [pytest.approx(saved_bytes, rel=1e-2), 0]
+    assert on_host == [pytest.approx(saved_bytes + lent_bytes, rel=1e-2), 0]
     # Of activations both have, beside their own, those that go from one to the other.
     between = sum(step["activations_bytes"] for step in steps)
     assert 1 < between / whole["steps"][0]["activations_bytes"] < 1.3

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+import time
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -11,10 +14,11 @@ from torch import nn
 from tests.team.scene import member_spec
 from tests.training.scene import CPU, GPT, settings, task, trainer
 from tests.training.test_accumulator import fails
+from workers.messages import TeamOrders
 from workers.team.desk import Work
 from workers.team.member import Member
 from workers.team.shares import Rows
-from workers.team.tensors import OwnSums, checksum
+from workers.team.tensors import OwnSums, checksum, load, split_weights
 from workers.training.errors import TaskError
 from workers.training.trainer import Trainer
 
@@ -61,6 +65,15 @@ def test_ranges_in_two_trainings_are_the_training(seed: int) -> None:
     assert members[0].course == members[1].course == members[2].course
 
 
+def member_with(run: Trainer) -> Member:
+    """Return the first member of a team of two."""
+    spec = member_spec("pc0/0", ["pc0/0", "pc1/0"], {}).team
+    assert spec is not None
+    member = Member(spec, "pc0/0", lambda *_, **__: None)
+    member.open(run)
+    return member
+
+
 def test_no_part_reaches_across_two_ranges() -> None:
     run = shared()
     run.give(8, 3)
@@ -73,10 +86,8 @@ def test_no_part_reaches_across_two_ranges() -> None:
 
 def test_rows_computed_for_a_leader_that_is_left_count_no_more() -> None:
     """Also where the next thing to do is an update with the sums of others."""
-    spec = member_spec("pc0/0", ["pc0/0", "pc1/0"], {}).team
-    assert spec is not None
-    member, run = Member(spec, "pc0/0", lambda *_, **__: None), shared()
-    member.open(run)
+    run = shared()
+    member = member_with(run)
     member.give(Work(rows=Rows(0, 7, 0)))
     member.part(8, 0)
     assert run.done_rows == 7
@@ -85,6 +96,41 @@ def test_rows_computed_for_a_leader_that_is_left_count_no_more() -> None:
     member.give(Work(change=lambda trainer: seen.append(trainer.done_rows)))
     member.part(8, 0)
     assert seen == [0]
+
+
+def test_a_leader_that_is_left_gives_out_no_more_rows() -> None:
+    """Also where a part of its step was under way, and ends later."""
+    run = shared()
+    member = member_with(run)
+    leads = TeamOrders(generation=1, leader="pc0/0", address="", secret=bytes(32))
+    member.obey(leads)
+
+    def turn() -> None:
+        while not member.wait(0.05):
+            pass
+        member.part(1, 0)
+
+    def left(*_: object) -> None:
+        hook.remove()
+        member.obey(replace(leads, generation=2, leader="pc1/0", address="127.0.0.1:1"))
+        while member._work is not None:
+            time.sleep(0.01)
+
+    turn()  # it claims rows
+    hook = run.model.register_forward_pre_hook(left)
+    turn()
+    assert member._work is None
+
+
+def test_the_state_of_another_member_brings_what_is_not_trained() -> None:
+    """By what this member tells of that, it is chosen what is sent to it, and by it."""
+    run, other = shared(adapter="lora"), shared(8, adapter="lora")
+    member = member_with(run)
+    own, theirs = (checksum(split_weights(each)[1].values()) for each in (run, other))
+    assert member.constant == own != theirs
+    member.give(Work(change=partial(load, state=other.state())))
+    member.part(8, 0)
+    assert member.constant == theirs
 
 
 def test_a_training_whose_passes_change_the_model_is_refused() -> None:

@@ -7,23 +7,27 @@ import random
 import signal
 import socket
 import time
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Callable
 from contextlib import closing, suppress
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 
+from tests.scene import Patience
 from tests.team.conftest import Start
 from tests.team.scene import SECRET, Team, member_spec
 from workers.team import wire
-from workers.team.wire import Kind, LostError
+from workers.team.wire import Connection, Kind, LostError
 from workers.training.settings import TrainSettings
 from workers.training.tasks import find_task
 from workers.training.trainer import Trainer
 
 pytestmark = pytest.mark.torch
+
+#: A member that comes late finds a training that still goes on, however busy the machine is.
+ENDLESS = 10**6
 
 
 def alone(micro: int, most: int | None = None, **keys: Any) -> list[float]:
@@ -39,57 +43,70 @@ def alone(micro: int, most: int | None = None, **keys: Any) -> list[float]:
 
 def refuse_gap(team: Team, **keys: Any) -> None:
     """Compare all losses with those of one process, and that with its own with other parts."""
-    one, control = alone(32, **keys), alone(5, **keys)
-    by_chance = max(abs(a - b) for a, b in zip(one, control, strict=True))
     seen = [(each["step"], each["loss"]) for slot in team.members for each in team.steps(slot)]
+    one, control = (alone(rows, max(seen)[0], steps=ENDLESS, **keys) for rows in (32, 5))
+    by_chance = max(abs(a - b) for a, b in zip(one, control, strict=True))
     assert {step for step, _ in seen} == set(range(1, len(one) + 1))
     gap = max(abs(loss - one[step - 1]) for step, loss in seen)
     assert gap <= max(1e-6, 3 * by_chance), (gap, by_chance)
 
 
-def last_weights(team: Team) -> set[str]:
-    """Return the SHA-256 of the weights of all members that have done the last step."""
-    return set(team.shas()[team.step()].values())
+def common(team: Team) -> list[int]:
+    """Return the steps that all members have made."""
+    return [step for step, each in team.shas().items() if len(each) == len(team.members)]
+
+
+def go_on(team: Team, turn: Callable[[], None] = lambda: None) -> None:
+    """Have all members make three more steps, after which they have the same weights."""
+    at = team.step()
+    team.until(lambda: sum(step > at for step in common(team)) >= 3, turn)
+    shas = team.shas()
+    assert all(len(set(shas[step].values())) == 1 for step in common(team) if step > at)
 
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("members", [2, 3])
 def test_members_with_drawn_parts_train_as_one(start: Start, members: int) -> None:
-    team = start(members, seed=5, steps=100)
-    team.run()
-    shas = team.shas()
-    assert all(len(set(each.values())) == 1 for each in shas.values())
-    together = [step for step in shas if len(shas[step]) == members]
-    assert len(together) > 80
+    team = start(members, seed=5, steps=ENDLESS)
+    team.until(lambda: len(common(team)) > 80)
+    together = common(team)
+    assert all(len(set(each.values())) == 1 for each in team.shas().values())
     rows = Counter[int]()
     for slot in team.members:
         rows.update({each["step"]: each["rows"] for each in team.steps(slot)})
     assert {rows[step] for step in together} == {32}
-    refuse_gap(team, steps=100)
+    refuse_gap(team)
 
 
 @pytest.mark.parametrize("slow", [0, 1], ids=["as leader", "as helper"])
 def test_a_slow_member_gets_its_share(start: Start, slow: int) -> None:
     paces = {slow: {"row_s": 0.03}, 1 - slow: {"row_s": 0.01}}
-    team = start(paces=paces, steps=30, batch=24)
-    team.run()
-    rows = [sum(each["rows"] for each in team.steps(slot)[10:]) for slot in team.members]
-    assert 0.15 <= rows[slow] / sum(rows) <= 0.4, rows
+    team = start(paces=paces, steps=ENDLESS, batch=24)
+    team.until(lambda: len(common(team)) > 30)
+    late = set(common(team)[10:])
+    rows = [
+        sum(each["rows"] for each in team.steps(slot) if each["step"] in late)
+        for slot in team.members
+    ]
     alone_s = [team.status(slot)["team"]["pace"]["alone_s"] for slot in team.members]
-    assert 1.5 <= alone_s[slow] / alone_s[1 - slow] <= 4.0, "without the waits for the other"
     assert alone_s[slow] >= 24 * 0.03
+    # By what each has really taken for a sample, on a machine that may do more beside.
+    fair = alone_s[1 - slow] / sum(alone_s)
+    assert rows[slow] / sum(rows) == pytest.approx(fair, abs=0.15), (rows, alone_s)
 
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("small", [0, 1], ids=["leader", "helper"])
 def test_memory_of_one_member_shrinks_its_own_parts_alone(start: Start, small: int) -> None:
-    team = start(paces={small: {"most_rows": 3}}, steps=30)
-    team.run()
-    ooms = [len([each for each in team.log(slot) if each.get("event") == "oom"]) for slot in team.members]  # fmt: skip
-    assert ooms[small] > 0
-    assert ooms[1 - small] == 0
+    team = start(paces={small: {"most_rows": 3}}, steps=ENDLESS)
+
+    def ooms(slot: str) -> int:
+        return sum(each.get("event") == "oom" for each in team.log(slot))
+
+    team.until(lambda: ooms(team.members[small]) > 0 and len(common(team)) > 20)
+    assert ooms(team.members[1 - small]) == 0
     assert team.events("team_lost") == []
-    refuse_gap(team, steps=30)
+    refuse_gap(team)
 
 
 class Killer:
@@ -129,53 +146,53 @@ class Killer:
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("who", ["helper", "leader"])
 def test_killed_members_cost_no_step(start: Start, who: str) -> None:
-    keys = {"steps": 80, "preset": "tests.team.tasks:wide", "batch": 8, "save_every_s": 0.5}
-    team = start(3, paces={number: {"row_s": 0.01} for number in range(3)}, **keys)
+    keys = {"preset": "tests.team.tasks:wide", "batch": 8}
+    paces = {number: {"row_s": 0.01} for number in range(3)}
+    team = start(3, paces=paces, steps=ENDLESS, save_every_s=0.5, **keys)
     killer = Killer(team, 4, who, 3)
-    team.run(killer)
-    assert killer.left == 0
-    assert len(last_weights(team)) == 1
-    assert any(each["state_sent"] for each in team.events("team_joined")), "a newcomer's state"
-    refuse_gap(team, steps=80, preset="tests.team.tasks:wide", batch=8)
+    team.until(lambda: killer.left == 0, killer)
+    go_on(team, killer)
+    team.until(lambda: any(each["state_sent"] for each in team.events("team_joined")))
+    refuse_gap(team, **keys)
 
 
 @pytest.mark.parametrize("who", ["helper", "leader"])
 def test_a_stopped_member_returns_by_itself(start: Start, who: str) -> None:
-    team = start(3, paces={number: {"row_s": 0.002} for number in range(3)}, steps=100_000)
+    paces = {number: {"row_s": 0.002} for number in range(3)}
+    team = start(3, paces=paces, steps=ENDLESS, silent_s=None)
     team.until(lambda: team.step() > 10)
     stopped = next(each for each in team.members if team.role(each) == who)
     others = [each for each in team.members if each != stopped]
     team.kill(stopped, signal.SIGSTOP)
     before = team.step()
-    team.until(lambda: team.step() > before + 20)
-    assert all(team.steps(each)[-1]["step"] > before + 10 for each in others)
+    team.until(lambda: min(team.steps(each)[-1]["step"] for each in others) > before + 20)
     team.kill(stopped, signal.SIGCONT)
     joined = len(team.events("team_joined"))
     team.until(lambda: len(team.events("team_joined")) > joined)
-    at = team.step()
-    team.until(lambda: min(team.steps(each)[-1]["step"] for each in team.members) > at)
-    assert len(set(team.shas()[at + 1].values())) == 1
+    go_on(team)
 
 
 @pytest.mark.parametrize("who", ["nobody", "nobody again", "helper", "leader"])
-def test_exact_trainings_have_the_same_bits(start: Start, exact: set[str], who: str) -> None:
-    keys = {"steps": 30, "exact": True, "micro": 4, "save_every_s": 0.3}
+def test_exact_trainings_have_the_same_bits(
+    start: Start, exact: dict[int, set[str]], who: str
+) -> None:
+    keys = {"steps": ENDLESS, "exact": True, "micro": 4, "save_every_s": 0.3}
     team = start(paces={0: {"row_s": 0.003}, 1: {"row_s": 0.001}}, **keys)
     killer = Killer(team, 0 if "nobody" in who else 2, who, 1)
-    team.run(killer)
-    assert killer.left == 0
-    exact |= last_weights(team)
-    assert len(exact) == 1
+    team.until(lambda: killer.left == 0 and len(common(team)) > 30, killer)
+    for step, shas in team.shas().items():
+        exact[step] |= {*shas.values()}
+    assert all(len(each) == 1 for each in exact.values())
 
 
 @pytest.fixture(scope="module")
-def exact() -> set[str]:
-    """What the trainings before have had as weights."""
-    return set()
+def exact() -> dict[int, set[str]]:
+    """What the trainings before have had as weights after each step."""
+    return defaultdict(set)
 
 
 def test_a_planted_difference_is_found_told_and_repaired(start: Start) -> None:
-    team = start(steps=100_000)
+    team = start(steps=ENDLESS)
     team.until(lambda: team.step() > 5)
     helper = next(each for each in team.members if team.role(each) == "helper")
     (team.folder / f"{helper.replace('/', '-')}.planted").touch()
@@ -194,6 +211,15 @@ def test_a_planted_difference_is_found_told_and_repaired(start: Start) -> None:
     assert all(len(each) == 1 for each in since())
 
 
+def connected(address: str) -> Connection:
+    """Connect as one that knows the secret; while many strangers are at the door it is closed."""
+    patience = Patience()
+    while True:
+        with suppress(LostError):
+            return wire.connect(address, SECRET)
+        assert not patience.is_over()
+
+
 def strangers_come(address: str) -> None:
     """Send noise, another secret, an old generation and another training: 33 strangers."""
     host, port = address.split(":")
@@ -204,7 +230,7 @@ def strangers_come(address: str) -> None:
     with pytest.raises(LostError):
         wire.connect(address, b"another secret")
     for generation, why in ((0, "generation 0"), (1, "settings, data or model")):
-        other = wire.connect(address, SECRET)
+        other = connected(address)
         said = {"generation": generation, "identity": "", "version": [0, 0], "constant": 0}
         other.tell(Kind.HELLO, slot="pc1/0", **said)
         assert why in other.frame().said["reason"]
@@ -212,12 +238,14 @@ def strangers_come(address: str) -> None:
 
 
 def test_strangers_are_refused_while_the_training_goes_on(start: Start) -> None:
-    team = start(steps=100_000)
+    team = start(steps=ENDLESS)
     team.until(lambda: team.step() > 5)
     strangers_come(team.status(team.leader)["team"]["listens"])
     before = team.step()
     team.until(lambda: team.step() > before + 20)
-    assert sum(each["count"] for each in team.events("team_refused")) >= 25
+    told = " ".join(each["reason"] for each in team.events("team_refused"))
+    for why in ("does not know the secret", "generation 0", "settings, data or model differ"):
+        assert why in told
     assert team.events("team_lost") == []
 
 
@@ -230,39 +258,40 @@ def test_strangers_are_refused_while_the_training_goes_on(start: Start) -> None:
     ids=["adapter, average and states on the host", "fp16"],
 )
 def test_a_newcomer_takes_all_of_the_state(start: Start, keys: dict[str, Any]) -> None:
-    team = start(paces={0: {"row_s": 0.003}}, steps=60, **keys)
+    team = start(paces={0: {"row_s": 0.003}}, steps=ENDLESS, **keys)
     team.until(lambda: team.step() > 5)
     team.kill("pc1/0")
     team.until(lambda: team.step() > 15)
     team.start("pc1/0")
-    team.run()
-    assert any(each["state_sent"] and each["step"] > 15 for each in team.events("team_joined"))
-    assert [team.steps(slot)[-1]["step"] for slot in team.members] == [60, 60]
-    assert len(last_weights(team)) == 1
+    team.until(
+        lambda: any(each["state_sent"] and each["step"] > 15 for each in team.events("team_joined"))
+    )
+    go_on(team)
     assert team.events("team_differs") == []
 
 
 def test_a_member_that_returns_is_given_the_state_beside_the_steps(start: Start) -> None:
-    """The state takes two seconds on the wire, and no update waits for it."""
-    keys = {"preset": "tests.team.tasks:wide", "steps": 10**6, "batch": 8}
-    team = start(2, paces={0: {"row_s": 0.005, "state_s": 2.0}, 1: {"row_s": 0.005}}, **keys)
+    """No update waits for the state, however long it is on its way."""
+    keys = {"preset": "tests.team.tasks:wide", "steps": ENDLESS, "batch": 8}
+    team = start(2, paces={number: {"row_s": 0.005} for number in range(2)}, **keys)
     team.until(lambda: team.leader == "pc0/0" and team.step() > 10)
     team.kill("pc1/0")
-    team.until(lambda: team.step() > 20)
-    joined, at_s = len(team.events("team_joined")), time.time()
+    team.until(lambda: not team.alive("pc1/0"))
+    joined, held = len(team.events("team_joined")), team.folder / "state.held"
+    held.touch()
     team.start("pc1/0")
+    team.until(held.with_suffix(".waits").exists)
+    at = team.step()
+    team.until(lambda: team.step() > at + 20)
+    held.unlink()
     team.until(lambda: len(team.events("team_joined")) > joined)
     told = team.events("team_joined")[-1]
     team.until(
         lambda: min(team.steps(slot)[-1]["step"] for slot in team.members) > told["step"] + 5
     )
     assert told["state_sent"]
-    moments = [at_s, *(each["t"] for each in team.steps("pc0/0") if at_s < each["t"] < told["t"])]
-    assert moments[-1] - moments[0] > 2
-    assert max(after - before for before, after in pairwise(moments)) < 1.5
     both = {step: set(each.values()) for step, each in team.shas().items() if len(each) == 2}
-    missed = {step for step in both if 20 < step <= told["step"]}
-    assert len(missed) > 5, "they are done again from what was added up"
+    assert both.keys() >= set(range(at + 1, at + 20)), "done again from what was added up"
     assert all(len(each) == 1 for each in both.values())
 
 
@@ -279,7 +308,7 @@ def test_all_come_to_rest_wherever_their_step_is(start: Start) -> None:
     """The leader rests first, while the other one has computed a part of a step: it saves the step
     before, and waits for no leader.
     """
-    team = start(2, paces={0: {"row_s": 0.001}, 1: {"row_s": 0.02}}, steps=10**6, batch=32)
+    team = start(2, paces={0: {"row_s": 0.001}, 1: {"row_s": 0.02}}, steps=ENDLESS, batch=32)
     team.until(lambda: team.step() > 8)
     other = next(slot for slot in team.members if team.role(slot) == "helper")
     team.rest(team.leader)

@@ -7,11 +7,14 @@ import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import torch
 
 from workers.team import wire
+from workers.team.leader import Helper, Leader
+from workers.team.tensors import bytes_of
 from workers.team.wire import Connection, Kind, LostError
 
 SECRET = b"s" * 32
@@ -59,6 +62,19 @@ def test_frames_arrive_as_they_were_sent(ends: tuple[Connection, Connection]) ->
     theirs.close()
     with pytest.raises(LostError, match="closed"):
         ours.frame()
+
+
+def test_a_claim_that_was_under_way_when_sums_were_asked_for_is_passed_over(
+    ends: tuple[Connection, Connection],
+) -> None:
+    """The thread of the helper that computes has sent it between what another one sends."""
+    ours, theirs = ends
+    sums = torch.arange(5.0)
+    theirs.tell(Kind.CLAIM, 3, most=7)
+    theirs.send(Kind.CHUNK, 4, bytes_of(sums))
+    place = torch.zeros(5)
+    assert Leader._received(cast("Leader", None), Helper("pc1/0", ours), place) is place
+    assert place.equal(sums)
 
 
 @pytest.mark.parametrize("secret", [b"t" * 32, b""])

@@ -6,19 +6,13 @@ random numbers of its own, so that a draw without one of them is otherwise the s
 failure is shrunk. What only the tested course does (parts, memory that runs out, recomputation, a
 restart) must change nothing. With dropout, which `ElasticStep` keys by sample, the reference is
 `ElasticStep` itself with whole batches.
-
-    python -m tests.training.differential --draws 1000 --first-seed 0
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import random
-import sys
-import time
 import warnings
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias, cast
@@ -328,29 +322,3 @@ def told_of(seed: int) -> tuple[Result, str]:
     least = " ".join(feature.name for feature in shrunk(seed, features, result.outcome))
     said = f"seed {seed}: {result.outcome} ({result.at or 'end'}): {result.said}"
     return result, f"{said}\n  drawn: {names}\n  least: {least or 'nothing but the simplest'}"
-
-
-def main() -> int:
-    """Run draws by number or until the time is over, and print what came out."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--hours", type=float)
-    parser.add_argument("--draws", type=int)
-    parser.add_argument("--first-seed", type=int, default=0)
-    asked = parser.parse_args()
-    torch.set_num_threads(1)
-    end_s = time.monotonic() + 3600 * (asked.hours or 1e9)
-    outcomes: Counter[str] = Counter()
-    for seed in itertools.islice(itertools.count(asked.first_seed), asked.draws):
-        if time.monotonic() > end_s:
-            break
-        result, description = told_of(seed)
-        outcomes[result.outcome] += 1
-        if not result.fine:
-            print(description, flush=True)  # noqa: T201 - made for a terminal
-    counted = ", ".join(f"{times} {outcome}" for outcome, times in outcomes.most_common())
-    print(f"{sum(outcomes.values())} draws: {counted}")  # noqa: T201
-    return int(any(outcome not in FINE for outcome in outcomes))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -27,7 +27,7 @@ def fails(run: Trainer, writes: int, limit: int, level: int) -> bool:
     """Try a part that is refused memory when so many more gradients were written into their sums;
     say whether it ran out.
     """
-    sums, written = {id(own) for own in run._accumulator.gradients}, count()
+    sums, written = {id(own) for own in run.sums.gradients}, count()
 
     def is_full(func: Any, args: tuple[Any, ...]) -> bool:
         into = args[0][0] if func.__name__ == "_foreach_copy_.default" else args[0]
@@ -44,7 +44,7 @@ def fails(run: Trainer, writes: int, limit: int, level: int) -> bool:
 
 def writes_of(run: Trainer) -> int:
     """Count the writes of a first part's gradients into their sums."""
-    together = len(run._accumulator._small)
+    together = len(run.sums._small)
     assert 1 < together < len(run.parameters)
     return len(run.parameters) - together + 1
 
@@ -58,7 +58,7 @@ def test_running_out_of_memory_at_each_gradient_changes_no_bit(precision: str) -
         alone.micro_batch(4, 2)
     failures = 0
     while not run.finished:
-        last = run._accumulator.remaining <= 4 and not run.at_boundary
+        last = run.sums.remaining <= 4 and not run.at_boundary
         # Without a write, then with one more each time, in parts of which the update is none.
         failures += not last and fails(run, 0, 4, 2)
         while not last and fails(run, 1, 4, 2):
@@ -80,7 +80,7 @@ def test_smaller_parts_end_where_the_part_that_failed_ends() -> None:
         course.append(alone.course.losses[-1])
     while not run.finished:
         limit, writes = drawn.randint(1, 12), drawn.randint(0, writes_of(run))
-        ends = limit >= (run._accumulator.remaining or 12)
+        ends = limit >= (run.sums.remaining or 12)
         if not ends and drawn.random() < 0.8:
             failures += fails(run, writes, limit, 0)
         elif run.micro_batch(limit).updated:
@@ -106,7 +106,7 @@ def test_what_is_not_the_same_again_begins_its_batch_anew() -> None:
     run = Trainer(own, settings(preset="own:task", steps=2), CPU, 1)
     run.micro_batch(4)
     assert run.hazards
-    sums = run._accumulator
+    sums = run.sums
     assert fails(run, 0, 4, 0)
     assert (sums.done, sums.is_torn) == (4, False)
     assert fails(run, 1, 4, 0)

@@ -1,10 +1,11 @@
 """Drawn trainings: `ElasticStep` in parts is the plain loop, or says in one sentence that it is not.
 
-More draws by hand: `python -m tests.training.differential --hours 1 --first-seed 1000`.
+`DRAWS=10000` has so many draws, and `FIRST_SEED=1000` others.
 """
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 
 import pytest
@@ -13,9 +14,11 @@ from tests.training.differential import drawn, told_of
 
 #: Some 70 seconds on one core, in blocks so that a failure ends few of them.
 _DRAWS, _BLOCK = 120, 30
+_FIRST = int(os.environ.get("FIRST_SEED", "0"))
+_END = _FIRST + int(os.environ.get("DRAWS", _DRAWS))
 
 
-@pytest.mark.parametrize("first", range(0, _DRAWS, _BLOCK))
+@pytest.mark.parametrize("first", range(_FIRST, _END, _BLOCK))
 def test_a_drawn_training_is_equal_or_refused(first: int) -> None:
     outcomes: Counter[str] = Counter()
     failures = []

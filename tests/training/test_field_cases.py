@@ -173,9 +173,17 @@ def test_what_cannot_be_done_in_parts_is_one_sentence() -> None:
     model.zero_grad()
     elastic = ElasticStep(model, adamw(model))
     elastic.step((X, Y), classified(model))
-    model[0].weight.register_post_accumulate_grad_hook(lambda _: None)
-    with pytest.raises(TaskError, match="register_post_accumulate_grad_hook"):
-        elastic.step((X, Y), classified(model))
+    weight: Any = model[0].weight
+    several: Any = torch.autograd.graph.register_multi_grad_hook
+    hooks = (
+        weight.register_post_accumulate_grad_hook(lambda _: None),
+        *(several((weight,), print, mode=mode) for mode in ("all", "any")),
+    )
+    for hook in hooks:  # one after the other leaves
+        with pytest.raises(TaskError, match="register_post_accumulate_grad_hook or register_multi"):
+            elastic.step((X, Y), classified(model))
+        hook.remove()
+    elastic.step((X, Y), classified(model))
 
 
 class TimeFirst(nn.Module):

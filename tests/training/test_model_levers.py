@@ -143,10 +143,7 @@ def test_each_block_learns_slower_than_the_one_after_it() -> None:
     assert {name: moved[name] / top for name in shares} == pytest.approx(shares, rel=0.02)
 
 
-def test_keys_of_earlier_versions_are_refused_with_what_holds_instead() -> None:
-    for key, value in {"attention": "math", "persistent": False, "min_seq": 8}.items():
-        with pytest.raises(ValidationError, match="is no key any more; valid: leave it out: "):
-            TrainSettings(**{key: value})
+def test_keys_of_earlier_versions_are_passed_over_where_they_say_what_holds() -> None:
     as_it_was = {"attention": "auto", "channels_last": "auto", "persistent": True}
     assert TrainSettings(**as_it_was) == TrainSettings(), "a run of before can be exported"
     assert TrainSettings().fingerprint()["attention"] == "'auto'", "and gone on from"

@@ -7,12 +7,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tests.training.plain_loop import X, Y, adamw, net, of_classes
 from tests.training.scene import CPU, GPT, replay, settings, task
 from workers.training import parts
 from workers.training.accumulator import Accumulator
@@ -409,6 +411,25 @@ def test_a_number_that_no_checkpoint_has_is_told_in_the_second_step() -> None:
     assert sentence.startswith("passes of Counting is a number that each pass changes")
 
 
+class CountsUpdates(torch.optim.SGD):
+    """Counts its updates in an attribute, and not in its state."""
+
+    updates = 0
+
+    def step(self, *given: Any) -> Any:
+        self.updates += 1
+        return super().step(*given)
+
+
+def test_a_number_of_an_optimiser_that_no_checkpoint_has_is_told_in_the_second_step() -> None:
+    run = trainer(optimizer=partial(CountsUpdates, lr=0.1))
+    replay(run, [[12, 0, 1]])
+    assert run.hazards == []
+    replay(run, [[12, 0, 3]])
+    (sentence,) = run.hazards
+    assert sentence.startswith("updates of CountsUpdates is a number that each update changes")
+
+
 @pytest.mark.parametrize(
     ("between", "named"),
     [
@@ -452,4 +473,33 @@ def test_it_is_found_in_the_memory_of_a_part_that_recomputes() -> None:
     assert peak_bytes(lambda: run.micro_batch(4, 0)) > 2 * of_part
     assert peak_bytes(lambda: own.micro_batch(4, 8)) < 1.5 * of_part
     assert own._in_parts.has_looked
-    assert peak_bytes(run.attention_kernels) < of_part
+
+
+class Marked(torch.autograd.Function):
+    """Keeps an object for as long as there is a graph to go back through."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mark: object) -> Tensor:
+        ctx.mark = mark
+        return x.clone()
+
+    @staticmethod
+    def backward(_: Any, *gradients: Any) -> Any:
+        return *gradients, None
+
+
+def test_a_look_holds_the_activations_of_one_pass_at_a_time() -> None:
+    """Also where it looks whether the loss decides by a number that it hands out."""
+    model, graphs, most, seen = net(), WeakSet[Any](), 0, list[float]()
+
+    def loss(part: Any) -> Tensor:
+        nonlocal most
+        most = max(most, len(graphs))
+        mark = nn.Identity()
+        graphs.add(mark)
+        value: Tensor = Marked.apply(of_classes(model, part), mark)
+        seen.append(value.item())
+        return value
+
+    ElasticStep(model, adamw(model)).step((X, Y), loss)
+    assert most == 0

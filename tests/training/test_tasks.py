@@ -178,6 +178,10 @@ def test_keys_that_a_task_says_it_uses_are_its_own() -> None:
         ({"optimizer": torch.optim.LBFGS}, "LBFGS computes the loss several times in a step"),
         ({"optimizer": lambda of: [torch.optim.SGD(of)]}, "gives a list; give one optimizer of"),
         ({"scheduler": lr_scheduler.ReduceLROnPlateau}, "ReduceLROnPlateau follows a metric"),
+        (
+            {"scheduler": lambda of: lr_scheduler.OneCycleLR(of, 0.1, total_steps=9)},
+            "OneCycleLR changes the momentum .* cycle_momentum=False",
+        ),
     ],
 )
 def test_fields_that_make_no_sense_are_refused(fields: dict[str, Any], sentence: str) -> None:

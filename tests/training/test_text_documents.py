@@ -24,7 +24,6 @@ from workers.training.tasks import TrainTask, find_task, next_token_loss
 from workers.training.text import (
     SAMPLES,
     TextBytes,
-    TextError,
     held_out,
 )
 from workers.training.trainer import Trainer
@@ -116,7 +115,7 @@ def test_samples_are_the_lines_or_the_files_one_after_the_other_cut_at_seq(
     if unit == "windows":  # a shorter one at the end is left out
         pieces = [each for each in pieces if len(each) == seq + 1]
     if not pieces:
-        with pytest.raises(TextError):
+        with pytest.raises(TaskError):
             TextBytes(folder, seq, unit)
         return
     data = pickle.loads(pickle.dumps(TextBytes(folder, seq, unit)))  # noqa: S301 - as it goes to loaders
@@ -159,7 +158,7 @@ def test_each_file_is_a_document(tmp_path: Path) -> None:
 def test_a_line_of_json_without_a_text_is_named(tmp_path: Path, line: str, words: str) -> None:
     path = tmp_path / "mine.jsonl"
     path.write_text(f'{{"text": "good"}}\n\n{line}\n')
-    with pytest.raises(TextError) as refusal:
+    with pytest.raises(TaskError) as refusal:
         find_task(chosen(path), 0)
     assert str(refusal.value).startswith(f"train.data: line 3 of {path} {words}")
     assert str(refusal.value).endswith('valid: {"text": "a document"}')
@@ -171,7 +170,7 @@ def test_a_line_of_json_is_not_read_without_a_bound(
     monkeypatch.setattr(text_module, "LONGEST_LINE_BYTES", MIB)
     path = tmp_path / "mine.jsonl"
     path.write_text(json.dumps({"text": "a" * MIB}))
-    with pytest.raises(TextError, match=r"line 1 of .*mine\.jsonl is longer than 1 MiB; divide it"):
+    with pytest.raises(TaskError, match=r"line 1 of .*mine\.jsonl is longer than 1 MiB; divide it"):
         TextBytes(path, 8, "lines")
 
 
@@ -355,7 +354,7 @@ def test_what_cannot_be_trained_on_is_refused_in_one_sentence(
     path = tmp_path / "data.txt"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(TextError) as refusal:
+    with pytest.raises(TaskError) as refusal:
         TextBytes(path, seq)
     assert str(refusal.value) == "train.data: " + words.format(path=path)
 
@@ -372,9 +371,9 @@ def test_files_that_change_under_a_training_change_nothing_of_it(
     path.write_bytes(content)
     os.utime(path, (1, 1))
     assert data[len(data) - 1].eq(ord("a")).all(), "the copy is trained on to the end"
-    with pytest.raises(TextError, match=r"data\.txt was changed while it was read; begin anew"):
+    with pytest.raises(TaskError, match=r"data\.txt was changed while it was read; begin anew"):
         unread[0]
     assert (TextBytes(path, 10).fingerprint == before) == (len(content) == 100_000)
     path.unlink()
-    with pytest.raises(TextError, match="cannot be read: No such file"):
+    with pytest.raises(TaskError, match="cannot be read: No such file"):
         unread[0]

@@ -61,7 +61,7 @@ def course(run: Trainer, watched: Watched) -> str:
     failure, kinds = "none", []
     saved = copy.deepcopy(run.state())
     while run.step < 2:
-        sums, done = run._accumulator, run._accumulator.done
+        sums, done = run.sums, run.sums.done
         before = copy.deepcopy(sums.gradients)
         try:
             with watched:

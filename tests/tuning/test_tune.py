@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from orchestrator.config.load import load_config
-from tests.scene import COMMAND, PATIENCE_S, ROOT, orchestrator, spec_of, wait_for
+from tests.scene import COMMAND, PATIENCE_S, ROOT, ended, enough, orchestrator, spec_of, wait_for
 from workers.tuning import messages
 
 #: A model so small that a round takes a second.
@@ -57,10 +57,10 @@ def arms_of(head: subprocess.Popen[str]) -> list[psutil.Process]:
 @pytest.mark.torch
 def test_a_tuning_leaves_verdicts_and_your_file_though_a_process_dies(tmp_path: Path) -> None:
     levers = ("--levers", "micro=2,recompute=all,precision=tf32")
-    with started(tmp_path, "--rehearse", "--budget", "60s", *levers, "--json", *SMALL) as head:
+    with started(tmp_path, "--rehearse", "--budget", enough(60), *levers, "--json", *SMALL) as head:
         first_verdict(head)
         wait_for(lambda: newest_arm(tmp_path, head), "the second lever's process").kill()
-        output, errors = head.communicate(timeout=PATIENCE_S)
+        output, errors = ended(head)
     assert head.returncode == 0, errors
     result = json.loads(output)
     (folder,) = tmp_path.glob("tunings/*")
@@ -84,12 +84,14 @@ def test_a_tuning_leaves_verdicts_and_your_file_though_a_process_dies(tmp_path: 
 
 @pytest.mark.torch
 def test_ctrl_c_prints_what_is_known_and_leaves_nobody(tmp_path: Path) -> None:
-    with started(tmp_path, "--rehearse", "--budget", "1m", "--levers", "micro", *SMALL) as head:
+    with started(
+        tmp_path, "--rehearse", "--budget", enough(60), "--levers", "micro", *SMALL
+    ) as head:
         verdict = first_verdict(head)
         arms = arms_of(head)
         assert arms
         head.send_signal(signal.SIGINT)
-        output, _ = head.communicate(timeout=PATIENCE_S)
+        output, _ = ended(head)
     assert head.returncode == 130
     assert verdict.split(":")[0] in output
     assert "micro=1: not begun before the tuning ended" in " ".join(output.split())
@@ -99,7 +101,9 @@ def test_ctrl_c_prints_what_is_known_and_leaves_nobody(tmp_path: Path) -> None:
 
 @pytest.mark.torch
 def test_no_process_of_a_killed_tuning_stays(tmp_path: Path) -> None:
-    with started(tmp_path, "--rehearse", "--budget", "2m", "--levers", "micro", *SMALL) as head:
+    with started(
+        tmp_path, "--rehearse", "--budget", enough(120), "--levers", "micro", *SMALL
+    ) as head:
         arms = wait_for(lambda: arms_of(head)[2:] and arms_of(head), "the baseline's process")
         head.send_signal(signal.SIGKILL)
         head.communicate()
@@ -123,8 +127,8 @@ def logs_to(process: psutil.Process, log: Path) -> bool:
 @pytest.mark.torch
 def test_matmul_is_measured_with_several_workers(tmp_path: Path) -> None:
     arguments = ("--workload", "matmul", "--levers", "workers", "--json")
-    with started(tmp_path, "--rehearse", "--budget", "40s", *arguments) as head:
-        output, errors = head.communicate(timeout=PATIENCE_S)
+    with started(tmp_path, "--rehearse", "--budget", enough(40), *arguments) as head:
+        output, errors = ended(head)
     assert head.returncode == 0, errors
     rows = json.loads(output)["rows"]
     assert [(row["lever"], row["setting"]) for row in rows] == [("workers", "2"), ("workers", "3")]

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from orchestrator.cli.runs import report_text
-from orchestrator.core.slot import SlotState
-from orchestrator.record.history import Buckets, Span
 from orchestrator.view.advice import SAMPLED, advice_lines
 from tests.factories import FACTS, add_event, begun_run, event, make_row, make_snapshot, record
 from workers.messages import Progress, WorkerState
@@ -28,26 +26,19 @@ BUSY: Mapping[str, Any] = {
     "device_used_bytes": 3 * GIB,
     "progress": Progress(train_step=40, data_wait_pct=1.0, copies_pct=1.5),
 }
-STEADY = ((WorkerState.RUNNING, 120.0),)
+States = Mapping[str, float]
+STEADY: States = {WorkerState.RUNNING: 120.0}
 #: Pauses for a minute of every two, and does less before.
-HOT = ((WorkerState.THROTTLED, 60.0), (WorkerState.PAUSED, 60.0))
-States = Iterable[tuple[SlotState, float]]
+HOT: States = {WorkerState.THROTTLED: 60.0, WorkerState.PAUSED: 60.0}
 
 
 def advised(*workers: Mapping[str, Any], states: States = STEADY) -> list[str]:
     """Return the advice on one card, whose workers differ so from `BUSY`."""
-    rows, courses, spans, at_s = [], {}, [], 0.0
-    for state, lasts_s in states:
-        spans.append(Span(state=state.value, from_unix_s=at_s, to_unix_s=at_s + lasts_s, cause=""))
-        at_s += lasts_s
-    for index, changes in enumerate(workers):
-        values = {**BUSY, **changes}
-        rows.append(make_row(slot=f"pc1/{index}", **values))
-        courses[f"pc1/{index}"] = {
-            key: Buckets((1.0,), *((values[key],) for _ in range(3))) for key in SAMPLED
-        }
-    all_spans = {row.slot: spans for row in rows}
-    return list(advice_lines(rows, courses, all_spans, at_s))
+    told = {f"pc1/{index}": {**BUSY, **changes} for index, changes in enumerate(workers)}
+    rows = [make_row(slot=slot, **values) for slot, values in told.items()]
+    means = {slot: {key: values[key] for key in SAMPLED} for slot, values in told.items()}
+    states_s = dict.fromkeys(told, states)
+    return list(advice_lines(rows, means, states_s))
 
 
 def trains(**changed: float) -> dict[str, Any]:
@@ -68,7 +59,7 @@ def trains(**changed: float) -> dict[str, Any]:
         ([{"duty_requested": 0.6, "duty_measured": 0.59, "utilisation_pct": 60.0}], STEADY, "40% duty: ",
          "nodes.pc1.gpu_share"),
         ([{"utilisation_pct": 50.0}], STEADY, "47% gaps: ", "(train.compile)"),
-        ([{"duty_measured": 0.0, "utilisation_pct": 0.0}] * 3, ((WorkerState.EMERGENCY, 120.0),), "100% memory: ",
+        ([{"duty_measured": 0.0, "utilisation_pct": 0.0}] * 3, {WorkerState.EMERGENCY: 120.0}, "100% memory: ",
          "nodes.pc1.vram_per_worker_gib"),
     ],
     ids=["data", "copies", "heat", "neighbour", "duty", "gaps", "memory"],
@@ -86,7 +77,7 @@ def test_a_busy_card_needs_no_advice() -> None:
     rests = {"duty_requested": 0.6, "duty_measured": 0.58, "device_used_bytes": 18 * GIB}
     assert advised(BUSY) == []
     assert advised(*[rests] * 7) == [], "while one rests, another has the card"
-    assert advised({"duty_measured": 0.0}, states=((WorkerState.PAUSED, 9.0),)) == [], "too short"
+    assert advised({"duty_measured": 0.0}, states={WorkerState.PAUSED: 9.0}) == [], "too short"
 
 
 def test_the_report_names_the_right_cause_first(tmp_path: Path) -> None:

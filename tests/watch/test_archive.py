@@ -86,7 +86,7 @@ def store(folder: Path) -> RunStore:
 def test_everything_comes_back_as_it_was(folder: Path, store: RunStore) -> None:
     row = make_row(progress=Progress(train_step=3, loss=math.inf), reason="gr\xf6\xdfer \u2028\n")
     orders = UserOrders(hold=Hold.DRAIN, cap_bytes=5)
-    known = PolicyState(policy="adaptive", learned=(Learned(size=1, unit_bytes=math.inf), None))
+    known = PolicyState(learned=(Learned(size=1, unit_bytes=math.inf), None))
     store.slots([record(row=row, orders=orders, resume=known)])
     add_event(store, {**event(name="state", cause="\udc80 \u2028"), "slot": "pc1/0"})
     add_event(store, event(name="other"))
@@ -161,16 +161,6 @@ def test_a_head_whose_process_is_another_now_was_killed(
     store.commit()
     run = read_run(folder)
     assert (run.outcome, run.exit_code, run.was_killed) == ("interrupted", None, True)
-
-
-def test_a_killed_head_is_interrupted_before_its_parent_notes(tmp_path: Path) -> None:
-    folder = tmp_path / IDS[0]
-    with begun_head(folder) as head:
-        assert read_run(folder).outcome == "running"
-        head.kill()
-        os.waitid(os.P_PID, head.pid, os.WEXITED | os.WNOWAIT)  # dead, and still listed
-        assert read_run(folder).outcome == "interrupted"
-    assert read_run(folder).outcome == "interrupted"
 
 
 def test_folders_that_cannot_be_written_can_be_read(tmp_path: Path) -> None:

@@ -230,7 +230,7 @@ def test_what_cannot_be_written_at_the_end_is_a_gap(tmp_path: Path, place: str) 
         {"reason": "\udc80"},
         {"incarnation": 2**200},
         {"work_flop": math.inf},
-        {"resume": PolicyState(policy="a", learned=(Learned(size=1, unit_bytes=math.nan),))},
+        {"resume": PolicyState(learned=(Learned(size=1, unit_bytes=math.nan),))},
         {"size": 10**5000},
     ],
 )

@@ -80,12 +80,12 @@ class Browser:
             self.do("Input.dispatchKeyEvent", type=kind, key=key, **more)
 
     def resize(self, width: int, height: int, *, dark: bool) -> None:
-        """Give the window this size and scheme."""
+        """Give the window this size and scheme, and wait until the page has drawn that."""
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self.do("Emulation.setEmulatedMedia", features=scheme)
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.do("Emulation.setDeviceMetricsOverride", **size)
-        self.rest(0.3)
+        self.js("new Promise((it) => requestAnimationFrame(() => requestAnimationFrame(it)))")
 
     def requests(self) -> list[str]:
         return [

@@ -9,11 +9,12 @@ import pytest
 from typer.testing import CliRunner
 
 from orchestrator.cli.app import app
-from orchestrator.record.archive import Follower, Freshness
 from orchestrator.view import html_report
+from orchestrator.view.alerts import Freshness
 from orchestrator.view.cells import MISSING
 from orchestrator.view.document import document
 from orchestrator.view.live import health_lines
+from orchestrator.view.look import Watch
 from orchestrator.view.terminal import plain_text
 from tests.alerts.traces import frame_at
 from tests.web.scene import make_run, serving
@@ -35,7 +36,7 @@ def test_a_run_top_page_and_report_say_the_same_numbers(tmp_path: Path) -> None:
     for name in ("slots", "cards"):
         assert page["tables"][name] == reported["tables"][name]
 
-    snapshot = Follower(folder).look().snapshot
+    snapshot = Watch(folder).look().snapshot
     of_run = plain_text(health_lines(snapshot, WIDTH))
     top = CliRunner().invoke(
         app, ["top", "--once", "--run-dir", str(folder.parent)], env={"COLUMNS": str(WIDTH)}

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from orchestrator.record.archive import Frame, Freshness
 from orchestrator.record.model import FIELDS, Row
+from orchestrator.view.alerts import Frame, Freshness
 from orchestrator.view.web.metrics import exposition
 from tests.alerts.traces import frame_at
 from tests.web.scene import make_run, serving
@@ -28,7 +28,7 @@ def samples(content: bytes) -> dict[str, dict[tuple[str, ...], float]]:
 
 
 def of_frame(frame: Frame) -> dict[str, dict[tuple[str, ...], float]]:
-    return samples(exposition(frame, ()))
+    return samples(exposition(frame))
 
 
 def test_values_are_in_base_units() -> None:

@@ -30,10 +30,10 @@ class AtOnce(Loop[Run]):
 def test_a_count_of_operations_that_fails_ends_nothing(
     monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:
-    def no_count(_: Trainer) -> float:
+    def no_count(_: Trainer) -> tuple[float, str]:
         raise error
 
-    monkeypatch.setattr(Trainer, "flop_per_sample", no_count)
+    monkeypatch.setattr(Trainer, "operations", no_count)
     told: list[tuple[str, Any]] = []
     context = WorkloadContext(
         device=torch.device("cpu"),

@@ -21,7 +21,7 @@ from typing import Any, Final
 from workers.command.code import RUN
 from workers.files import replace_whole
 from workers.learned_limits import default_path
-from workers.messages import Ending, Progress
+from workers.messages import Cause, Ending, Progress
 from workers.settings import WorkerSpec
 
 #: Of the results, at most so many of the newest bytes are read at once: what a record that is none
@@ -165,7 +165,11 @@ class Record:
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
             data = json.loads((folder / "job.json").read_text(encoding="utf-8"))
             ending = data.pop("ending")
-            return cls(**data, ending=ending and Ending(**ending))
+            if ending is not None:
+                # An end that an earlier version has written says no cause, and is not known then.
+                cause = ending.get("cause")
+                ending = cause and Ending(**{**ending, "cause": Cause(cause)})
+            return cls(**data, ending=ending)
         return cls()
 
     def write(self, folder: Path) -> None:

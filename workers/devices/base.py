@@ -55,11 +55,6 @@ class Device(Protocol):
         After a release all of it is kept for no step.
         """
 
-    def free_bytes(self) -> int:
-        """Bytes this worker could still obtain: what its cap leaves, and no more than the device
-        has free.
-        """
-
     def allowed_bytes(self, leave_bytes: int) -> int:
         """Bytes a step may hold in all: what the worker holds plus what is free, less
         `leave_bytes`, within the cap.

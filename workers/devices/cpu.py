@@ -288,10 +288,6 @@ class CpuDevice:
         self._peak_bytes = max(self._peak_bytes, peak)
         return peak
 
-    def free_bytes(self) -> int:
-        """See `Device.free_bytes`; the machine's available RAM bounds it too."""
-        return max(0, min(self.most_bytes - self.held_bytes(), psutil.virtual_memory().available))
-
     def allowed_bytes(self, leave_bytes: int) -> int:
         """See `Device.allowed_bytes`; the machine's available RAM bounds it too."""
         available = psutil.virtual_memory().available
@@ -307,7 +303,6 @@ class CpuDevice:
         return MemoryInfo(
             device_total_bytes=machine.total,
             device_used_bytes=machine.total - machine.available,
-            free_bytes=max(0, min(self.most_bytes - held, machine.available)),
             allocated_bytes=held,
             reserved_bytes=held + self._free_bytes,
             peak_bytes=peak,

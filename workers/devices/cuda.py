@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 import torch
 
 from workers.devices.base import EmergencyProduct, alone_on, threads_for
-from workers.elastic.card_memory import obtainable_bytes
 from workers.host import mps
 from workers.messages import Cause, DeviceInfo, IncompatibleError, MemoryInfo
 from workers.nvml import queries
@@ -134,13 +133,8 @@ class CudaDevice:
         """See `Device.kept_bytes`; what lies outside torch's allocator does not grow."""
         return self.held_bytes()
 
-    def free_bytes(self) -> int:
-        """See `Device.free_bytes`; asks the driver, so other tenants of the card count."""
-        stats = torch.cuda.memory_stats(self.torch_device)
-        return obtainable_bytes(stats, self.most_bytes, self._on_card_bytes()[0])
-
     def allowed_bytes(self, leave_bytes: int) -> int:
-        """See `Device.allowed_bytes`.
+        """See `Device.allowed_bytes`; asks the driver, so other tenants of the card count.
 
         Gaps in segments that are partly in use do not count: no block is sure to fit.
         """
@@ -203,15 +197,13 @@ class CudaDevice:
         self.most_bytes = int(fraction * self._total_bytes)
 
     def memory(self) -> MemoryInfo:
-        free_bytes, used_bytes = self._on_card_bytes()
         stats = torch.cuda.memory_stats(self.torch_device)
         allocated = int(stats["allocated_bytes.all.current"])
         reserved = int(stats["reserved_bytes.all.current"])
         peak, self._peak_bytes = max(self._peak_bytes, allocated), allocated
         return MemoryInfo(
             device_total_bytes=self._total_bytes,
-            device_used_bytes=used_bytes,
-            free_bytes=obtainable_bytes(stats, self.most_bytes, free_bytes),
+            device_used_bytes=self._on_card_bytes()[1],
             allocated_bytes=allocated,
             reserved_bytes=reserved,
             peak_bytes=peak,

@@ -10,7 +10,6 @@ import gc
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import ModuleType
 from typing import TypeVar
 
@@ -18,35 +17,6 @@ from workers import oom
 from workers.oom import Failure
 
 R = TypeVar("R")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CardMemory:
-    """What the allocator and the driver said at one moment."""
-
-    device: int
-    allocated_bytes: int
-    """Bytes in live tensors."""
-    free_bytes: int
-    """What more tensors could take: free on the card or unused in the allocator's pool, within the
-    process's cap.
-    """
-
-
-def look() -> CardMemory | None:
-    """Ask the current device; `None` where CUDA is not initialised."""
-    torch = _torch_with_cuda()
-    if torch is None:
-        return None
-    device = torch.cuda.current_device()
-    free_on_card_bytes, total_bytes = torch.cuda.mem_get_info(device)
-    stats = torch.cuda.memory_stats(device)
-    cap_bytes = int(torch.cuda.get_per_process_memory_fraction(device) * total_bytes)
-    return CardMemory(
-        device=device,
-        allocated_bytes=int(stats.get("allocated_bytes.all.current", 0)),
-        free_bytes=obtainable_bytes(stats, cap_bytes, free_on_card_bytes),
-    )
 
 
 def obtainable_bytes(stats: Mapping[str, int], cap_bytes: int, free_on_card_bytes: int) -> int:
@@ -64,86 +34,102 @@ def obtainable_bytes(stats: Mapping[str, int], cap_bytes: int, free_on_card_byte
     return max(0, min(cap_bytes - reserved_bytes, free_on_card_bytes) + unused_bytes)
 
 
-class Peak:
-    """The highest number of bytes that tensors took during a `with`, beyond those that were there
-    before.
+class CurrentCard:
+    """The memory of a loop on the current card; without CUDA nothing is known.
 
     It restarts the device's own measurement (`torch.cuda.reset_peak_memory_stats`), which the whole
-    process shares; what was measured until then is first told to every other `Peak` under way, so
-    that they may lie within one another or in other threads. What other threads take on the same
+    process shares; what was measured until then is first told to every other one under way, so
+    that loops may lie within one another or in other threads. What other threads take on the same
     device counts as well.
     """
 
-    def __init__(self, before: CardMemory | None) -> None:
-        #: `None` as long as CUDA is not initialised; then no device holds a tensor.
-        self._device = None if before is None else before.device
-        self._before_bytes = 0 if before is None else before.allocated_bytes
-        self._highest_bytes = 0
-        self.bytes: int | None = None
-        """The result, once the `with` is over; `None` if this device's tensors never grew: it tells
-        nothing.
-        """
+    def __init__(self) -> None:
+        self._device: int | None = None
+        """`None` as long as CUDA is not initialised; then no device holds a tensor."""
+        self._before_bytes = self._highest_bytes = 0
 
-    def __enter__(self) -> Peak:
+    def allowed_bytes(self) -> int | None:
+        """Return what more tensors could take now: free on the card or unused in the allocator's
+        pool, within the process's cap.
+        """
+        torch = _torch_with_cuda()
+        if torch is None:
+            return None
+        self._device = device = torch.cuda.current_device()
+        free_on_card_bytes, total_bytes = torch.cuda.mem_get_info(device)
+        stats = torch.cuda.memory_stats(device)
+        self._before_bytes = int(stats.get("allocated_bytes.all.current", 0))
+        cap_bytes = int(torch.cuda.get_per_process_memory_fraction(device) * total_bytes)
+        return obtainable_bytes(stats, cap_bytes, free_on_card_bytes)
+
+    def measured(self, part: Callable[[], R]) -> R:
+        """Run a part."""
+        self._highest_bytes = 0
         with _lock:
             torch = _torch_with_cuda()
             if torch is not None and self._device is not None:
                 _tell_all(torch, self._device)
                 torch.cuda.reset_peak_memory_stats(self._device)
             _under_way.append(self)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        with _lock:
-            torch = _torch_with_cuda()
-            if torch is not None:
-                _tell_all(
-                    torch, torch.cuda.current_device() if self._device is None else self._device
-                )
-            _under_way.remove(self)
-        grown_bytes = self._highest_bytes - self._before_bytes
-        self.bytes = grown_bytes if grown_bytes > 0 else None
+        try:
+            return part()
+        finally:
+            with _lock:
+                torch = _torch_with_cuda()
+                if torch is not None:
+                    own = self._device
+                    _tell_all(torch, torch.cuda.current_device() if own is None else own)
+                _under_way.remove(self)
 
     def tell(self, device: int, highest_bytes: int) -> None:
         """Take note of what a device measured.
 
-        A `Peak` that began before CUDA takes the first one it hears of.
+        One that began before CUDA takes the first device that it hears of.
         """
         if self._device is None:
             self._device = device
         if self._device == device:
             self._highest_bytes = max(self._highest_bytes, highest_bytes)
 
+    def peak_bytes(self) -> int | None:
+        """Return what the part's tensors took beyond those that were there before; `None` if this
+        device's tensors never grew: it tells nothing.
+        """
+        grown_bytes = self._highest_bytes - self._before_bytes
+        return grown_bytes if grown_bytes > 0 else None
+
+    def failed_bytes(self, _failure: Failure) -> None:
+        """Return `None`: what others took on the card meanwhile is not known."""
+
+    def release(self) -> None:
+        """Give back what a failed attempt no longer holds; call it outside the handler, when
+        nothing holds its frames.
+
+        Raises:
+            Exception: The device no longer answers; an out-of-memory that only surfaces here is
+                dropped.
+        """
+        gc.collect()
+        torch = _torch_with_cuda()
+        if torch is None:
+            return
+        try:
+            # An error of an earlier launch surfaces here and not in the next attempt.
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+        except Exception as error:
+            if not oom.classify(error).is_out_of_memory:
+                raise
+
 
 _lock = threading.Lock()
-_under_way: list[Peak] = []
+_under_way: list[CurrentCard] = []
 
 
 def _tell_all(torch: ModuleType, device: int) -> None:
     highest_bytes = int(torch.cuda.max_memory_allocated(device))
-    for peak in _under_way:
-        peak.tell(device, highest_bytes)
-
-
-def release() -> None:
-    """Give back what a failed attempt no longer holds; call it outside the handler, when nothing
-    holds its frames.
-
-    Raises:
-        Exception: The device no longer answers; an out-of-memory that only surfaces here is
-            dropped.
-    """
-    gc.collect()
-    torch = _torch_with_cuda()
-    if torch is None:
-        return
-    try:
-        # An error of an earlier launch surfaces here and not in the next attempt.
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-    except Exception as error:
-        if not oom.classify(error).is_out_of_memory:
-            raise
+    for each in _under_way:
+        each.tell(device, highest_bytes)
 
 
 def _torch_with_cuda() -> ModuleType | None:
@@ -151,34 +137,3 @@ def _torch_with_cuda() -> ModuleType | None:
     torch = sys.modules.get("torch")
     cuda = getattr(torch, "cuda", None)  # absent while another thread is still importing torch
     return torch if cuda is not None and cuda.is_initialized() else None
-
-
-class CurrentCard:
-    """The memory of a loop on the current card; without CUDA nothing is known."""
-
-    def __init__(self) -> None:
-        self._before: CardMemory | None = None
-        self._peak_bytes: int | None = None
-
-    def allowed_bytes(self) -> int | None:
-        """Return what more tensors could take now."""
-        self._before = look()
-        return None if self._before is None else self._before.free_bytes
-
-    def measured(self, part: Callable[[], R]) -> R:
-        """Run a part. See `Peak` for what it shares with other threads."""
-        with Peak(self._before) as peak:
-            result = part()
-        self._peak_bytes = peak.bytes
-        return result
-
-    def peak_bytes(self) -> int | None:
-        """Return what the part's tensors took beyond those that were there before."""
-        return self._peak_bytes
-
-    def failed_bytes(self, _failure: Failure) -> None:
-        """Return `None`: what others took on the card meanwhile is not known."""
-
-    def release(self) -> None:
-        """See `release`."""
-        release()

@@ -122,7 +122,6 @@ class Engine:
         else:
             self._session = open_session(self._spec, self._begin, self._incarnation, self._account)
             self._parts = Parts(self._session, self._account)
-            self._begin = replace(self._begin, checkpoint=None)  # as large as a training's state
             self._account.settle(WorkerState.WARMING, "its device is open")
 
     def _turn(self, orders: Orders, duration_s: float, wait: Wait) -> None:
@@ -295,6 +294,9 @@ class Engine:
         if session is None:
             return status
         workload, memory = session.workload, self._memory
+        if memory is not None and session.limits is not None:
+            is_last = self._is_held or self._verdict is Verdict.DONE  # nothing may follow
+            session.limits.keep(session.policy.learned, at_once=is_last)
         return replace(
             status,
             save_due=workload.save_due,
@@ -307,7 +309,6 @@ class Engine:
             claim_bytes=None if memory is None else workload.claim_bytes,
             resume=session.policy.state,
             metrics=dict(islice(workload.metrics.items(), _MOST_METRICS)),
-            learned=None if memory is None else session.learned_limit(memory.peak_bytes),
         )
 
 

@@ -93,7 +93,7 @@ class Parts:
 
     def ran_out(self, run: Run, failure: Failure, at_least_bytes: int | None) -> None:
         """Count and tell it."""
-        session, account = self._session, self._account
+        session, account, device = self._session, self._account, self._session.device
         account.counts += StepCounts(steps_oom=1, steps_oom_probe=int(run.is_probe), oom_count=1)
         account.event(
             "oom",
@@ -104,7 +104,7 @@ class Parts:
             batch=run.batch,
             needed_bytes=session.workload.needed_bytes(run.size, run.batch),
             at_least_bytes=at_least_bytes,
-            free_bytes=session.device.free_bytes(),
+            free_bytes=max(0, device.allowed_bytes(0) - device.held_bytes()),
             recovery_s=time.monotonic() - session.memory.failed_at_s,
             **self._level_of(run),
         )

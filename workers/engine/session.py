@@ -10,6 +10,7 @@ import gc
 import os
 import time
 from dataclasses import dataclass
+from typing import Final
 
 import psutil
 
@@ -21,7 +22,13 @@ from workers.engine.between_steps import DutyCycle, ResultChecks, ThermalControl
 from workers.engine.chaos import ChaoticMemory
 from workers.engine.memory import SlotMemory
 from workers.host import mps
-from workers.learned_limits import choose, default_path, settings_hash, workload_fingerprint
+from workers.learned_limits import (
+    LimitKey,
+    LimitStore,
+    default_path,
+    settings_hash,
+    workload_fingerprint,
+)
 from workers.messages import (
     Begin,
     Cause,
@@ -34,9 +41,12 @@ from workers.oom import Failure
 from workers.policy.adaptive import AdaptivePolicy
 from workers.policy.base import Policy, Stages
 from workers.policy.classic import ClassicPolicy
-from workers.settings import FailureKind, Learned, LimitKey, PolicyState, StoredLimit, WorkerSpec
+from workers.settings import FailureKind, Learned, PolicyState, WorkerSpec
 from workers.units import MIB
 from workers.workloads.base import Workload, WorkloadContext, find_workload
+
+#: A killed process loses what it has learned since.
+_KEEP_EVERY_S: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,27 +60,11 @@ class Session:
     """What the workload offered."""
     policy: Policy
     memory: SlotMemory
-    key: LimitKey
-    """The circumstances for which learned values are valid."""
+    limits: LimitStore | None
+    """What a later run under the same circumstances could start from; `None`: nothing is kept."""
     thermal: ThermalControl
     checks: ResultChecks
     duty: DutyCycle
-
-    def learned_limit(self, peak_bytes: int) -> StoredLimit | None:
-        """Return what a later run under the same circumstances could start from.
-
-        `None` if nothing was learned.
-        """
-        learned = self.policy.learned
-        if learned is None:
-            return None
-        # A peak of 0 is no measurement: what small tensors take was in the process's memory before.
-        return StoredLimit(
-            key=self.key,
-            learned=learned,
-            peak_bytes=peak_bytes or None,
-            learned_at_unix_s=time.time(),
-        )
 
     def waiting_state(self, state: WorkerState, reason: str) -> tuple[WorkerState, str]:
         """Return the state of a worker that has no memory for a step, and the reason to show."""
@@ -205,14 +199,21 @@ def open_session(spec: WorkerSpec, begin: Begin, incarnation: int, account: Acco
         # The errors of each process are its own.
         seed = f"{spec.chaos_seed}/{spec.slot}/{incarnation}"
         memory = ChaoticMemory(*given, seed=seed, oom_rate=spec.oom_rate)
+    limits: LimitStore | None = None
+    if spec.memory.remember and spec.follows_memory:
+        limits = LimitStore(
+            lambda: key,
+            lambda reason: account.event("limits_unavailable", reason=reason),
+            every_s=_KEEP_EVERY_S,
+        )
     return Session(
         spec=spec,
         device=device,
         workload=workload,
         stages=stages,
-        policy=_make_policy(spec, device, workload, key, begin.resume, account),
+        policy=_make_policy(spec, device, workload, limits, begin.resume, account),
         memory=memory,
-        key=key,
+        limits=limits,
         thermal=thermal,
         checks=ResultChecks(
             spec.check_share, f"{spec.slot}, {info.name}" + (f" {info.uuid}" if info.uuid else "")
@@ -225,14 +226,14 @@ def _make_policy(
     spec: WorkerSpec,
     device: Device,
     workload: Workload,
-    key: LimitKey,
+    limits: LimitStore | None,
     resume: PolicyState | None,
     account: Account,
 ) -> Policy:
     """Make the policy with the state of the slot's last status, else with what earlier runs
     learned.
     """
-    limit = choose(spec.learned, key)
+    limit = None if limits is None else limits.best()
     try:
         policy = _new_policy(spec, device, workload, None if limit is None else limit.learned)
     except ValueError as error:

@@ -26,8 +26,6 @@ class Start:
     spec: WorkerSpec
     incarnation: int = 0
     begin: Begin = field(default_factory=lambda: Begin(fresh=True))
-    copy: str | None = None
-    """Path of the head's copy of the slot's state."""
 
 
 def write_spec(
@@ -40,27 +38,23 @@ def write_spec(
         OSError: It cannot be written.
     """
     path = folder / "spec.json"
-    place = None if copy is None else str(copy)
-    start = Start(spec=spec, incarnation=incarnation, begin=begin, copy=place)
+    begin = dataclasses.replace(begin, checkpoint=copy)
+    start = Start(spec=spec, incarnation=incarnation, begin=begin)
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(json.dumps(dataclasses.asdict(start), indent=1).encode("ascii"))
+        file.write(json.dumps(dataclasses.asdict(start), indent=1, default=str).encode("ascii"))
     return path
 
 
 def read_spec(path: Path) -> Start:
-    """Read what `write_spec` has made, or a person, and the copy of the state. Fields that have a
-    default may be left out.
+    """Read what `write_spec` has made, or a person. Fields that have a default may be left out.
 
     Raises:
-        OSError: One of them cannot be read.
+        OSError: It cannot be read.
         ValueError, TypeError, KeyError: It is no JSON, or its fields are others.
     """
     start: Start = _made(Start, json.loads(path.read_text("utf-8")))
-    if start.copy is None:
-        return start
-    checkpoint = Path(start.copy).read_bytes()
-    return dataclasses.replace(start, begin=dataclasses.replace(start.begin, checkpoint=checkpoint))
+    return start
 
 
 def _made(kind: Any, value: Any) -> Any:  # noqa: ANN401 - any field
@@ -68,6 +62,8 @@ def _made(kind: Any, value: Any) -> Any:  # noqa: ANN401 - any field
     if typing.get_origin(kind) in {typing.Union, types.UnionType}:
         structured = [each for each in typing.get_args(kind) if _is_structured(each)]
         return value if value is None or not structured else _made(structured[0], value)
+    if kind is Path:
+        return Path(value)
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         hints = typing.get_type_hints(kind)
         return kind(**{name: _made(hints[name], each) for name, each in value.items()})
@@ -77,4 +73,4 @@ def _made(kind: Any, value: Any) -> Any:  # noqa: ANN401 - any field
 
 
 def _is_structured(kind: Any) -> bool:  # noqa: ANN401 - any type
-    return dataclasses.is_dataclass(kind) or typing.get_origin(kind) is tuple
+    return kind is Path or dataclasses.is_dataclass(kind) or typing.get_origin(kind) is tuple

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property, partial
+from itertools import accumulate, chain
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from workers.hf.folder import ModelFolder, blocks_of, heads_of
 from workers.hf.folder_files import TOKENIZER
+from workers.training.errors import TaskError
 from workers.training.sequences import (
     NO_TOKEN,
     cross_entropy,
@@ -27,7 +29,7 @@ from workers.training.sequences import (
 )
 from workers.training.settings import TrainSettings
 from workers.training.tasks import TrainTask, Validation
-from workers.training.text import HeldOut, TextError, TextFiles, objects_of, texts_of
+from workers.training.text import HeldOut, TextFiles, objects_of, texts_of
 from workers.training.token_files import SampleWriter, TokenSamples
 from workers.units import MIB
 
@@ -100,7 +102,7 @@ class CausalSamples(HeldOut):
         """Look at the files.
 
         Raises:
-            TextError: There is no text.
+            TaskError: There is no text.
         """
         self.holds_out = settings.validation is None
         self._unit = settings.documents
@@ -114,11 +116,11 @@ class CausalSamples(HeldOut):
     def _tokens(self) -> TokenSamples:
         """The samples; tokens that are not to be predicted are inverted (~)."""
         folder = self._folder
-        key = ("causal", self._unit, folder.seq, folder.tokenizer_version)
+        key = ("causal", self._unit, folder.seq, folder.tokenizer_version, self._marks_begins)
         written = self._files.written(key, {"text": "int32"}, self._write, seq=folder.seq)
         samples = written["text"]
         if not len(samples):
-            raise TextError(
+            raise TaskError(
                 f"train.data: {self._files.root} has nothing to predict within train.seq, "
                 f"{self._folder.seq} tokens; give more text, or raise train.seq"
             )
@@ -156,15 +158,44 @@ class CausalSamples(HeldOut):
             token for token in tokenizer("")["input_ids"][:1] if token == tokenizer.bos_token_id
         ]
         last = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        texts = [text for document in documents for text, _ in document.parts]
-        # Of no text, as of a chat without an answer, it cannot make tokens.
-        encoded = tokenizer(texts or [""], add_special_tokens=False, verbose=False)
-        made = iter(encoded["input_ids"])
+        parts = [text for document in documents for text, _ in document.parts]
+        made = iter(self._encoded(parts))
+        if self._marks_begins:
+            made = iter(self._encoded_together(documents, list(made)))
         for document in documents:
             numbers = [~token for token in first] if document.begins else []
             for _, predicted in document.parts:
                 numbers += [token if predicted else ~token for token in next(made)]
             yield numbers + (last if document.ends else [])
+
+    def _encoded(self, texts: Sequence[str]) -> list[list[int]]:
+        # Of no text, as of a chat without an answer, it cannot make tokens.
+        encoded = self._folder.tokenizer(texts or [""], add_special_tokens=False, verbose=False)
+        tokens: list[list[int]] = encoded["input_ids"]
+        return tokens
+
+    @cached_property
+    def _marks_begins(self) -> bool:
+        """Whether the tokenizer writes a space before every text, as those of Llama 2 do, so that a
+        text that goes on from another has one too many.
+        """
+        whole, one, other = self._encoded(["a\na", "a\n", "a"])
+        return whole != one + other
+
+    def _encoded_together(
+        self, documents: Sequence[Document], alone: list[list[int]]
+    ) -> Iterator[list[int]]:
+        """Yield the tokens of each part, as in the text of its document. A part with which a token
+        ends that the part before began is tokenised alone.
+        """
+        texts = [[*accumulate(text for text, _ in each.parts)] for each in documents]
+        longer, own = iter(self._encoded([*chain.from_iterable(texts)])), iter(alone)
+        for parts in texts:
+            before = list[int]()
+            for now in (next(longer) for _ in parts):
+                tokens = next(own)
+                yield now[len(before) :] if now[: len(before)] == before else tokens
+                before = now
 
     def _read(self) -> Iterator[Document]:
         for path in self._files.paths:
@@ -186,7 +217,7 @@ class CausalSamples(HeldOut):
         """Return what a line of JSON holds.
 
         Raises:
-            TextError: It holds no text, prompt or chat.
+            TaskError: It holds no text, prompt or chat.
         """
         text, prompt, messages = (content.get(key) for key in ("text", "prompt", "messages"))
         answer = next((content[key] for key in _ANSWERS if key in content), None)
@@ -200,42 +231,42 @@ class CausalSamples(HeldOut):
         if isinstance(messages, list) and messages:
             return self._chat(messages, where)
         keys = ", ".join(map(repr, content))[:200]
-        raise TextError(f"train.data: {where} has the keys {keys}; {_VALID}")
+        raise TaskError(f"train.data: {where} has the keys {keys}; {_VALID}")
 
     def _chat(self, messages: list[Any], where: str) -> Document:
         """Return a chat by the folder's template, of which the answers are to be predicted."""
         tokenizer = self._folder.tokenizer
         if not tokenizer.chat_template:
-            raise TextError(
+            raise TaskError(
                 f'train.data: {where} has "messages", and {self._folder.path} has no chat '
                 'template; add chat_template.jinja, or give lines with "prompt" and "answer"'
             )
-        parts, text = list[tuple[str, bool]](), ""
         try:
-            for place, message in enumerate(messages):
-                if (message["role"], bool(message["content"]))[0] != "assistant":
-                    continue  # a template writes nothing for content that is not there
-                asked, answered = (
-                    tokenizer.apply_chat_template(
-                        messages[:end], tokenize=False, add_generation_prompt=end == place
-                    )
-                    for end in (place, place + 1)
+            # A template writes nothing for content that is not there.
+            roles = [(message["role"], bool(message["content"]))[0] for message in messages]
+            written = [
+                tokenizer.apply_chat_template(
+                    messages[:end], tokenize=False, add_generation_prompt=end == place
                 )
-                if not (asked.startswith(text) and answered.startswith(asked)):
-                    raise TextError(  # noqa: TRY301 - told apart from what a template raises
-                        f"train.data: {where}: the chat template of {self._folder.path} writes "
-                        "earlier messages anew for each answer; divide the chat at its answers"
-                    )
-                parts += [(asked[len(text) :], False), (answered[len(asked) :], True)]
-                text = answered
-        except TextError:
-            raise
+                for place, role in enumerate(roles)
+                if role == "assistant"
+                for end in (place, place + 1)
+            ]
         except Exception as failure:
-            raise TextError(
+            raise TaskError(
                 f"train.data: {where} does not suit the chat template of {self._folder.path}: "
                 f"{type(failure).__name__}: {failure}; a message is "
                 '{"role": "user", "content": "a text"}'
             ) from failure
+        parts, text = list[tuple[str, bool]](), ""
+        for place, longer in enumerate(written):
+            if not longer.startswith(text):
+                raise TaskError(
+                    f"train.data: {where}: the chat template of {self._folder.path} writes "
+                    "earlier messages anew for each answer; divide the chat at its answers"
+                )
+            parts.append((longer[len(text) :], place % 2 == 1))
+            text = longer
         # The template writes first and last tokens itself.
         return Document(parts, begins=False, ends=False, whole=True)
 

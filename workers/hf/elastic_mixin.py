@@ -10,7 +10,6 @@ loop, its scheduler, logs and checkpoints are transformers' own. For one device.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from functools import partial
 from typing import Any, ClassVar
 
@@ -28,6 +27,12 @@ _NUMBERS_OF_STEP = 2**24
 #: Labels that losses of transformers leave out (`ignore_index` of torch's cross entropy).
 _IGNORED = -100
 
+#: What is found of a loss that is a mean of something else, or no mean at all.
+_ANOTHER_MEAN = {"mean", "sum", "count", "unknown"}
+
+#: Libraries whose own `training_step` does nothing that a step in parts lacks.
+_CALL_NO_MORE = ("transformers.", "trl.")
+
 
 class ElasticMixin:
     """Comes before `Trainer` among the bases of a class."""
@@ -43,6 +48,11 @@ class ElasticMixin:
         parts = getattr(self, "_elastic_parts", None)
         return parts is not None and parts.batch.checking
 
+    def log(self: Any, *given: Any, **named: Any) -> None:  # noqa: ANN401 - as the Trainer's
+        """Leave out what a loss logs of the samples that are compared."""
+        if not self.checking:
+            super().log(*given, **named)  # type: ignore[misc]  # of the Trainer
+
     def training_step(
         self: Any,
         model: nn.Module,
@@ -55,7 +65,7 @@ class ElasticMixin:
             TaskError: Losses of parts do not add up, so the result would depend on memory.
             OutOfBatchError: One sample at a time did not fit for two minutes.
         """
-        batch = dict(self._prepare_inputs(inputs))
+        batch = self._prepare_inputs(inputs)
         parts = getattr(self, "_elastic_parts", None)
         # A Trainer makes another model, or optimiser, when it trains again.
         if parts is None or parts.model is not model or parts.optimizer is not self.optimizer:
@@ -73,6 +83,23 @@ def _labels_of(part: Batch) -> float:
     return float((labels != _IGNORED).sum()) if isinstance(labels, Tensor) else 0.0
 
 
+def _next_labels_of(part: Batch) -> float:
+    """Return how many labels of a part are not ignored where each is predicted from those before
+    it, as in a language model: none predicts the first one.
+    """
+    labels = part.get("labels") if isinstance(part, Mapping) else None
+    if not isinstance(labels, Tensor) or labels.dim() < 2:
+        return 0.0
+    return _labels_of({"labels": labels[..., 1:]})
+
+
+def _predicts_next(model: nn.Module) -> bool:
+    """Whether the loss of a model of transformers leaves out the first label of each sample."""
+    loss, config = getattr(model, "loss_function", None), getattr(model, "config", None)
+    is_causal = getattr(loss, "__name__", "") == "ForCausalLMLoss"
+    return is_causal and not getattr(config, "is_encoder_decoder", False)
+
+
 class _Parts:
     """The batches of one Trainer, for one model and optimiser."""
 
@@ -81,6 +108,14 @@ class _Parts:
             raise TaskError(
                 "ElasticMixin trains on one device, and this Trainer has several; set "
                 "CUDA_VISIBLE_DEVICES to one of them"
+            )
+        bases: Any = super(ElasticMixin, trainer)
+        other = bases.training_step
+        if not other.__module__.startswith(_CALL_NO_MORE):
+            raise TaskError(
+                f"ElasticMixin takes the place of {other.__qualname__}, which would not be called; "
+                "move it into a class that stands before ElasticMixin among the bases, where it "
+                "calls super().training_step(model, inputs, num_items_in_batch)"
             )
         self._trainer = trainer
         self.model, self.optimizer = model, trainer.optimizer
@@ -100,7 +135,7 @@ class _Parts:
         items of the batch; `None`: it heeds that.
         """
 
-    def step(self, batch: dict[str, Any], items: Tensor | int | None) -> Tensor:
+    def step(self, batch: Batch, items: Tensor | int | None) -> Tensor:
         """Compute a batch, and put its gradients where the Trainer looks for them."""
         step = self._trainer.state.global_step
         used = self._used[1] if self._used[0] == step else 0
@@ -108,34 +143,56 @@ class _Parts:
         try:
             loss = self._run(batch, items, first, is_scaled=is_scaled)
         except PartsError as error:
-            other = self._as_mean(error, batch, items, first) if is_scaled else None
+            other = self._as_mean(error, batch, items, first, is_scaled=is_scaled)
             if other is None:
-                remedy = (
-                    "; the Trainer takes a compute_loss_func(outputs, labels, num_items_in_batch)"
-                )
-                told = remedy if error.cause in {"mean", "sum", "count"} else ""
-                raise TaskError(f"{type(self.model).__name__}: {error}{told}") from error
+                raise TaskError(self._told(error)) from error
             loss = other
         self._used = step, used + sum(self.batch.parts)
         return loss
 
+    def _told(self, error: PartsError) -> str:
+        """Return what is wrong with the parts of a batch, and what to do of the Trainer."""
+        remedy = ""
+        if error.cause in {"mean", "sum", "count"}:
+            remedy = "; the Trainer takes a compute_loss_func(outputs, labels, num_items_in_batch)"
+        elif error.cause == "dropout" and self._trainer.args.neftune_noise_alpha is not None:
+            remedy = "; neftune_noise_alpha draws such numbers: leave it out"
+        return f"{type(self.model).__name__}: {error}{remedy}"
+
     def _as_mean(
-        self, error: PartsError, batch: dict[str, Any], items: Tensor | int | None, first: int
+        self,
+        error: PartsError,
+        batch: Batch,
+        items: Tensor | int | None,
+        first: int,
+        *,
+        is_scaled: bool,
     ) -> Tensor | None:
         """Compute a batch whose parts do not add up as the mean of its samples, or of its labels;
-        `None`: it is neither. Nothing has changed before, and all is looked at once more.
+        `None`: it is neither. Nothing has changed before, and all is looked at once more. Of
+        batches before, it was the same mean: their samples had equally many labels.
         """
-        if self._mean_of is not None or error.cause not in {"mean", "sum", "count", "unknown"}:
+        if error.cause not in _ANOTHER_MEAN:
             return None
-        for self._mean_of in (rows_of, _labels_of):
-            with suppress(PartsError):
-                return self._run(batch, items, first, is_scaled=True)
-        self._mean_of = None
+        before = self._mean_of
+        # In half precision several may seem to be right: the one that is so most often comes first.
+        by_label = [_labels_of, _next_labels_of]
+        if _predicts_next(self.model):
+            by_label.reverse()
+        for self._mean_of in (*by_label, rows_of):
+            if self._mean_of is before or not self._mean_of(batch):
+                continue
+            try:
+                return self._run(batch, items, first, is_scaled=is_scaled)
+            except PartsError as other:
+                if other.cause not in _ANOTHER_MEAN:  # it is this mean; something else is wrong
+                    raise TaskError(self._told(other)) from other
+        self._mean_of = before
         return None
 
     def _run(
         self,
-        batch: dict[str, Any],
+        batch: Batch,
         items: Tensor | int | None,
         first: int,
         *,

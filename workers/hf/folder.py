@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
-from workers.hf.folder_files import CONFIG, check_folder, count_weights, refused
+from workers.hf.folder_files import CONFIG, check_folder, refused
 from workers.oom import one_line
 from workers.training.errors import TaskError, optional_library
 from workers.training.settings import TrainSettings
@@ -88,7 +88,8 @@ class ModelFolder:
             TaskError: The folder cannot be used, or transformers is missing.
         """
         self.path = Path(str(settings.model)).expanduser()
-        kind = check_folder(str(self.path))["model_type"]
+        content, self._stored = check_folder(str(self.path))
+        kind = content["model_type"]
         library = transformers()
         if kind not in library.CONFIG_MAPPING:
             raise refused(
@@ -145,12 +146,12 @@ class ModelFolder:
             return _without_attention_dropout(model)
         with torch.device("meta"):
             body = getattr(self._auto.from_config(self.config), "base_model")  # noqa: B009 - Any
-        needed, stored = _weights_of(body), count_weights(self.path)
-        if needed > _MOST_MORE * stored:  # before memory is taken for what is missing
+        needed = _weights_of(body)
+        if needed > _MOST_MORE * self._stored:  # before memory is taken for what is missing
             raise refused(
                 self.path,
-                f"holds {stored:,} weights, and its config tells of {needed:,}; config and weights "
-                "are of two models",
+                f"holds {self._stored:,} weights, and its config tells of {needed:,}; "
+                "config and weights are of two models",
             )
         try:
             model, loaded = self._auto.from_pretrained(

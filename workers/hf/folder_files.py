@@ -30,8 +30,8 @@ def refused(path: object, what: str) -> TaskError:
     return TaskError(f"train.model: {path} {what}")
 
 
-def check_folder(name: str) -> dict[str, Any]:
-    """Look at a folder's files; return what is in its config.json.
+def check_folder(name: str) -> tuple[dict[str, Any], int]:
+    """Look at a folder's files; return what is in its config.json, and how many weights there are.
 
     Raises:
         TaskError: A file is missing, cut off, pickled, or wants code of the folder to be run.
@@ -51,19 +51,13 @@ def check_folder(name: str) -> dict[str, Any]:
                 'has an "auto_map": it wants code of the folder to be run (trust_remote_code), and '
                 "none is; take a model whose code is in transformers",
             )
-    for path in _weights_in(folder):
-        _check_weights(path)
+    count = sum(map(_check_weights, _weights_in(folder)))
     if not (folder / TOKENIZER).is_file():
         raise refused(
             folder, f"has no {TOKENIZER}; save it with AutoTokenizer, save_pretrained, or copy it"
         )
     _json_of(folder / TOKENIZER)
-    return config
-
-
-def count_weights(folder: Path) -> int:
-    """Return how many weights a folder that was checked holds."""
-    return sum(map(_check_weights, _weights_in(folder)))
+    return config, count
 
 
 def _weights_in(folder: Path) -> list[Path]:

@@ -24,10 +24,11 @@ from torch.nn import functional
 from workers.hf.folder import ModelFolder, blocks_of, heads_of
 from workers.hf.folder_files import CONFIG, check_folder, refused
 from workers.training.batches import rows_of
+from workers.training.errors import TaskError
 from workers.training.sequences import NO_TOKEN, cross_entropy, filled_up, shortened
 from workers.training.settings import TrainSettings
 from workers.training.tasks import TrainTask, Validation
-from workers.training.text import HeldOut, TextError, TextFiles, objects_of, texts_of
+from workers.training.text import HeldOut, TextFiles, objects_of, texts_of
 from workers.training.token_files import SampleWriter, TokenSamples, TokenType
 
 Part: TypeAlias = tuple[Tensor, Tensor]
@@ -100,7 +101,7 @@ class Rows:
     """Rows of one or two texts and a label, in files that are read anew each time.
 
     Raises:
-        TextError: A file has other columns, or a row lacks one.
+        TaskError: A file has other columns, or a row lacks one.
     """
 
     def __init__(self, path: str, columns: Sequence[str] | None) -> None:
@@ -112,11 +113,11 @@ class Rows:
         """The labels of all rows.
 
         Raises:
-            TextError: As above, or there is no row.
+            TaskError: As above, or there is no row.
         """
         if labels := [label for _, label in self]:
             return labels
-        raise TextError(f"train.data: {self.files.root} has no row; give text and labels")
+        raise TaskError(f"train.data: {self.files.root} has no row; give text and labels")
 
     def __iter__(self) -> Iterator[tuple[list[str], str]]:
         for where, content in (row for path in self.files.paths for row in _table(path)):
@@ -126,7 +127,7 @@ class Rows:
             for name in (*texts, label):
                 value = content.get(name)
                 if value == "" or not isinstance(value, str | int | float):
-                    raise TextError(
+                    raise TaskError(
                         f"train.data: {where} has no text or number {name!r} (it has "
                         f"{', '.join(map(repr, content))[:200]}); set train.columns to the texts "
                         "and the label, such as [text, label]"
@@ -151,9 +152,15 @@ def _table(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     table = csv.DictReader(lines, delimiter="\t" if path.suffix == ".tsv" else ",")
     try:
         for row in table:
-            yield f"line {table.line_num} of {path}", row
+            where = f"line {table.line_num} of {path}"
+            if any(row.get(None) or ()):  # what a row has beyond the names of the first line
+                raise TaskError(
+                    f"train.data: {where} has more cells than the first line has names; put quotes "
+                    f"around a text with {table.reader.dialect.delimiter!r} in it"
+                )
+            yield where, row
     except csv.Error as failure:
-        raise TextError(
+        raise TaskError(
             f"train.data: line {table.reader.line_num} of {path} is no CSV ({failure}); correct it, or "
             "give JSON lines"
         ) from failure
@@ -178,7 +185,7 @@ class Pairs(HeldOut):
             settings: Those of the training.
 
         Raises:
-            TextError: There is a label that the training data does not have, or none.
+            TaskError: There is a label that the training data does not have, or none.
         """
         self.holds_out = settings.validation is None
         self._rows = rows
@@ -191,7 +198,7 @@ class Pairs(HeldOut):
             found = [numbers[text] if numbers else _finite(text) for text in rows.labels]
         except (KeyError, ValueError) as failure:
             known = ", ".join([*numbers][:5]) or "numbers"
-            raise TextError(
+            raise TaskError(
                 f"train.data: {rows.files.root} has the label {failure.args[0]!r}, and the "
                 f"training knows {known}; correct it, or set train.columns or train.labels"
             ) from failure
@@ -227,7 +234,7 @@ class Pairs(HeldOut):
             }
             for name, writer in zip(self._columns, writers, strict=True):
                 if not (tokens := self._tokens_of(given[name])):
-                    raise TextError(
+                    raise TaskError(
                         f"train.data: the {name} of row {number} of {self._rows.files.root} is "
                         "empty; take it out"
                     )
@@ -323,12 +330,12 @@ def _classes_of(settings: TrainSettings, labels: Sequence[str]) -> list[str]:
         return []
     found = set(labels)
     if len(found) < 2 or len(found) > _MOST_CLASSES:
-        raise TextError(
+        raise TaskError(
             f"train.data: the label column of {settings.data} has {len(found)} different values; "
             f"classes are 2 to {_MOST_CLASSES}: name its column last in train.columns, or set "
             "train.labels to numbers, or to text for an encoder-decoder"
         )
-    known = check_folder(str(settings.model)).get("label2id") or {}
+    known = check_folder(str(settings.model))[0].get("label2id") or {}
     if found <= known.keys():
         try:
             return sorted(known, key=lambda name: int(known[name]))
@@ -349,6 +356,10 @@ def _finite(label: str) -> float:
 
 
 def _are_fractions(labels: Sequence[str]) -> bool:
+    return any(map(_is_fraction, labels))
+
+
+def _is_fraction(label: str) -> bool:
     with suppress(ValueError):
-        return any(not _finite(label).is_integer() for label in labels)
+        return not _finite(label).is_integer()
     return False

@@ -51,7 +51,9 @@ class TorchFacts:
     """The torch of this Python, asked in a process of its own."""
 
     version: str | None = None
-    """`None`: it cannot be imported, see `error`."""
+    """`None`: it cannot be imported, see `error`; or it is not known."""
+    is_late: bool = False
+    """Whether its import took too long, as on a busy machine: then nothing is known of it."""
     cuda: str | None = None
     """The CUDA it was built for, such as 12.8; `None` for a build that knows no cards."""
     architectures: tuple[str, ...] = ()

@@ -99,7 +99,7 @@ def _name_of(pid: int) -> str | None:
         return None
 
 
-#: A cold disk needs a while for torch; one that takes longer hangs.
+#: A cold disk needs a while for torch.
 _TORCH_TIMEOUT_S = 120.0
 
 _ASK_TORCH = """
@@ -155,7 +155,8 @@ def ask_torch() -> TorchFacts:
             stdin=subprocess.DEVNULL,
         )
     except subprocess.TimeoutExpired:
-        return TorchFacts(error=f"import torch took longer than {_TORCH_TIMEOUT_S:.0f} s")
+        error = f"`import torch` took longer than {_TORCH_TIMEOUT_S:.0f} s"
+        return TorchFacts(is_late=True, error=error)
     except OSError as error:
         return TorchFacts(error=str(error))
     try:

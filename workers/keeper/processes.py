@@ -70,7 +70,7 @@ def below(root: int) -> list[int]:
 
 
 def children(parent: int) -> list[int]:
-    """Return the children of a process with one thread, zombies too."""
+    """Return the children of the main thread of a process, zombies too."""
     with contextlib.suppress(OSError), open(f"/proc/{parent}/task/{parent}/children") as file:  # noqa: PTH123
         return [int(word) for word in file.read().split()]
     return []

@@ -1,30 +1,29 @@
-"""What earlier runs of this user learned: the size that fits, by card and workload.
+"""What earlier runs of this user learned on this PC: the size that fits, by card and workload.
 
 One small JSON file that all processes of the user read and write. Of a card, type and workload it
-has what was learned last. Nothing here raises: `LimitStore.problem` says why a file cannot be read
-or written, or that it is damaged. A worker then starts without a learned size. A policy checks such
-a size with each step that starts there. Loads no torch.
+has what was learned last. Nothing here raises: whoever asks is told once why the file cannot be
+read or written, or that it is damaged. A worker then starts without a learned size. A policy checks
+such a size with each step that starts there. Loads no torch.
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import cache
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Any, Final
 
 import platformdirs
 
 from workers.files import locked, read_small, replace_whole
-from workers.settings import LimitKey, Scalar, StoredLimit
-
-if TYPE_CHECKING:
-    from pydantic import TypeAdapter
+from workers.settings import Learned, Scalar
 
 EXPIRY_S: Final = 30 * 86_400.0
 """Age from which a limit is neither offered nor kept: drivers, programs in the background and the
@@ -40,6 +39,59 @@ _HASH_DIGITS: Final = 12
 _PATIENCE_S: Final = 2.0
 """For a lock that others hold for some milliseconds at a time."""
 _FILE_MOST_BYTES: Final = 16 * 2**20
+_NEAR_PARTS: Final = 100
+"""Two figures of memory are the same up to one part in so many. The measured context of a process,
+and with it the cap, differs by some MiB from start to start; the total of a machine's RAM by less,
+from kernel to kernel."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LimitKey:
+    """The circumstances under which a limit was learned; under any others it means nothing."""
+
+    card: str
+    """Its name, as the driver reports it; on a CPU whatever the device calls itself."""
+    total_bytes: int | None
+    """Distinguishes variants of a card with the same name; `None` if the device does not say."""
+    driver: str | None
+    """`None` on a CPU."""
+    torch: str
+    dtype: str
+    """The type really used, which is not always the one asked for."""
+    workload: str
+    """As `workload_fingerprint` returns it."""
+    cap_bytes: int
+
+    @property
+    def name(self) -> str:
+        """Under which it is in the file."""
+        return f"{self.card} {self.dtype} {self.workload}"
+
+    def serves(self, wanted: LimitKey) -> bool:
+        """Whether what was learned under this key holds under `wanted`: all is equal, and the bytes
+        are near.
+
+        So a size is never offered for a cap that is smaller, by more than 1 %, than the one it was
+        learned at.
+        """
+        total_bytes, cap_bytes = wanted.total_bytes, wanted.cap_bytes
+        is_near = _near(self.total_bytes, total_bytes) and _near(self.cap_bytes, cap_bytes)
+        return is_near and replace(self, total_bytes=total_bytes, cap_bytes=cap_bytes) == wanted
+
+
+def _near(learned_bytes: int | None, wanted_bytes: int | None) -> bool:
+    if learned_bytes is None or wanted_bytes is None:
+        return learned_bytes is wanted_bytes
+    return abs(learned_bytes - wanted_bytes) * _NEAR_PARTS <= learned_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredLimit:
+    """What was learned, where, and when."""
+
+    key: LimitKey
+    learned: Learned
+    learned_at_unix_s: float
 
 
 def workload_fingerprint(workload: str | Callable[..., object], **settings: Scalar) -> str:
@@ -79,19 +131,6 @@ def _source_hash(module: str) -> str | None:
     return None
 
 
-def choose(candidates: Iterable[StoredLimit], key: LimitKey) -> StoredLimit | None:
-    """Return the limit that was learned in these circumstances; `None` if there is none."""
-    return next((limit for limit in candidates if limit.key.serves(key)), None)
-
-
-@cache
-def _file() -> TypeAdapter[dict[str, StoredLimit]]:
-    """Return how the file is read and written: what is no limit is refused."""
-    from pydantic import TypeAdapter  # noqa: PLC0415 - only who reads the file waits for it
-
-    return TypeAdapter(dict[str, StoredLimit])
-
-
 def default_path() -> Path:
     """Return where the store is: below `ORCHESTRATOR_STATE_DIR` if that is set, else in the user's
     state folder.
@@ -101,51 +140,76 @@ def default_path() -> Path:
 
 
 class LimitStore:
-    """Limits that outlive a run. The time comes from the caller (Unix, seconds)."""
+    """What one workload has learned, from one process to the next."""
 
-    def __init__(self, path: Path | None = None) -> None:
-        """Prepare; nothing is made before there is something to remember."""
-        self.path = default_path() if path is None else path
-        self.problem: str | None = None
-        """A sentence about the last call if that failed or found damage, else `None`."""
+    def __init__(
+        self,
+        key: Callable[[], LimitKey],
+        tell: Callable[[str], None],
+        *,
+        every_s: float,
+        unix_s: Callable[[], float] = time.time,
+    ) -> None:
+        """Prepare; nothing is made before there is something to keep.
 
-    def all(self, now_unix_s: float) -> tuple[StoredLimit, ...]:
-        """Return every limit that has not expired, the newest first."""
-        limits: dict[str, StoredLimit] = {}
-        with self._told("read"):
-            limits = self._read(now_unix_s)
-        return tuple(sorted(limits.values(), key=lambda limit: -limit.learned_at_unix_s))
+        Args:
+            key: Returns the circumstances now.
+            tell: Gets a sentence when the file cannot be read or written, or is damaged; the same
+                one once.
+            every_s: A limit is written so often at most: a write costs some milliseconds.
+            unix_s: Unix seconds.
+        """
+        self.path = default_path()
+        self._key, self._tell, self._every_s, self._unix_s = key, tell, every_s, unix_s
+        self._told = set[str]()
+        self.kept: Learned | None = None
+        """What the file has, as far as this process knows."""
+        self._tried_at_s = float("-inf")
 
-    def best(self, key: LimitKey, now_unix_s: float) -> StoredLimit | None:
-        """Return the limit to start from; `None` if nothing that fits is known."""
-        return choose(self.all(now_unix_s), key)
+    def best(self) -> StoredLimit | None:
+        """Return the limit to start from; `None` if none that fits is known, or it is too old."""
+        limit, key = None, self._key()
+        with self._told_of("read"):
+            limit = self._read().get(key.name)
+        if limit is None or not limit.key.serves(key):
+            return None
+        self.kept = limit.learned
+        return limit
 
-    def remember(self, *limits: StoredLimit) -> None:
-        """Store these limits in place of what was known of the same card, type and workload."""
-        if not limits:
+    def keep(self, learned: Learned | None, *, at_once: bool = False) -> None:
+        """Store what is known now in place of what was known of the same card, type and workload,
+        where it differs and that was a while ago, or if it is to be done at once.
+        """
+        now_unix_s = self._unix_s()
+        is_due = at_once or not 0 <= now_unix_s - self._tried_at_s < self._every_s
+        if learned is None or learned == self.kept or not is_due:
             return
+        self._tried_at_s = now_unix_s
         lock = self.path.with_name(f"{self.path.name}.lock")
-        with self._told("written"):
+        with self._told_of("written"):
             if self.path.parts[:1] == ("~",):  # what platformdirs returns where there is no home
                 raise OSError(errno.ENOENT, "this user has no home folder")
             with locked(lock, _PATIENCE_S):  # readers need none: they see the file before or after
-                known = self._read(max(limit.learned_at_unix_s for limit in limits))
-                for limit in limits:
-                    known[f"{limit.key.card} {limit.key.dtype} {limit.key.workload}"] = limit
-                replace_whole(self.path, _file().dump_json(known, indent=1).decode())
+                limit = StoredLimit(key=self._key(), learned=learned, learned_at_unix_s=now_unix_s)
+                known = self._read() | {limit.key.name: limit}
+                content = {name: asdict(each) for name, each in known.items()}
+                replace_whole(self.path, json.dumps(content, indent=1))
+            self.kept = learned
 
-    def _read(self, now_unix_s: float) -> dict[str, StoredLimit]:
-        """Return the limits that have not expired; none of a damaged file."""
+    def _read(self) -> dict[str, StoredLimit]:
+        """Return the limits that have not expired, by their names; none of a damaged file."""
         try:
-            limits = _file().validate_json(read_small(self.path, _FILE_MOST_BYTES))
+            entries = json.loads(read_small(self.path, _FILE_MOST_BYTES)).items()
+            limits = {name: _limit_of(entry) for name, entry in entries}
         except FileNotFoundError:
             return {}
-        except ValueError:
-            self.problem = (
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            self._tell_once(
                 f"learned limits: {self.path} is damaged, and the next run writes it anew; to begin "
                 "afresh, delete it"
             )
             return {}
+        now_unix_s = self._unix_s()
         return {
             name: limit
             for name, limit in limits.items()
@@ -153,13 +217,27 @@ class LimitStore:
         }
 
     @contextmanager
-    def _told(self, what: str) -> Iterator[None]:
-        self.problem = None
+    def _told_of(self, what: str) -> Iterator[None]:
         try:
             yield
-        except (OSError, ValueError) as failure:
-            self.problem = (
-                f"learned limits cannot be {what}: {self.path}: "
-                f"{getattr(failure, 'strerror', None) or failure}; "
+        except MemoryError:
+            pass  # a worker on a CPU has filled its cap: another time there may be some
+        except OSError as failure:
+            self._tell_once(
+                f"learned limits cannot be {what}: {self.path}: {failure.strerror or failure}; "
                 f"make it accessible, or name another folder in {STATE_DIR_VARIABLE}"
             )
+
+    def _tell_once(self, problem: str) -> None:
+        if problem not in self._told:
+            self._told.add(problem)
+            self._tell(problem)
+
+
+def _limit_of(entry: Mapping[str, Any]) -> StoredLimit:
+    key, learned = LimitKey(**entry["key"]), Learned(**entry["learned"])
+    numbers = [key.cap_bytes, key.total_bytes or 0, *filter(None, asdict(learned).values())]
+    if not all(isinstance(number, int | float) for number in numbers):
+        raise TypeError("a policy can compute with numbers alone")
+    at_unix_s = float(entry["learned_at_unix_s"])
+    return StoredLimit(key=key, learned=learned, learned_at_unix_s=at_unix_s)

@@ -14,13 +14,13 @@ at once, a few times, and only then believed.
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Final
 
-from workers.policy.base import Needs, Run, check_name
+from workers.policy.base import Needs, Run
 from workers.policy.sizer import Sizer
 from workers.policy.sizes_tried import WORTH_TRYING, Bounds
 from workers.settings import Learned, MemorySettings, PolicyState, WorkloadSpec
@@ -38,6 +38,15 @@ _CONTRADICTS: Final = 0.5
 
 #: So many failures that contradict themselves are not believed until a part ends well.
 CONTRADICTIONS: Final = 3
+
+
+Ladder = Mapping[int, Run]
+"""The sizes and batches a policy may ask for, as one row of rungs with growing memory.
+
+A workload moves two numbers, the sizer one. Each rung is a number of work units (size^size_power x
+batch^batch_power, with which memory grows in a straight line), and the step that it stands for. At
+least one, in ascending order.
+"""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,15 +83,13 @@ class AdaptivePolicy:
         """Start knowing nothing, or what an earlier run has learned."""
         stages = needs.stages()
         keeps = (1.0,) if stages is None else stages.keeps
+        ladders = ladders_of(memory, asked, needs)
+        first = _first_of(ladders[0], asked, needs) if stages is None else None
+        bounds = [_bounds_of(ladder, first, memory) for ladder in ladders]
+        known = [learned, *[None] * len(ladders)]
         self._levels = [
-            _Level(
-                ladder=ladder,
-                keeps=share,
-                sizer=Sizer(_bounds_of(ladder, memory), None if number else learned, clock=clock),
-            )
-            for number, (ladder, share) in enumerate(
-                zip(ladders_of(memory, asked, needs), keeps, strict=True)
-            )
+            _Level(ladder=ladder, keeps=share, sizer=Sizer(each, before, clock=clock))
+            for ladder, share, each, before in zip(ladders, keeps, bounds, known, strict=False)
         ]
         self._clock, self._needs = clock, needs
         self._keeps_state, self._measure_held = stages is not None, held_bytes
@@ -120,7 +127,7 @@ class AdaptivePolicy:
                 is_less = number > self._level or units < self._units * (1.0 - WORTH_TRYING)
                 self._level, self._units, self.reason = number, units, ""
                 return replace(
-                    level.ladder.run(units),
+                    level.ladder[units],
                     is_probe=level.sizer.is_probe(units),
                     releases_first=is_less and not self._has_failed,
                 )
@@ -129,7 +136,7 @@ class AdaptivePolicy:
 
     def _units_at(self, level: _Level, allowed_bytes: int | None) -> int | None:
         """Return what fits at a level; `None`, with a reason, where nothing does."""
-        bounds, ladder = level.sizer.bounds, level.ladder
+        bounds = level.sizer.bounds
         units = level.sizer.next(allowed_bytes)
         if allowed_bytes is None:
             self.reason = level.sizer.reason
@@ -141,14 +148,23 @@ class AdaptivePolicy:
             self.reason = level.sizer.reason + known
             return None
         # The workload may say what it needs; the sizer would have to learn it by failing.
-        units = ladder.within(allowed_bytes - self._beside_bytes, units)
-        if units is None:
-            needed_mib = (ladder.needs(ladder.units[0]) or 0) / MIB
-            self.reason = (
-                f"{bounds.smallest_step} needs {needed_mib:.1f} MiB, {allowed_mib:.1f} MiB are "
-                "there"
-            )
-        return units
+        limit_bytes = allowed_bytes - self._beside_bytes
+        if self._said_bytes(level.ladder[units]) <= limit_bytes:
+            return units
+        place = bisect_right(
+            bounds.rungs, limit_bytes, key=lambda units: self._said_bytes(level.ladder[units])
+        )
+        if place:
+            return bounds.rungs[place - 1]
+        needed_mib = self._said_bytes(level.ladder[bounds.smallest]) / MIB
+        self.reason = (
+            f"{bounds.smallest_step} needs {needed_mib:.1f} MiB, {allowed_mib:.1f} MiB are there"
+        )
+        return None
+
+    def _said_bytes(self, run: Run) -> int:
+        """Return what the workload says that a part needs; 0 if it does not say."""
+        return self._needs.needed_bytes(run.size, run.batch) or 0
 
     def succeeded(self, run: Run, peak_bytes: int | None, is_partial: bool) -> None:
         """Take note that a part ended well."""
@@ -164,7 +180,7 @@ class AdaptivePolicy:
 
     def _needed_bytes(self, run: Run) -> int:
         """Return what a part needs whose workload says so, whatever it holds to fill its share."""
-        needed_bytes = self._needs.needed_bytes(run.size, run.batch) or 0
+        needed_bytes = self._said_bytes(run)
         held_bytes = max(needed_bytes, self._needs.claim_bytes or 0)
         self._beside_bytes = max(0, self._measure_held() - held_bytes)
         return needed_bytes + self._beside_bytes
@@ -197,11 +213,10 @@ class AdaptivePolicy:
     def state(self) -> PolicyState:
         """The level, and what is known of each, also after failures."""
         learned = tuple(level.sizer.known for level in self._levels)
-        return PolicyState(policy=self.name, level=self._level, learned=learned)
+        return PolicyState(level=self._level, learned=learned)
 
     def resume(self, state: PolicyState) -> None:
         """Go on with the state of an earlier process, see `Policy.resume`."""
-        check_name(state, self.name)
         if len(state.learned) != len(self._levels):
             raise ValueError(f"this state has {len(state.learned)} levels, not {len(self._levels)}")
         self._level = min(state.level, len(self._levels) - 1)
@@ -209,57 +224,21 @@ class AdaptivePolicy:
             level.sizer = Sizer(level.sizer.bounds, known, clock=self._clock)
 
 
-def _bounds_of(ladder: Ladder, memory: MemorySettings) -> Bounds:
-    floor = ladder.run(ladder.units[0])
+def _bounds_of(ladder: Ladder, first: int | None, memory: MemorySettings) -> Bounds:
+    rungs = tuple(ladder)
+    floor = ladder[rungs[0]]
     saves = f", level {floor.level}" if floor.level else ""
     return Bounds(
-        largest=ladder.units[-1],
-        smallest=ladder.units[0],
-        rungs=ladder.units,
-        first=ladder.first,
+        largest=rungs[-1],
+        smallest=rungs[0],
+        rungs=rungs,
+        first=first,
         worth_growing=0.0,
         failures_per_minute=memory.failures_per_minute,
         # The engine measures the allowed bytes itself, for the step that comes.
         exact_samples=True,
         smallest_step=f"the smallest step (size {floor.size} batch {floor.batch}{saves})",
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ladder:
-    """The sizes and batches a policy may ask for, as one row of rungs with growing memory.
-
-    A workload moves two numbers, the sizer one. Each rung is a number of work units
-    (size^size_power x batch^batch_power, with which memory grows in a straight line) and the step
-    that it stands for. At least one, in ascending order.
-    """
-
-    units: tuple[int, ...]
-    """Of each rung; strictly ascending."""
-    run: Callable[[int], Run]
-    """From units, which must be those of a rung, to the step."""
-    needed_bytes: Callable[[int, int], int | None]
-    """What the workload says that a size and batch need."""
-    first: int | None = None
-    """Rung of a gentle start; `None` where the ladder knows none."""
-
-    def needs(self, units: int) -> int | None:
-        """Return what a rung is said to need; `None` if the workload does not say."""
-        run = self.run(units)
-        return self.needed_bytes(run.size, run.batch)
-
-    def within(self, limit_bytes: int, units: int) -> int | None:
-        """Return the units of the highest rung up to these that needs no more than `limit_bytes`,
-        as far as is said; `None`: not even one.
-        """
-
-        def too_much(units: int) -> bool:
-            return (self.needs(units) or 0) > limit_bytes
-
-        if not too_much(units):
-            return units
-        place = bisect_left(self.units, True, key=too_much)
-        return self.units[place - 1] if place else None
 
 
 def ladders_of(memory: MemorySettings, asked: WorkloadSpec, needs: Needs) -> list[Ladder]:
@@ -276,15 +255,18 @@ def ladders_of(memory: MemorySettings, asked: WorkloadSpec, needs: Needs) -> lis
         raise ValueError(
             f"the batches of workload {asked.name!r} must ascend from 1 or more, not {batches}"
         )
-
-    def staged(level: int) -> Ladder:
-        def run(batch: int) -> Run:
-            is_largest = not level and batch == batches[-1]
-            return Run(size=asked.size, batch=batch, level=level, is_largest=is_largest)
-
-        return Ladder(units=batches, run=run, needed_bytes=needs.needed_bytes)
-
-    return [staged(level) for level in range(len(stages.keeps))]
+    return [
+        {
+            batch: Run(
+                size=asked.size,
+                batch=batch,
+                level=level,
+                is_largest=not level and batch == batches[-1],
+            )
+            for batch in batches
+        }
+        for level in range(len(stages.keeps))
+    ]
 
 
 def _stepping(memory: MemorySettings, asked: WorkloadSpec, needs: Needs) -> Ladder:
@@ -300,15 +282,18 @@ def _stepping(memory: MemorySettings, asked: WorkloadSpec, needs: Needs) -> Ladd
         batches = [*_spread(min(memory.batch_floor, asked.batch), asked.batch, 1)]
     path = [(size, batches[0]) for size in sizes] + [(sizes[-1], batch) for batch in batches[1:]]
     # Of two that take the same the larger.
-    steps = {_units(size, batch, needs): Run(size=size, batch=batch) for size, batch in path}
+    return {_units(size, batch, needs): Run(size=size, batch=batch) for size, batch in path}
+
+
+def _first_of(ladder: Ladder, asked: WorkloadSpec, needs: Needs) -> int | None:
+    """Return the rung of a gentle start; `None` where none is known."""
+    rungs = list(ladder)
+    if needs.needs_are_exact:
+        return rungs[-1]  # what is said to fit fits
     # The smallest batch at the full size: a change of size makes most workloads rebuild their
     # model.
-    first = _units(sizes[-1], batches[0], needs) if len(batches) > 1 else None
-    if needs.needs_are_exact:
-        first = _units(asked.size, asked.batch, needs)  # what is said to fit fits
-    return Ladder(
-        units=tuple(steps), run=steps.__getitem__, needed_bytes=needs.needed_bytes, first=first
-    )
+    at = next(at for at, run in enumerate(ladder.values()) if run.size == asked.size)
+    return rungs[at] if rungs[at] < rungs[-1] else None
 
 
 def _units(size: int, batch: int, needs: Needs) -> int:

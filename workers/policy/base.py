@@ -95,11 +95,7 @@ class Sizes(Protocol[S]):
 
 
 class Policy(Sizes[Run], Protocol):
-    """The sizes of a worker's parts, by a name."""
-
-    @property
-    def name(self) -> str:
-        """The name a user writes in `memory.policy`."""
+    """The sizes of a worker's parts."""
 
     @property
     def learned(self) -> Learned | None:
@@ -113,11 +109,5 @@ class Policy(Sizes[Run], Protocol):
         """Go on with the `state` of an earlier process.
 
         Raises:
-            ValueError: It is of another policy, or under other settings; nothing was changed.
+            ValueError: It was told under other settings; nothing was changed.
         """
-
-
-def check_name(state: PolicyState, name: str) -> None:
-    """Check that a policy of this name has told the state; raise a `ValueError` if not."""
-    if state.policy != name:
-        raise ValueError(f"this state was told by policy {state.policy!r}, not by {name!r}")

@@ -32,7 +32,7 @@ from bisect import bisect_left
 from dataclasses import replace
 from typing import Final
 
-from workers.policy.base import Needs, Run, check_name
+from workers.policy.base import Needs, Run
 from workers.settings import MemorySettings, PolicyState, WorkloadSpec
 from workers.units import MIB
 
@@ -118,11 +118,10 @@ class ClassicPolicy:
     @property
     def state(self) -> PolicyState:
         """The count of failures."""
-        return PolicyState(policy=self.name, failures=self.failures)
+        return PolicyState(failures=self.failures)
 
     def resume(self, state: PolicyState) -> None:
-        """Go on with the count of an earlier process, see `Policy.resume`."""
-        check_name(state, self.name)
+        """Go on with the count of an earlier process."""
         self.failures = min(state.failures, MAX_FAILURES)
 
     def _is_worth_a_try(self) -> bool:

@@ -12,17 +12,22 @@ before its smallest size has really failed: an error rests on a failure, never o
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, TypeVar
+
+import psutil
 
 from workers.elastic.card_memory import CurrentCard
 from workers.elastic.loop import Loop
+from workers.learned_limits import LimitKey, LimitStore
+from workers.nvml import queries
 from workers.oom import Failure
 from workers.resilience.adaptive_size import AdaptiveSize
-from workers.resilience.recall import Recall
 from workers.settings import Learned
 
 R = TypeVar("R")
@@ -34,6 +39,9 @@ _ATTEMPT_LIMIT: Final = 64
 _POLL_S: Final = 0.5
 
 _SIZES_TOLD: Final = 8
+
+#: What was learned is written so often at most.
+_KEEP_EVERY_S: Final = 10.0
 
 #: What accelerate's `find_executable_batch_size` says then; its callers may look for these words.
 _NOTHING_LEFT: Final = "No executable batch size found, reached zero."
@@ -123,12 +131,13 @@ class Attempts:
     def __init__(self, rules: RetryRules) -> None:
         self.rules = rules
         self._lock = threading.Lock()
-        self._recall: Recall | None = None
+        self._limits: LimitStore | None = None
         if rules.workload is not None:
-            self._recall = Recall(rules.workload, rules.clock)
+            key, tell = partial(_key, rules.workload), partial(_log.warning, "%s")
+            self._limits = LimitStore(key, tell, every_s=_KEEP_EVERY_S)
         self.reset()
         #: Not here but before the first call: by then the card may be known.
-        self._to_recall = self._recall is not None
+        self._to_recall = self._limits is not None
 
     def reset(self) -> None:
         """Forget everything learned."""
@@ -154,10 +163,10 @@ class Attempts:
             Exception: Whatever else `function` raised, unchanged and at once.
         """
         with self._lock:
-            if self._recall is not None and self._to_recall:
+            if self._limits is not None and self._to_recall:
                 self._to_recall = False
-                if (learned := self._recall.best()) is not None:
-                    self._begin(learned)
+                if (limit := self._limits.best()) is not None:
+                    self._begin(limit.learned)
         call = _Call(self)
         return Loop(call, CurrentCard(), call).run(function)
 
@@ -188,8 +197,8 @@ class Attempts:
             self._tells = peak_bytes is not None
             self.gave_up = False
             self.batch_size = size
-            if self._recall is not None:
-                self._recall.keep(self._sizer.learned, peak_bytes)
+            if self._limits is not None:
+                self._limits.keep(self._sizer.learned)
 
     def failed(self, size: int) -> None:
         """Take note of an out-of-memory."""
@@ -307,3 +316,36 @@ class _Call:
             f"smaller{end}",
             tried,
         )
+
+
+def _key(workload: str) -> LimitKey:
+    """Return the circumstances under which a size holds: card, cap and versions.
+
+    Initialises CUDA if torch is loaded and sees a card.
+    """
+    import resource  # noqa: PLC0415 - only on Unix
+
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        device = torch.cuda.current_device()
+        card, driver = torch.cuda.get_device_properties(device), queries.driver_version()
+        name, total_bytes = card.name, card.total_memory
+        cap_bytes = int(torch.cuda.get_per_process_memory_fraction(device) * total_bytes)
+    else:
+        name, total_bytes, driver = "CPU", psutil.virtual_memory().total, None
+        limits = [
+            resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_DATA, resource.RLIMIT_AS)
+        ]
+        cap_bytes = min(
+            [total_bytes, *(limit for limit in limits if limit != resource.RLIM_INFINITY)]
+        )
+    return LimitKey(
+        card=name,
+        total_bytes=total_bytes,
+        driver=driver,
+        torch="none" if torch is None else str(torch.__version__),
+        # A function does not report the types in which it computes; its name stands for that.
+        dtype="any",
+        workload=workload,
+        cap_bytes=cap_bytes,
+    )

@@ -39,31 +39,36 @@ class Shape:
     name: str
     owners: int = 0
     """1 for a method: what comes before the batch size."""
-    size_name: str | None = None
-    """The batch size's, if it can be given by name too."""
-    others: tuple[str, ...] | None = None
-    """The positional parameters after it; `None` if they are unknown or unbounded."""
+    with_size: inspect.Signature | None = None
+    """As it is defined; `None` if that is not known."""
     without_size: inspect.Signature | None = None
+    """As it is called."""
 
     def refuse_size_by_hand(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         """Refuse a call that brings its own batch size, by a `TypeError` with the call it should
-        be.
+        be. Of any other the function itself says whether it fits: what decorates it may take or
+        add arguments.
         """
-        count = len(args) - self.owners
-        if self.size_name in kwargs:
-            names = [f"{name}=…" for name in kwargs if name != self.size_name]
-            what, call = f"was given {self.size_name}", [*("…" for _ in range(count)), *names]
-        elif self.others is not None and count > len(self.others):
-            what, call = (
-                f"was given {count} arguments and has room for {len(self.others)}",
-                [*self.others],
-            )
-        else:
+        if self.with_size is None or self.without_size is None:
             return
+        if _fits(self.without_size, args, kwargs) or not _fits(self.with_size, args, kwargs):
+            return
+        names = ", ".join([*self.without_size.parameters][self.owners :])
         raise TypeError(
-            f"{self.name} {what}, but resilient itself puts the batch size in first; leave it out: "
-            f"{self.name}({', '.join(call)})"
+            f"{self.name} was given a batch size, but resilient itself puts it in first; leave it "
+            f"out: {self.name}({names})"
         )
+
+
+def _fits(
+    signature: inspect.Signature, args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> bool:
+    """Whether a function can be called so, as far as these arguments go."""
+    try:
+        signature.bind_partial(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
 
 
 def shape_of(function: Callable[..., object]) -> Shape:
@@ -100,8 +105,7 @@ def shape_of(function: Callable[..., object]) -> Shape:
     return Shape(
         name=name,
         owners=owners,
-        size_name=size.name if size.kind is size.POSITIONAL_OR_KEYWORD else None,
-        others=None if endless else tuple(parameter.name for parameter in positional[owners + 1 :]),
+        with_size=signature,
         without_size=signature.replace(
             parameters=[parameter for parameter in parameters if parameter is not size]
         ),

@@ -74,8 +74,7 @@ class Desk(Place):
         """Share this training from now on."""
         with self.changed:
             self.sums = OwnSums(trainer)
-            self.constant = checksum(split_weights(trainer)[1].values())
-            self.version = trainer.step, checksum(trainer.parameters)
+            self._weigh(trainer)
             super().open(trainer)
 
     def attend(self) -> None:
@@ -84,8 +83,7 @@ class Desk(Place):
     def part(self, most_rows: int, level: int) -> MicroBatch | None:
         """Do a part of the work, of at most so many samples; `None`: it was of no samples."""
         began_s = time.monotonic()
-        with self.busy():
-            done = self._do(most_rows, level)
+        done = super().part(most_rows, level)
         if done is not None:
             ended_s = time.monotonic()
             self._pace.did(done.rows, updated=done.updated, began_s=began_s, ended_s=ended_s)
@@ -163,7 +161,7 @@ class Desk(Place):
             self._pace.waited_s += time.monotonic() - began_s
             return self._work is not None
 
-    def _do(self, most_rows: int, level: int) -> MicroBatch | None:
+    def _part(self, most_rows: int, level: int, /) -> MicroBatch | None:
         work, trainer = self._work, self.trainer
         if work is None or trainer is None:
             return None
@@ -174,7 +172,7 @@ class Desk(Place):
         if work.change is not None:
             work.change(trainer)
             done = MicroBatch(rows=0, level=level, updated=work.updates)
-            self.version = trainer.step, checksum(trainer.parameters)
+            self._weigh(trainer, updated=work.updates)
             self.is_computing = False
         elif work.rows is not None:
             # With `exact` each range has sums of its own, whichever member computes it.
@@ -194,6 +192,14 @@ class Desk(Place):
                 self._work = None
         work.then(most_rows)
         return done
+
+    def _weigh(self, trainer: Trainer, *, updated: bool = False) -> None:
+        """Take note of the state; an update leaves alone what is not trained, another state brings
+        its own.
+        """
+        self.version = trainer.step, checksum(trainer.parameters)
+        if not updated:
+            self.constant = checksum(split_weights(trainer)[1].values())
 
     def _attended(self) -> tuple[Trainer, OwnSums]:
         """Return the training and its sums, as long as it is computed.

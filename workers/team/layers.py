@@ -38,9 +38,9 @@ from workers.team.place import AGAIN_S, STEPS, Place
 from workers.team.tensors import Call, Link
 from workers.team.wire import Connection, Kind, LostError
 from workers.training.batches import map_tensors, tensors_in, versions_of
+from workers.training.buffers import Snapshot, places_of
 from workers.training.cut import Given, Pass, Portion, only_hidden
 from workers.training.errors import TaskError, UpdateInterruptedError
-from workers.training.parts import Snapshot, places_of
 from workers.training.trainer import MicroBatch, Trainer
 
 
@@ -87,13 +87,6 @@ class Half(Place):
         self._drop("the training is closed")
         self.trainer = None
 
-    def part(self, most_rows: int, level: int) -> MicroBatch | None:
-        """Compute something; `None`: nothing is to do, or the other member is gone."""
-        done = None
-        with self.busy():
-            done = self._part(most_rows, level)
-        return done  # noqa: RET504 - `busy` may end it before
-
     @contextmanager
     def busy(self) -> Iterator[None]:
         """Return the region in which the other member is needed; it is left where that is gone."""
@@ -131,7 +124,7 @@ class Half(Place):
     def _drop(self, why: str) -> None:
         """Take note that the other member is gone."""
         link, self._link = self._link, None
-        was_in = self._is_in
+        was_in, self.wants_save = self._is_in, False
         if was_in and not self._is_over:
             self.stands, self._lost_s = TeamState.REJOINING, time.monotonic()
         if link is not None:
@@ -158,10 +151,6 @@ class Half(Place):
         Raises:
             LostError: The other member is gone.
         """
-
-    @abstractmethod
-    def _part(self, most_rows: int, level: int, /) -> MicroBatch | None:
-        """Compute something; raises as above."""
 
 
 class Leader(Half):
@@ -241,6 +230,7 @@ class Leader(Half):
         with super().busy():  # the state may take long on the wire
             link.call("welcome", line=self._line, step=trainer.step, state=state)
         trainer.drop_sums()  # of which the other member may lack its own
+        self._rows_there, self._wire_s = 0, 0.0
         self._link, self.stands = link, TeamState.TOGETHER
         self.event(
             "team_joined",
@@ -441,6 +431,10 @@ class Lender(Half):
         began_s, failure = time.perf_counter(), None
         try:
             answer = self._answer(call)
+            if answer is not None:
+                self._done(computed_s=time.perf_counter() - began_s, **answer)
+        except LostError:
+            raise
         except Exception as error:
             verdict = oom.classify(error)
             if not verdict.is_out_of_memory:
@@ -453,8 +447,6 @@ class Lender(Half):
             self._held = None
             gc.collect()
             self._link.call("failed", text=failure)
-        elif answer is not None:
-            self._done(computed_s=time.perf_counter() - began_s, **answer)
         return MicroBatch(rows=0, level=0, updated=call.name == "norm")
 
     def _enter(self, said: Mapping[str, Any]) -> None:

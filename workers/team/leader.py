@@ -13,7 +13,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, Final, TypeAlias
@@ -49,8 +49,8 @@ class Helper:
     reads until this is `None` again."""
     missed: deque[tuple[Tensor, bytes]] = field(default_factory=deque)
     """Of the steps since the state that it gets: the total, and what `COMMIT` says."""
-    most_missed: int = 0
-    """Where it has missed more steps, the next update waits for it."""
+    most_missed: int = -1
+    """Where it has missed more steps, the next update waits for it; -1: its state is being read."""
 
 
 _Source: TypeAlias = tuple[Sums, Helper | None]
@@ -79,8 +79,6 @@ class Leader:
         """The most rows that each member wants at once, of those that want some."""
         self._gives = False
         """Whether rows of a step are given out; else sums are added up, and no member joins."""
-        self._copying = 0
-        """How many read the state: it must not change meanwhile."""
         self._round = 0
         self._chunk = torch.empty(wire.CHUNK_BYTES, dtype=torch.uint8)
         self._is_over = False
@@ -102,8 +100,9 @@ class Leader:
                 self._desk.changed.wait(LOOK_S)
 
     def close(self) -> None:
-        """Have no helper, and nothing to compute."""
-        self._is_over = True
+        """Have no helper, and nothing to compute, also where a part under way ends later."""
+        with self._desk.changed:
+            self._is_over, self._gives = True, False
         for helper in [*self._present(), *self._behind]:
             self._drop(helper, "")
         self._desk.clear()
@@ -147,29 +146,25 @@ class Leader:
         memory for the copy the update of the step waits until the state is sent.
         """
         desk, connection, before = self._desk, helper.connection, helper.version
-        with ExitStack() as copying:
-            with desk.changed:
-                self._await_rows_of(helper)
-                trainer, sums = desk.check(self.orders)
-                is_same, step, helper.version = before == desk.version, desk.version[0], None
-                self._behind.append(helper)
-                self._copying += 1
-                copying.callback(self._copied)
-            state = None if is_same else trainer.state()
-            if state is not None:
-                if constant == desk.constant:
-                    state["weights"] = tensors.split_weights(trainer)[0]
-                kept_bytes = max(_KEPT_BYTES, sum(each.nbytes for each in tensors_in(state)))
+        with desk.changed:
+            self._await_rows_of(helper)
+            trainer, sums = desk.check(self.orders)
+            is_same, step, helper.version = before == desk.version, desk.version[0], None
+            self._behind.append(helper)
+        state = None if is_same else trainer.state()
+        if state is not None:
+            if constant == desk.constant:
+                state["weights"] = tensors.split_weights(trainer)[0]
+            kept_bytes = max(_KEPT_BYTES, sum(each.nbytes for each in tensors_in(state)))
+            copy = HostCopy()
+            with suppress(RuntimeError, OSError, OverflowError):
+                copy.take(state)
+                state = copy.state
                 helper.most_missed = kept_bytes // max(1, sums.total.nbytes)
-                copy = HostCopy()
-                with suppress(RuntimeError, OSError, OverflowError):
-                    copy.take(state)
-                    state = copy.state
-                    copying.close()
-            forms = None if state is None else tensors.described(state)
-            connection.tell(Kind.WELCOME, step=step, state=forms)
-            if state is not None:
-                tensors.send(connection, state)
+        forms = None if state is None else tensors.described(state)
+        connection.tell(Kind.WELCOME, step=step, state=forms)
+        if state is not None:
+            tensors.send(connection, state)
         # For two steps that are sent it may miss another one: so it comes to the last one.
         allowed = len(helper.missed) + 0.5
         while not self._has_joined(helper):
@@ -219,12 +214,6 @@ class Leader:
             helper.connection.ping()
             if self._is_over:
                 raise LostError("the team is over")
-
-    def _copied(self) -> None:
-        """Let the state change again as far as this copy goes."""
-        with self._desk.changed:
-            self._copying -= 1
-            self._desk.changed.notify_all()
 
     def _hear(self, helper: Helper) -> None:
         """Take in one frame of a helper."""
@@ -313,8 +302,7 @@ class Leader:
             self._claims.pop(self._slot, None)
             self._compute(None)
         while True:
-            self._await_rows()
-            helpers, began_s = self._present(), time.monotonic()
+            helpers, began_s = self._await_rows(), time.monotonic()
             try:
                 total = self._summed(helpers, sums)
                 break
@@ -355,14 +343,14 @@ class Leader:
                 self._drop(helper, f"no host memory to keep what it misses: {error}")
         return [], sums.total
 
-    def _await_rows(self) -> None:
-        """Give out rows until all are computed, and the state may change."""
+    def _await_rows(self) -> list[Helper]:
+        """Give out rows until all are computed, and the state may change; return who is here then:
+        the rows of one that is lost later are lacking.
+        """
         with self._desk.changed:
             self._gives = True
-            while (
-                self._copying
-                or not self._shares.is_complete
-                or any(len(each.missed) > each.most_missed for each in self._behind)
+            while not self._shares.is_complete or any(
+                len(each.missed) > each.most_missed for each in self._behind
             ):
                 for slot in self._shares.late(wire.SILENT_S, time.monotonic()):
                     if slot in self._helpers:
@@ -370,6 +358,7 @@ class Leader:
                 self._give_out()
                 self._desk.wait_for_news(self.orders)
             self._gives = False
+            return self._present()
 
     def _summed(self, helpers: Sequence[Helper], sums: OwnSums) -> tuple[float, list[bool]] | None:
         """Add all sums up, here and at the helpers; return the loss, and which parameters have a
@@ -391,10 +380,7 @@ class Leader:
         for piece in self._added(sources, sums.total):
             for helper in helpers:
                 self._send(helper, Kind.CHUNK, tensors.bytes_of(piece))
-        with self._desk.changed:
-            for helper in helpers:
-                helper.sums = None
-            self._desk.changed.notify_all()
+        self._new_round()
         used = [any(each) for each in zip(*(each.used for each, _ in sources), strict=True)]
         return sum(each.loss for each, _ in sources), used
 
@@ -436,9 +422,11 @@ class Leader:
             yield piece
 
     def _received(self, helper: Helper, place: Tensor) -> Tensor:
-        """Receive a helper's next chunk."""
+        """Receive a helper's next chunk, after any claim that its computing thread still made."""
         try:
-            helper.connection.into(tensors.bytes_of(place), helper.connection.frame())
+            while (frame := helper.connection.frame()).kind is Kind.CLAIM:
+                pass
+            helper.connection.into(tensors.bytes_of(place), frame)
         except LostError as error:
             self._drop(helper, str(error))
             raise

@@ -115,9 +115,12 @@ class Place(ABC):
             self._tell(name, **figures)
         return self._is_ready(seconds)
 
-    @abstractmethod
     def part(self, most_rows: int, level: int) -> MicroBatch | None:
         """Compute something, of at most so many samples; `None`: nothing is to do."""
+        done = None
+        with self.busy():
+            done = self._part(most_rows, level)
+        return done  # noqa: RET504 - `busy` may end it before
 
     def attend(self) -> None:
         """Take note that the slot is at work, also while it rests."""
@@ -169,3 +172,7 @@ class Place(ABC):
     @abstractmethod
     def _is_ready(self, seconds: float) -> bool:
         """Wait at most so long; say whether there is something to compute."""
+
+    @abstractmethod
+    def _part(self, most_rows: int, level: int, /) -> MicroBatch | None:
+        """Compute something, as `part`."""

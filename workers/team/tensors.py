@@ -100,7 +100,7 @@ class OwnSums:
         if not in_total and unit not in self._buffers:
             self._buffers[unit] = self._new()
         flat = self.total if in_total else self._buffers[unit]
-        loss, used = self._trainer.read_sums(flat)
+        loss, used = self._trainer.sums.read(flat)
         self.units[unit] = Sums(unit, flat, self._trainer.done_rows, loss, used)
 
     @property
@@ -113,7 +113,7 @@ class OwnSums:
         return [[each.unit, each.rows, each.loss, each.used] for each in self.in_order]
 
     def _new(self) -> Tensor:
-        return like_all([self._trainer.flat_sums], pinned=self._on_card)[0]
+        return like_all([self._trainer.sums.flat], pinned=self._on_card)[0]
 
 
 def pieces(flat: Tensor) -> Iterator[Tensor]:

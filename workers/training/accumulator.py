@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import reduce
 from itertools import chain
 from typing import Final
@@ -396,6 +396,16 @@ def _refuse_reentrant(loss: Tensor) -> None:
 def operators_of(loss: Tensor) -> set[str]:
     """Return the names of the operators that a loss was computed with, as autograd has them."""
     return {node.name() for node in _nodes_of(loss.grad_fn)}
+
+
+def readers_of(loss: Tensor, parameters: Collection[Tensor]) -> set[str]:
+    """Return the names of the operators that have read these parameters themselves."""
+    return {
+        node.name()
+        for node in _nodes_of(loss.grad_fn)
+        for each, _ in node.next_functions
+        if any(getattr(each, "variable", None) is parameter for parameter in parameters)
+    }
 
 
 def bends_of(loss: Tensor) -> dict[object, set[object]]:

@@ -31,23 +31,12 @@ from workers.training.batches import (
     tensors_in,
     versions_of,
 )
+from workers.training.buffers import Kept, Kind, Place, Snapshot, places_of, put, unchanged
 from workers.training.dispatch_modes import Widened
 from workers.training.errors import TaskError
 from workers.training.keyed_random import Dropouts
 from workers.training.optimizers import allocate_states
-from workers.training.parts import (
-    MANY_ROWS,
-    ROWS,
-    Kept,
-    Kind,
-    PartsError,
-    Place,
-    Snapshot,
-    check_parts,
-    places_of,
-    put,
-    unchanged,
-)
+from workers.training.parts import MANY_ROWS, ROWS, PartsError, check_parts
 from workers.training.random_state import RandomState
 from workers.training.unevenness import PartsCheck
 
@@ -112,7 +101,8 @@ class BatchInParts:
         """Know nothing of the model: neither its dropouts nor what its passes change."""
         self.dropouts, self.check = Dropouts(self.model, self._seed), PartsCheck()
         self.modules = list(self.model.modules())
-        self.buffers: dict[Place, Kind] = dict.fromkeys(places_of(self.modules, small=True), "sum")
+        places = places_of(self.modules, small=True)
+        self.buffers: dict[Place, Kind] = dict.fromkeys(places, "unknown")
         """Those that passes may change, and how."""
         self._numbers = [
             (vars(module), name)
@@ -282,6 +272,17 @@ class BatchInParts:
         return self.check.due(one.batch, one.rows, *modes, *zeros, one.weight, *own, *others)
 
 
+def _is_hooked_late(parameter: Tensor) -> bool:
+    """Whether it has a hook of `register_post_accumulate_grad_hook` or `register_multi_grad_hook`,
+    which makes functions of its own.
+    """
+    hooks = (parameter._backward_hooks or {}).values()
+    of_several = vars(torch.autograd.graph)
+    return bool(parameter._post_accumulate_grad_hooks) or any(
+        getattr(hook, "__globals__", None) is of_several for hook in hooks
+    )
+
+
 def _marks_of(loss: Any) -> Iterator[object]:  # noqa: ANN401 - any callable
     """Yield what tells a loss from another one of the same code: texts and switches among what it
     was made with and the globals that it names, such as the `reduction` of what it calls. Numbers
@@ -347,11 +348,15 @@ class OneBatch:
         self._whole_only: TaskError | None = None
         """Why it can only be computed at once."""
         self._each_pass: Snapshot | None = None
-        """Buffers that a pass changes once, as they were at first; `None`: nothing has begun."""
+        """Buffers with which each part begins anew, as they were at first; `None`: nothing has
+        begun.
+        """
         self._at_first = self._now = Snapshot([])
-        """Those to which it adds something of each sample."""
-        self._means = dict[Place, Kept]()
-        """Of those that it changes to a mean of samples: what the parts so far make of it."""
+        """The others: a part goes on with what the one before has made of them."""
+        self._gathered = dict[Place, Kept]()
+        """Of those that it changes to a mean or a sum of samples: what the parts so far make of
+        them.
+        """
 
     def extend(self, first: int, rows: int) -> None:
         """Compute this range of its rows as well, after the others."""
@@ -406,25 +411,31 @@ class OneBatch:
                 sums.add(rows, total, scale)
 
             owner.compute(rows, add)
-            if owner.has_looked and self._reaches_further():
-                # Parameters or operators that no batch before has used: of those nothing is known.
+            if owner.has_looked and self._reaches_further(is_cut=bool(at or self.ranges)):
+                # What no batch before has used or changed: of that nothing is known.
                 owner.check.forget()
                 self.undo()
                 return rows
             self._is_spoilt = False
             self._now = Snapshot(self._adding)
-            changed = each_pass.changed()
-            self._means = self._means if at else {}
-            for place, kept in each_pass.saved.items():
-                if owner.buffers[place] == "mean":
-                    share = changed.get(place, kept) * (rows / self.rows)
-                    self._means[place] = self._means.get(place, 0.0) + share
-            self._passed |= changed | self._means
+            self._gather(each_pass, rows, begins=not at)
             owner.parts.append(rows)
         if not sums.remaining:
             for place, kept in self._passed.items():
                 put(place, kept)
         return rows
+
+    def _gather(self, each_pass: Snapshot, rows: int, *, begins: bool) -> None:
+        """Take over what a part of so many rows has made of the buffers that it began anew with."""
+        changed, kinds = each_pass.changed(), self.owner.buffers
+        gathered = self._gathered = {} if begins else self._gathered
+        for place, kept in each_pass.saved.items():
+            new = changed.get(place, kept)
+            if kinds[place] == "mean":
+                gathered[place] = gathered.get(place, 0.0) + new * (rows / self.rows)
+            elif kinds[place] == "sum":
+                gathered[place] = gathered.get(place, kept) + new - kept
+        self._passed |= changed | gathered
 
     def undo(self) -> None:
         """Leave buffers and random numbers as if the batch had not begun."""
@@ -440,11 +451,18 @@ class OneBatch:
         kept = () if self._each_pass is None else (self._each_pass, self._at_first)
         return [place for each in kept for place in each.changed()]
 
-    def _reaches_further(self) -> bool:
-        """Whether losses were computed with parameters or operators that no batch before had."""
+    def _reaches_further(self, *, is_cut: bool) -> bool:
+        """Whether losses were computed with parameters or operators that no batch before had, or
+        have changed a buffer or number that none has; `is_cut`: in more parts than this one.
+        """
         owner = self.owner
         # A look may compute in another precision, hence with others than the first batch.
         has_more = 0 < self._operators < len(owner.operators)
+        unknown = [place for place in self._at_first.saved if owner.buffers[place] == "unknown"]
+        if not is_cut or owner.sums.remaining:
+            unknown = []  # a card is waited for with each that is compared: once for all parts
+        for place in self._at_first.changed(unknown):
+            owner.buffers[place], has_more = "other", True  # if the next look sees it no better
         return has_more or len(owner.sums.used) > self._used
 
     def value(self, part: Batch, at: int, rows: int) -> Tensor:
@@ -480,9 +498,10 @@ class OneBatch:
             self._whole_only = owner.look_at(self, most_rows, is_cut=is_cut)
         self._begin_sums()
         self._used, self._operators = len(owner.sums.used), len(owner.operators)
-        self._adding = [place for place, kind in owner.buffers.items() if kind == "sum"]
+        others = "other", "unknown"
+        self._adding = [place for place, kind in owner.buffers.items() if kind in others]
         self._passed = dict[Place, Kept]()
-        self._means = dict[Place, Kept]()
+        self._gathered = dict[Place, Kept]()
         self._at_first = self._now = Snapshot(self._adding)
         self._each_pass = Snapshot(owner.buffers.keys() - self._adding)
         return self._each_pass
@@ -622,10 +641,11 @@ class LoopBatches(BatchInParts):
         """
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         wanted = {each: None for group in groups for each in group["params"] if each.requires_grad}
-        if any(each._post_accumulate_grad_hooks for each in wanted):
+        if any(map(_is_hooked_late, wanted)):
             raise TaskError(
-                "a parameter has a hook of register_post_accumulate_grad_hook, which would see no "
-                "gradient; remove it, and do its work after the step"
+                "a parameter has a hook of register_post_accumulate_grad_hook or "
+                "register_multi_grad_hook, which would see no gradient; remove it, and do its work "
+                "after the step"
             )
         if isinstance(self.model, DistributedDataParallel) or any(map(is_lazy, wanted)):
             raise TaskError(

@@ -30,8 +30,13 @@ from workers.training.precision import LossScaler
 _SAMPLES: Final = "elastic_samples_used"
 
 
-class ElasticStep:
-    """One optimiser step after the other, each with a whole batch, however many parts it takes."""
+class ElasticStep(LoopBatches):
+    """One optimiser step after the other, each with a whole batch, however many parts it takes.
+
+    For users: `parts`, the rows of each part of the last step; `most_rows`, to try a cut where
+    memory is not short; `checking`, while the loss is asked for to see that parts add up: count no
+    figures then.
+    """
 
     def __init__(  # noqa: PLR0913 - each option has a default
         self,
@@ -71,14 +76,12 @@ class ElasticStep:
             TaskError: The optimiser calls the loss itself, as LBFGS does, or is hidden from
                 Lightning.
         """
-        self._optimizers: list[Any] = (
-            list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
-        )
-        for each in self._optimizers:
+        optimizers: list[Any] = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+        for each in optimizers:
             refuse_closure(each)
         trainer = getattr(model, "_trainer", None)  # of a module of Lightning
         known = getattr(trainer, "optimizers", ())
-        if any(each is other for each in self._optimizers for other in known):
+        if any(each is other for each in optimizers for other in known):
             raise TaskError(
                 "Lightning does not see the steps of this optimizer, and would count none; hand "
                 "over self.optimizers() in place of self.optimizers().optimizer"
@@ -86,8 +89,8 @@ class ElasticStep:
         rules = partial(
             RetryRules, name="ElasticStep", max_wait_s=max_wait_s, on_retry=on_retry, sleep=sleep
         )
-        self._batch = LoopBatches(model, self._optimizers, seed, rules, on_hazard)
-        self._update = Update(self._optimizers[0], step=self._step_all)
+        super().__init__(model, optimizers, seed, rules, on_hazard)
+        self._update = Update(optimizers[0], self._step_all)
         self._scaler = LossScaler(enabled=fp16)
         self._clip = clip
         self.steps = 0
@@ -103,27 +106,6 @@ class ElasticStep:
     @samples_used.setter
     def samples_used(self, samples: int) -> None:
         self._optimizers[0].param_groups[0][_SAMPLES] = samples
-
-    @property
-    def parts(self) -> list[int]:
-        """Rows of each part of the last step."""
-        return self._batch.parts
-
-    @property
-    def most_rows(self) -> int | None:
-        """Rows of a part, at most; `None`: as many as fit. To try a cut where memory is not
-        short.
-        """
-        return self._batch.most_rows
-
-    @most_rows.setter
-    def most_rows(self, rows: int | None) -> None:
-        self._batch.most_rows = rows
-
-    @property
-    def checking(self) -> bool:
-        """Whether the loss is asked for to see that parts add up: count no figures then."""
-        return self._batch.checking
 
     def step(
         self, batch: Batch, loss: Callable[[Batch], object], count: float | None = None
@@ -158,7 +140,7 @@ class ElasticStep:
                 "accelerate would leave out this step; hand over the whole batch, without "
                 "accelerator.accumulate()"
             )
-        mean: float = self._batch.run(
+        mean: float = self.run(
             batch,
             loss,
             self._finish,
@@ -196,7 +178,7 @@ class ElasticStep:
 
     def _finish(self) -> float:
         self._refuse_gradients()
-        mean, _ = self._batch.sums.finish(
+        mean, _ = self.sums.finish(
             self._update, self._scaler, step=self.steps, clip=self._clip, rates=None
         )
         return mean

@@ -85,7 +85,8 @@ class MemoryPlan:
     """What libraries keep for their own use."""
     on_host_bytes: int
     """What is pinned, or taken, of host memory: states of the optimiser, averaged weights,
-    activations and the copy for a checkpoint, rounding included; not a part of the total."""
+    activations, the copy for a checkpoint and what comes for it from the process with the lent
+    blocks, rounding included; not a part of the total."""
     checkpoint_copy_bytes: int
     """Of that, the copy of the state that a checkpoint is written from."""
 
@@ -164,9 +165,12 @@ class MemoryPlanner:
             self._average_on_host_bytes = host_bytes(sizes, on_card=on_card) + staging_bytes
         averaged = [] if settings.ema_decay is None else self._parameters
         copied = tensors_in([self._model.state_dict(), *self._optimizer.state.values(), averaged])
-        self._checkpoint_copy_bytes = host_bytes(
-            [tensor.nbytes for tensor in copied], on_card=on_card
-        )
+        sizes = [tensor.nbytes for tensor in copied]
+        self.saved_bytes = sum(sizes)
+        """Of the own part of a checkpoint."""
+        self._checkpoint_copy_bytes = host_bytes(sizes, on_card=on_card)
+        self._received_bytes = 0
+        """Of the part of a checkpoint that comes from the process with the lent blocks."""
         self.states = cache(self._states)
         self._part = cache(self._computed)
         self.plan = cache(self._plan)
@@ -201,10 +205,6 @@ class MemoryPlanner:
     def sums_bytes(self) -> int:
         """Of the sums of a step, as a member of a team sends them."""
         return self._accumulator.flat.nbytes
-
-    def level_of(self, offered: int) -> int:
-        """Return how many blocks a step recomputes; `auto` takes what is offered."""
-        return level_of(self._settings.recompute, offered, self.most_level)
 
     def largest_micro(
         self, cap_bytes: int, level: int, share_pct: int | None = None
@@ -258,6 +258,7 @@ class MemoryPlanner:
                 + self._average_on_host_bytes
                 + waiting_bytes
                 + self._checkpoint_copy_bytes
+                + self._received_bytes
             ),
             checkpoint_copy_bytes=self._checkpoint_copy_bytes,
         )
@@ -285,6 +286,13 @@ class MemoryPlanner:
         """Return the loss of so many samples, and what gets a gradient beside the parameters."""
         part = map_tensors(lambda one: one.new_empty((micro, *one.shape[1:])), self._batch_of_one)
         return self._task.loss(self._model, self._levers.ordered(part)), []
+
+    def saves_also(self, lent_bytes: int) -> None:
+        """Plan for checkpoints with so many bytes of the lent blocks, which come to host memory and
+        are copied there.
+        """
+        self._received_bytes = lent_bytes
+        self._checkpoint_copy_bytes += lent_bytes
 
     def handed_over(self, micro: int) -> tuple[Tensor, list[dict[str, Any]], list[int]]:
         """Return what the lent blocks get with so many samples: hidden states, and see `Given`."""
@@ -365,6 +373,8 @@ class PlannerOfLent(MemoryPlanner):
     def __init__(self, leads: MemoryPlanner, *args: Any, **how: Any) -> None:  # noqa: ANN401 - as above
         super().__init__(*args, **how)
         self._leads, self._handed_over = leads, leads.handed_over(1)
+        leads.saves_also(self.saved_bytes)
+        self._checkpoint_copy_bytes = 0  # it keeps none itself
 
     def _computed(self, micro: int, level: int) -> tuple[int, int]:
         self._handed_over = self._leads.handed_over(micro)
@@ -445,7 +455,8 @@ def _steps(planner: MemoryPlanner, settings: TrainSettings, cap_bytes: int) -> l
     smallest = planner.plan(least, planner.most_level, most_share_pct)
     plans = []
     if smallest.total_bytes <= cap_bytes:
-        usual = [(level, share_pct) for level in (0, planner.level_of(0), planner.most_level)]
+        levels = 0, level_of(settings.recompute, 0, planner.most_level), planner.most_level
+        usual = [(level, share_pct) for level in levels]
         points = [*usual, (0, most_share_pct), (planner.most_level, most_share_pct)]
         plans = [
             planner.largest_micro(cap_bytes, *point) or planner.plan(least, *point)

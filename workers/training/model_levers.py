@@ -22,11 +22,11 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from workers.oom import classify, one_line
 from workers.settings import FailureKind
 from workers.training.batches import Batch, map_tensors
-from workers.training.dispatch_modes import Operator, OperatorMode, Returned
 from workers.training.errors import TaskError, TrainingError
 from workers.training.host_memory import like, power_of_two
 from workers.training.keyed_random import KeyedDropout
@@ -37,12 +37,12 @@ T = TypeVar("T")
 
 _Shape: TypeAlias = Sequence[int]
 
-#: Operators, and the kernel that each one is. The last one is called by torch's `math` alone.
-_OPERATORS: Final = {
-    "aten::_scaled_dot_product_flash_attention": "flash",
-    "aten::_scaled_dot_product_efficient_attention": "efficient",
-    "aten::_scaled_dot_product_cudnn_attention": "cudnn",
-    "aten::_safe_softmax": "math",
+#: Operators, and the kernel of attention that each one is.
+_KERNELS: Final = {
+    "_scaled_dot_product_flash_attention": "flash",
+    "_scaled_dot_product_flash_attention_for_cpu": "flash",
+    "_scaled_dot_product_efficient_attention": "efficient",
+    "_scaled_dot_product_cudnn_attention": "cudnn",
 }
 
 #: Smaller activations stay: a page of host memory and a copy each would be worth more than they
@@ -135,27 +135,6 @@ def level_of(wanted: str | int, offered: int, most: int) -> int:
     return max(0, min(level, most))
 
 
-class KernelWatch(OperatorMode):  # type: ignore[no-untyped-call]  # missing in torch's stubs
-    """Sees which kernels of attention run. Not a profiler: a process has only one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._kernels: set[str] = set()
-
-    @property
-    def ran(self) -> str:
-        """The kernels that have run, such as `flash`; empty: there was no attention."""
-        return "+".join(sorted(self._kernels))
-
-    def run(self, func: Operator, args: tuple[Any, ...], given: dict[str, Any]) -> Returned:
-        """Take note of the kernel that an operator is."""
-        name = func._schema.name
-        self._kernels.update(
-            kernel for start, kernel in _OPERATORS.items() if name.startswith(start)
-        )
-        return func(*args, **given)
-
-
 def _attention_flop(query: _Shape, key: _Shape, value: _Shape, *_: object, **__: object) -> int:
     """Count both products for each head of the queries, also where several share their keys: torch
     2.11 refuses those (torch/utils/flop_counter.py).
@@ -171,12 +150,33 @@ def _backward_flop(
     return 2 * _attention_flop(query, key, value)
 
 
-#: For a `FlopCounterMode`: what a card's kernels of attention compute.
-FLOP_OF_ATTENTION: Final = {
-    getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention{end}"): count
-    for kernel in ("cudnn", "flash", "efficient")
+#: torch's plain products are the only ones that call it.
+_OF_PLAIN: Final = torch.ops.aten._safe_softmax
+
+#: What torch does not count, or only for as many keys as queries.
+_FLOP_OF_ATTENTION: Final = {
+    getattr(torch.ops.aten, f"{kernel}{end}"): count
+    for kernel in _KERNELS
     for end, count in (("", _attention_flop), ("_backward", _backward_flop))
-}
+} | {_OF_PLAIN: lambda *_, **__: 0}
+
+
+class OperationCounter(FlopCounterMode):
+    """Counts floating-point operations, and sees on which kernels attention runs. Not a profiler:
+    a process has only one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(display=False, custom_mapping=_FLOP_OF_ATTENTION)
+
+    @property
+    def kernels(self) -> str:
+        """Those that have run, such as `flash`; empty: there was no attention."""
+        ran = self.get_flop_counts().get("Global", {})
+        names = [
+            kernel for name, kernel in _KERNELS.items() if getattr(torch.ops.aten, name) in ran
+        ]
+        return "+".join(sorted({*names, *(["math"] if _OF_PLAIN in ran else [])}))
 
 
 class HostActivations:

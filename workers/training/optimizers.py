@@ -183,6 +183,12 @@ def states_of(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Tensor
     }
 
 
+def own_numbers(optimizer: Optimizer) -> dict[str, float]:
+    """Return the numbers that are attributes of an optimiser itself: no saved state has them."""
+    own = vars(optimizer).items()
+    return {name: value for name, value in own if type(value) in {int, float}}
+
+
 def update_bytes(optimizer: Optimizer, parameters: Sequence[Tensor], *, on_card: bool) -> int:
     """Return what a step of AdamW allocates (torch/optim/adam.py); of others little is known."""
     if _is_bitsandbytes(optimizer):
@@ -343,6 +349,11 @@ class Rates:
                     "ReduceLROnPlateau follows a metric, and a training knows only its step; use a "
                     "scheduler whose step() takes no argument"
                 )
+            if any(group["momentum"] for group in self._stand.param_groups):
+                raise TaskError(
+                    f"{type(self._scheduler).__name__} changes the momentum as well, and a "
+                    "training takes the learning rates alone; make it with cycle_momentum=False"
+                )
 
     def at(self, step: int) -> list[float]:
         """Return the rate of each group in a step, counted from 0."""
@@ -362,10 +373,10 @@ class Update:
     def __init__(
         self,
         optimizer: Optimizer,
+        step: Callable[[], object],
         average: Average | None = None,
-        step: Callable[[], object] | None = None,
     ) -> None:
-        """Take an optimiser, what averages the weights, and what steps in its place."""
+        """Take an optimiser, what does its step, and what averages the weights."""
         self.optimizer = optimizer
         self._step = step
         self.cut = False
@@ -434,7 +445,6 @@ class Update:
                     group["lr"].fill_(rate)
                 else:
                     group["lr"] = rate
-        # Looked up now: a scheduler of torch that was made later has replaced the method.
-        (self._step or self.optimizer.step)()
+        self._step()
         if self._average is not None:
             self._average.update()

@@ -8,43 +8,41 @@ what only other samples would show.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from numbers import Real
 from operator import or_
-from typing import ClassVar, Final, Literal, TypeAlias, cast
+from typing import ClassVar, Final, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from workers import oom
 from workers.settings import FailureKind
-from workers.training.accumulator import Accumulator, bends_of
+from workers.training.accumulator import Accumulator, bends_of, readers_of
 from workers.training.batches import Batch, part_of, picked, rows_of
-from workers.training.dispatch_modes import Draws, Results
+from workers.training.buffers import (
+    Kept,
+    Kind,
+    Place,
+    Snapshot,
+    copied,
+    is_flag,
+    is_fraction,
+    places_of,
+    put,
+    sizes_of,
+    unchanged,
+)
+from workers.training.dispatch_modes import Deciding, Draws, Results, is_new
 from workers.training.errors import TaskError
 from workers.training.random_state import RandomState
 from workers.training.unevenness import shuffled, telling
-from workers.units import MIB
 
 Cause: TypeAlias = Literal[
     "mean", "sum", "count", "batch statistics", "dropout", "rounding", "unknown"
 ]
-
-Place: TypeAlias = tuple[nn.Module, str]
-"""Where a buffer is, or a number that a module keeps as an attribute, such as a count of its
-passes: a module, and its name there.
-"""
-
-Kept: TypeAlias = Tensor | float
-"""A buffer or a number."""
-
-Kind: TypeAlias = Literal["once", "mean", "sum"]
-"""How a pass changes one: once, whatever its samples are; to the mean of what parts of its samples
-would make of it; or by the sum.
-"""
 
 #: Samples of a check: two in each part, because a batch norm refuses a single one.
 ROWS: Final = 4
@@ -62,11 +60,11 @@ _ROUNDINGS: Final = 16.0
 #: The precision of TF32, which cards take for fp32: ten bits behind the point.
 _TF32: Final = 2.0**-10
 
-#: What a pass changes is smaller, unlike a table or a quantised weight.
-_SMALL_BYTES: Final = MIB
-
 #: How far a mean may lie from the line between its parts, as a share of that line.
 _LEAST_TURN: Final = 0.01
+
+#: Two numbers that are closer, as a share of them, may be one but for rounding.
+_LEAST_NEAR: Final = 1e-4
 
 #: To see rounding, the loss of the whole is scaled by this on the way, so that all is rounded
 #: differently, whatever the parts are.
@@ -212,10 +210,15 @@ def _compared(
         done.append(one)
         if not one.is_right or one.lost or one.drifting or one.is_bent:
             break
+    adds_up = not any(each.lost for each in done) and all(each.is_right for each in done)
     for place in {place for each in done for place in each.kept}:
         kept = [each.kept.get(place, True) for each in done]
         means = [each.is_right and place in each.means for each in done]
-        buffers[place] = "once" if all(kept) else "mean" if all(map(or_, kept, means)) else "sum"
+        sums = [adds_up and (place in each.sums or place not in each.kept) for each in done]
+        buffers[place] = (
+            "once" if all(kept) else "mean" if all(map(or_, kept, means))
+            else "sum" if all(sums) else "other"
+        )  # fmt: skip
     return done
 
 
@@ -267,7 +270,11 @@ class _Comparison:
         self._precision = 0.0
         #: Loss, and gradient along the weights, of the whole and of both parts.
         self._points: list[tuple[float, float]] = []
+        #: Tables of which each pass shortens the rows that it reads, which is done once for all.
+        self._shortened = _shortened(self._model)
+        self._is_whole_table_read = False
         self._bends: list[dict[object, set[object]]] = []
+        self._numbers: list[list[float]] = []
         self._sums.begin(2 * rows, 1)
         random = RandomState(torch.device("cpu"))
         scale = _OTHER_SCALE if self._sees_rounding else 1.0
@@ -287,7 +294,7 @@ class _Comparison:
             (parameter, own.to("cpu", copy=True))
             for parameter, own in (self._sums.pairs if self._sees_rounding else ())
         ]
-        after, sizes = start.changed(restore=True), _sizes(self._model, start)
+        after, sizes = start.changed(restore=True), sizes_of(self._model, start)
         random.restore()
         with Draws(constant=False) as of_part:
             first, length = self._add(part_of(self._batch, 0, half), 0)
@@ -297,26 +304,14 @@ class _Comparison:
         #: Other numbers of the model that a pass changes, and each further one.
         self.drifting = [
             place
-            for place, size in _sizes(self._model, start).items()
-            if size != sizes.get(place) and not (math.isnan(size) and math.isnan(sizes[place]))
+            for place, size in sizes_of(self._model, start).items()
+            if size != sizes.get(place)
+            and not (math.isnan(size) and math.isnan(sizes[place]))
+            and place[0] not in self._shortened
         ]
-        #: Buffers that a pass changes: whether it does so once, whatever its samples are.
-        self.kept: dict[Place, bool] = {}
-        #: Those of which the whole has the mean of the parts, as of a loss that is kept.
-        self.means: list[Place] = []
-        #: Buffers to which the parts add up to something else than the whole.
-        self.lost: list[Place] = []
-        numbers: list[Place] = []
-        for place, at in after.items():
-            before = start.saved[place]
-            parts = [each.get(place, before) for each in (one, two)]
-            self.kept[place] = all(_alike(part, at, before) for part in parts)
-            added = before if _is_flag(before) else parts[0] + parts[1] - before
-            if not self.kept[place] and not _alike(added, at, before):
-                mean = (half * parts[0] + (rows - half) * parts[1]) / rows
-                is_mean = _is_fraction(at) and _alike(mean, at, before)
-                is_buffer = place[1] in place[0]._buffers
-                (self.means if is_mean else self.lost if is_buffer else numbers).append(place)
+        if self._is_whole_table_read:  # also rows that another part shortens
+            self.drifting += [(module, "weight") for module in self._shortened]
+        numbers = self._compare_buffers(start, after, (one, two), half, rows)
         self.tells = bool(length and other)
         #: Whether what was reduced over the samples is bent, which shows on one side alone.
         whole_bends, *bends = self._bends
@@ -330,11 +325,77 @@ class _Comparison:
             return not math.isfinite(whole)
         # What is drawn for each sample may be rare, and change nothing here.
         draws_alike = is_quiet or of_whole.shapes == of_part.shapes
-        return (
+        is_right = (
             draws_alike
             and abs(first + second - whole) <= self._tolerance * (abs(first) + abs(second))
             and _norm([own for _, own in self._sums.pairs]) <= self._tolerance * (length + other)
         )  # fmt: skip
+        self.is_bent = self.is_bent or (is_right and self._decides(start, random))
+        return is_right
+
+    def _compare_buffers(
+        self,
+        start: Snapshot,
+        after: dict[Place, Kept],
+        of_parts: tuple[dict[Place, Kept], dict[Place, Kept]],
+        half: int,
+        rows: int,
+    ) -> list[Place]:
+        """Compare what the whole has made of buffers with what each part has, the first of `half`
+        of the rows. Return the numbers that parts make something else of.
+        """
+        #: Buffers that a pass changes: whether it does so once, whatever its samples are.
+        self.kept: dict[Place, bool] = {}
+        #: Those of which the whole has the mean of the parts, as of a loss that is kept.
+        self.means: list[Place] = []
+        #: Those to which each part adds its own.
+        self.sums: list[Place] = []
+        #: Buffers to which the parts add up to something else than the whole.
+        self.lost: list[Place] = []
+        numbers: list[Place] = []
+        for place, at in after.items():
+            before = start.saved[place]
+            parts = [each.get(place, before) for each in of_parts]
+            self.kept[place] = all(_alike(part, at, before) for part in parts)
+            added = before if is_flag(before) else parts[0] + parts[1] - before
+            if self.kept[place]:
+                continue
+            if _alike(added, at, before):
+                self.sums += [] if is_flag(before) else [place]
+            else:
+                mean = (half * parts[0] + (rows - half) * parts[1]) / rows
+                is_mean = is_fraction(at) and _alike(mean, at, before)
+                is_buffer = place[1] in place[0]._buffers
+                (self.means if is_mean else self.lost if is_buffer else numbers).append(place)
+        return numbers
+
+    def _decides(self, start: Snapshot, random: RandomState) -> bool:
+        """Whether the loss of the whole is another one where a number that no part has, such as its
+        mean, is smaller or larger: then some parts may decide otherwise than the whole.
+        """
+        whole, *parts = self._numbers
+        others = sorted(number for each in parts for number in each)
+        close = max(_LEAST_NEAR, self._tolerance)
+        if not any(is_new(number, others, close) for number in whole):
+            return False
+        losses = []
+        for way in (0, -1, 1):
+            random.restore()
+            try:
+                with (
+                    torch.set_grad_enabled(bool(self._sums.parameters)),
+                    Deciding(others, close, way, rows_of(self._batch)),
+                ):
+                    loss = self._loss(self._batch, 0)
+                losses.append(float(loss.detach()))
+                del loss  # the next pass is to have the memory of its activations
+            except Exception as error:
+                if oom.classify(error).kind is not FailureKind.OTHER:
+                    raise
+                oom.drop_frames(error)  # a loss may refuse what it computes, such as by `assert`
+            start.restore()
+        at, near = self._points[0][0], self._tolerance * abs(self._points[0][0])
+        return bool(losses) and abs(losses[0] - at) <= near < max(abs(at - each) for each in losses)
 
     def _reads(self, place: Place, after: Kept, start: Snapshot, rows: int) -> bool:
         """Whether the loss of the first rows reads a number that a pass has changed. Nothing reads
@@ -342,7 +403,7 @@ class _Comparison:
         """
         losses = []
         for number in (start.saved[place], after):
-            put(place, _copied(number))
+            put(place, copied(number))
             with torch.set_grad_enabled(bool(self._sums.parameters)):
                 losses.append(float(self._loss(part_of(self._batch, 0, rows), 0).detach()))
             start.restore()
@@ -359,6 +420,7 @@ class _Comparison:
         if not weight:  # of no items, which add nothing
             self._points.append((0.0, 0.0))
             self._bends.append({})
+            self._numbers.append([])
             return 0.0, 0.0
         along, norms = list[Tensor](), list[Tensor]()
 
@@ -369,8 +431,12 @@ class _Comparison:
             return new.neg() if is_whole else new
 
         with self._looking():
-            loss = self._loss(part, first)
+            with Deciding() as deciding:
+                loss = self._loss(part, first)
+            self._numbers.append(deciding.numbers)
             self._bends.append(bends_of(loss))
+            readers = readers_of(loss, self._shortened.values()) if self._shortened else set[str]()
+            self._is_whole_table_read |= not all(each.startswith("Embedding") for each in readers)
             self._sums.add(rows_of(part), loss, weight * scale, seen)
         value = float(self._look(loss.detach()))
         self._points.append((value, float(sum(along)) / weight))
@@ -439,10 +505,11 @@ class _ByLoss(_Comparison):
     ) -> tuple[float, float]:
         """Compute the loss of a part; return it, and any length of a gradient that counts."""
         weight = 1.0 if self._weight is None else float(self._weight(part))
-        value = 0.0
+        value, deciding = 0.0, Deciding()
         if weight:
-            with torch.no_grad(), Results(self._look):
+            with torch.no_grad(), Results(self._look), deciding:
                 value = float(self._loss(part, first))
+        self._numbers.append(deciding.numbers)
         self._points.append((value, value))
         self._bends.append({})
         return value * weight, float(bool(weight))
@@ -457,126 +524,11 @@ class _ByLoss(_Comparison):
         return "unknown"
 
 
-class Snapshot:
-    """Buffers and numbers, as they are at one moment."""
-
-    def __init__(self, places: Iterable[Place]) -> None:
-        self._kept = {place: kept for place in places if (kept := _at(place)) is not None}
-        self.saved = {place: _copied(kept) for place, kept in self._kept.items()}
-
-    def changed(self, *, restore: bool = False) -> dict[Place, Kept]:
-        """Return copies of those that are something else now."""
-        now = {place: kept for place in self.saved if (kept := _at(place)) is not None}
-        changed = {
-            place: _copied(kept)
-            for place, kept in now.items()
-            if not _is_same(kept, self.saved[place])
-        }
-        if restore:
-            self.restore()
-        return changed
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Put them back."""
-        for place, saved in self.saved.items():
-            kept = self._kept[place]
-            put(place, kept.copy_(torch.as_tensor(saved)) if isinstance(kept, Tensor) else saved)
-
-
-def _at(place: Place) -> Kept | None:
-    """Return what is there; `None`: nothing, or something else than a buffer or a number."""
-    module, name = place
-    if name in module._buffers:
-        return module._buffers[name]
-    kept = vars(module).get(name)
-    return cast("Kept", kept) if _is_number(kept) else None
-
-
-def _is_number(value: object) -> bool:
-    """Whether it may count passes or samples: a number, of NumPy as well, or a tensor of one."""
-    if isinstance(value, Tensor):
-        return value.numel() == 1 and not (value.requires_grad or value.is_inference())
-    return isinstance(value, Real)
-
-
-def put(place: Place, kept: Kept) -> None:
-    """Have this there."""
-    module, name = place
-    if name in module._buffers:
-        module._buffers[name] = cast("Tensor", kept)
-    elif vars(module).get(name) is not kept:
-        vars(module)[name] = kept
-
-
-def _copied(kept: Kept) -> Kept:
-    return kept.clone() if isinstance(kept, Tensor) else kept
-
-
-def _sizes(model: nn.Module, known: Snapshot) -> dict[Place, float]:
-    """Return the sum of all of each weight, and of each buffer that a snapshot has not: of tables,
-    and of what no `state_dict` has. Signs do not count.
-    """
-    places = [
-        (module, name)
-        for module in model.modules()
-        for name, kept in (*module._parameters.items(), *module._buffers.items())
-        if kept is not None and kept.is_floating_point() and (module, name) not in known.saved
-    ]
-    tensors = [getattr(module, name).detach() for module, name in places]
-    norms = torch._foreach_norm(tensors, 1, torch.float64) if tensors else []
-    return dict(zip(places, map(float, norms), strict=True))
-
-
-def _is_same(one: Kept, other: Kept) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return torch.equal(one, other)
-    return bool(one == other)
-
-
-def _is_fraction(kept: Kept) -> bool:
-    return kept.is_floating_point() if isinstance(kept, Tensor) else isinstance(kept, float)
-
-
-def _is_flag(kept: Kept) -> bool:
-    return kept.dtype == torch.bool if isinstance(kept, Tensor) else isinstance(kept, bool)
-
-
-def places_of(modules: Iterable[nn.Module], *, small: bool = False) -> list[Place]:
-    """Return where modules have buffers; or only those of a `state_dict` that are no tables, those
-    of one number, and numbers.
-    """
-    places = list[Place]()
-    for module in modules:
-        for name, buffer in module._buffers.items():
-            if not small or (
-                buffer is not None
-                and buffer.nbytes <= _SMALL_BYTES
-                and (buffer.numel() == 1 or name not in module._non_persistent_buffers_set)
-            ):
-                places.append((module, name))
-        # How a layer of torch was made, such as its sizes, no pass changes.
-        fixed = {"training", *getattr(type(module), "__constants__", ())}
-        numbers = sorted(vars(module).keys() - fixed) if small else ()
-        places += [(module, name) for name in numbers if _is_number(vars(module)[name])]
-    return places
-
-
-@contextmanager
-def unchanged(model: nn.Module) -> Iterator[None]:
-    """Leave buffers, modes, other attributes and torch's random numbers as they were."""
-    attributes = [(vars(module), dict(vars(module))) for module in model.modules()]
-    device = next((weight.device for weight in model.parameters()), torch.device("cpu"))
-    buffers = Snapshot({*places_of(model.modules()), *places_of(model.modules(), small=True)})
-    drawn = RandomState(device)
-    try:
-        yield
-    finally:
-        for now, before in attributes:
-            now.clear()
-            now.update(before)
-        buffers.restore()
-        drawn.restore()
+def _shortened(model: nn.Module) -> dict[nn.Module, Tensor]:
+    """Return the embeddings with a `max_norm`, each with its table."""
+    kinds = nn.Embedding, nn.EmbeddingBag
+    found = [each for each in model.modules() if isinstance(each, kinds)]
+    return {each: each.weight for each in found if each.max_norm is not None}
 
 
 @contextmanager
@@ -631,8 +583,8 @@ _NORM: Final = (
 )
 _BENT: Final = (
     "the loss bends what was added up or averaged over samples (abs, clamp, relu or maximum of "
-    "it), so the parts of a batch may be on another side of the bend than the whole; bend what "
-    "each sample gives, before it is averaged"
+    "it, or an `if`), so the parts of a batch may be on another side of the bend than the whole; "
+    "bend what each sample gives, before it is averaged"
 )
 _BUFFER: Final = (
     "is changed by each pass in a way that depends on how a batch is cut (batch statistics); "

@@ -62,16 +62,13 @@ class Course:
     """Optimiser steps done."""
     samples_used: int = 0
     """Of all optimiser steps that are done."""
-    skipped_updates: int = 0
-    """Because fp16 gradients overflowed."""
     losses: list[float] = field(default_factory=list)
     """Of the first and of the last optimiser step."""
     best_loss: float | None = None
     """The lowest of all validations so far; `None`: there was none."""
 
-    def finished_step(self, loss: float, batch: int, *, updated: bool) -> None:
+    def finished_step(self, loss: float, batch: int) -> None:
         """Count an optimiser step of so many samples."""
         self.losses = [*self.losses[:1], loss]
         self.step += 1
         self.samples_used += batch
-        self.skipped_updates += not updated

@@ -51,15 +51,11 @@ _PART_BYTES: Final = MIB
 _VALID: Final = 'valid: {"text": "a document"}'
 
 
-class TextError(TaskError):
-    """There is no text to train on; the message says where, why and what to do."""
-
-
 class TextFiles:
     """A file, or all files of a folder, in the order of their names.
 
     Raises:
-        TextError: Nothing is there, it cannot be read, or it is no text.
+        TaskError: Nothing is there, it cannot be read, or it is no text.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -70,7 +66,7 @@ class TextFiles:
         self.total = sum(size for size, _ in self._looks.values())
         """Bytes of text in all files."""
         if self.total == 0:
-            raise TextError(
+            raise TaskError(
                 f"train.data: {self.root} holds no text; name a file or folder that does"
             )
 
@@ -93,7 +89,7 @@ class TextFiles:
         """Return what `write` makes of these files as they are now; see `written_once`.
 
         Raises:
-            TextError: A file was changed meanwhile.
+            TaskError: A file was changed meanwhile.
         """
         versions = [(str(path), *version) for path, (_, version) in self._looks.items()]
 
@@ -101,7 +97,7 @@ class TextFiles:
             write(*writers)
             for path, look in self._looks.items():
                 if _look_at(path) != look:
-                    raise TextError(f"train.data: {path} was changed while it was read; begin anew")
+                    raise TaskError(f"train.data: {path} was changed while it was read; begin anew")
 
         return written_once((key, versions), columns, write_of_same, seq=seq)
 
@@ -112,7 +108,7 @@ def _files_below(root: Path) -> Iterator[Path]:
         yield root
         return
     if not root.exists():
-        raise TextError(
+        raise TaskError(
             f"train.data: there is no {root}; name a text file, or a folder of them, on this "
             "machine"
         )
@@ -134,7 +130,7 @@ def _look_at(path: Path) -> tuple[int, tuple[int, int]]:
     with _reading(path), path.open("rb") as file:
         first, found = file.read(_LOOK_BYTES), os.fstat(file.fileno())
     if b"\0" in first:
-        raise TextError(
+        raise TaskError(
             f"train.data: {path} is no text (it has zero bytes, as images, archives and UTF-16 "
             "have); take it out, or convert it to UTF-8"
         )
@@ -156,7 +152,7 @@ def _reading(path: object) -> Iterator[None]:
     try:
         yield
     except OSError as failure:
-        raise TextError(
+        raise TaskError(
             f"train.data: {path} cannot be read: {failure.strerror or failure}"
         ) from failure
 
@@ -165,12 +161,12 @@ def lines_of(path: Path) -> Iterator[tuple[str, bytes]]:
     """Yield the lines of a file, with a name of each for messages.
 
     Raises:
-        TextError: The file cannot be read, or a line is too long.
+        TaskError: The file cannot be read, or a line is too long.
     """
     for number, line in enumerate(_parts_of(path, LONGEST_LINE_BYTES + 1), 1):
         where = f"line {number} of {path}"
         if len(line) > LONGEST_LINE_BYTES:
-            raise TextError(
+            raise TaskError(
                 f"train.data: {where} is longer than {LONGEST_LINE_BYTES // MIB} MiB; divide it"
             )
         yield where, line
@@ -180,13 +176,13 @@ def texts_of(path: Path) -> Iterator[tuple[str, str]]:
     """Yield the same as text.
 
     Raises:
-        TextError: As above, or a line is no UTF-8.
+        TaskError: As above, or a line is no UTF-8.
     """
     for where, line in lines_of(path):
         try:
             yield where, line.decode()
         except UnicodeDecodeError as failure:
-            raise TextError(
+            raise TaskError(
                 f"train.data: {where} is not in UTF-8 ({failure.reason}); convert the file"
             ) from failure
 
@@ -195,7 +191,7 @@ def objects_of(path: Path, advice: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the objects of a file with JSON in its lines; empty lines are left out.
 
     Raises:
-        TextError: A line holds no object.
+        TaskError: A line holds no object.
     """
     for where, whole in texts_of(path):
         if not (line := whole.strip()):
@@ -208,9 +204,9 @@ def objects_of(path: Path, advice: str) -> Iterator[tuple[str, dict[str, Any]]]:
             why: object = failure
             if isinstance(failure, json.JSONDecodeError):
                 why = f"{failure.msg}, column {failure.colno}"
-            raise TextError(f"train.data: {where} is no JSON ({why}); {advice}") from failure
+            raise TaskError(f"train.data: {where} is no JSON ({why}); {advice}") from failure
         if not isinstance(content, dict):
-            raise TextError(f"train.data: {where} is no JSON object; {advice}")
+            raise TaskError(f"train.data: {where} is no JSON object; {advice}")
         yield where, content
 
 
@@ -264,7 +260,7 @@ class TextBytes(HeldOut):
     pieces of those that are longer than `seq` + 1 bytes.
 
     Raises:
-        TextError: There is no text, it is shorter than one window, there is no document in it, or a
+        TaskError: There is no text, it is shorter than one window, there is no document in it, or a
             line is none.
     """
 
@@ -275,13 +271,13 @@ class TextBytes(HeldOut):
         self._files = files = TextFiles(path)
         self._seq, self._unit = seq, unit
         if unit == "windows" and files.total <= seq:
-            raise TextError(
+            raise TaskError(
                 f"train.data: {files.root} has {files.total} bytes, and one sample takes "
                 f"{seq + 1}; give more text, or lower train.seq to {max(2, files.total - 1)} or "
                 "less"
             )
         if not self._count():
-            raise TextError(
+            raise TaskError(
                 f"train.data: no {unit.removesuffix('s')} of {files.root} has two bytes or more; "
                 "name a file or folder with text in it"
             )
@@ -331,13 +327,13 @@ def _write_json(path: Path, writer: SampleWriter) -> None:
     """Write the texts in the lines of a file.
 
     Raises:
-        TextError: A line has none.
+        TaskError: A line has none.
     """
     for where, content in objects_of(path, f"correct the line, or take it out; {_VALID}"):
         text = content.get("text")
         if not isinstance(text, str):
             has = f"the keys {', '.join(map(repr, content))}"[:200]
-            raise TextError(
+            raise TaskError(
                 f'train.data: {where} has no "text" that is a string (it has {has}); {_VALID}'
             )
         writer.add(text.encode())

@@ -12,7 +12,6 @@ on these numbers, but for rounding; with the same ones in the same order it is t
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -24,15 +23,14 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
-from torch.utils.flop_counter import FlopCounterMode
 
 from workers.messages import Progress
 from workers.training import order, precision
 from workers.training.accumulator import Accumulator
 from workers.training.batch_in_parts import BatchInParts, Look, OneBatch
-from workers.training.batches import Batch, on_device, part_of, rows_of, tensors_in
+from workers.training.batches import Batch, on_device, part_of, tensors_in
+from workers.training.buffers import unchanged
 from workers.training.checkpoints import Identity, Lever, weights_sha256
 from workers.training.cut import Cut, OtherPart, Pass, Portion
 from workers.training.earlier import begun_model
@@ -42,10 +40,9 @@ from workers.training.host_states import HostStates
 from workers.training.loader import Feed, host_share
 from workers.training.lora import load_weights, new_model
 from workers.training.model_levers import (
-    FLOP_OF_ATTENTION,
     Compiling,
-    KernelWatch,
     ModelLevers,
+    OperationCounter,
     Recomputation,
     level_of,
 )
@@ -55,8 +52,9 @@ from workers.training.optimizers import (
     Update,
     decay_rates,
     load_states,
+    own_numbers,
 )
-from workers.training.parts import PartsError, normalises_over_samples, unchanged
+from workers.training.parts import PartsError, normalises_over_samples
 from workers.training.schedule import Course, rate_share
 from workers.training.settings import PRESETS, TrainSettings
 from workers.training.tasks import TrainTask, Validation, trained_parameters
@@ -145,7 +143,8 @@ class Trainer:
         self._levers = ModelLevers(
             settings, self.model, device_type=device.type, on_card=device.type == "cuda"
         )
-        self._accumulator = Accumulator(self.parameters)
+        self.sums = Accumulator(self.parameters)
+        """Those of the batch under way, of the rows that are computed here."""
         look = Look(
             accepts=self._hazards_of,
             tell=self._tell_hazard,
@@ -156,7 +155,7 @@ class Trainer:
         self._in_parts = BatchInParts(
             self.model,
             order.mixed(seed, 1),
-            self._accumulator,
+            self.sums,
             # The presets here are known to add up.
             look=None if settings.preset in PRESETS else look,
             draws=True,
@@ -165,8 +164,7 @@ class Trainer:
         """The one under way."""
         self._steps_here = 0
         """Optimiser steps since the model was made or a state was loaded."""
-        self.compiling = Compiling(settings, self.model, blocks, tell)
-        self._in_parts.compute = self.compiling.run
+        self._in_parts.compute = Compiling(settings, self.model, blocks, tell).run
         self._recomputation = Recomputation(blocks)
 
         optimizer = self._new_optimizer(blocks)
@@ -174,7 +172,7 @@ class Trainer:
         self._average = self._new_average()
         usual = partial(rate_share, steps=self.steps, warmup_steps=settings.warmup_steps)
         self._rates = Rates(optimizer, task.scheduler, task.schedule or usual)
-        self._update = Update(optimizer, self._average, self.host_states.step)
+        self._update = Update(optimizer, self.host_states.step, self._average)
         self._scaler = precision.LossScaler(enabled=settings.precision == "fp16")
 
         self._parking = Parking(device)
@@ -204,7 +202,7 @@ class Trainer:
     @property
     def at_boundary(self) -> bool:
         """Whether no part of an effective batch is under way, and the weights belong to a step."""
-        return self._accumulator.done == 0 and not self._update.cut
+        return self.sums.done == 0 and not self._update.cut
 
     @property
     def has_state(self) -> bool:
@@ -262,8 +260,8 @@ class Trainer:
         return Pass(
             number=passes,
             step=self.step,
-            batch=self._accumulator.beginnings,
-            done=self._accumulator.done,
+            batch=self.sums.beginnings,
+            done=self.sums.done,
             first=first,
             rows=rows,
             recomputed=self._recomputation.level / max(1, self._recomputation.most),
@@ -281,17 +279,17 @@ class Trainer:
             UpdateInterruptedError: The weights belong to no step.
         """
         self._update.check()
-        if self._accumulator.beginnings != now.batch:
-            self._accumulator.begin(self.settings.batch, 1)
-            self._accumulator.beginnings = now.batch
-        self._accumulator.done = now.done
+        if self.sums.beginnings != now.batch:
+            self.sums.begin(self.settings.batch, 1)
+            self.sums.beginnings = now.batch
+        self.sums.done = now.done
         self._recomputation.level = math.ceil(now.recomputed * self._recomputation.most)
         if now.on_host_pct > self.host_states.share_pct:
             self.host_states.move(now.on_host_pct, host_share()[1])
         self._in_parts.dropouts.key(now.first, now.rows, self.device)
         self.model.train(now.trains)
         try:
-            yield self._accumulator
+            yield self.sums
         finally:
             self.model.train()
 
@@ -313,28 +311,17 @@ class Trainer:
     @property
     def done_rows(self) -> int:
         """Rows of the batch that are in the own sums."""
-        return self._accumulator.done
+        return self.sums.done
 
     @property
     def has_rows(self) -> bool:
         """Whether rows were given that are not computed yet."""
         return self._batch is not None and not self._batch.is_done
 
-    @property
-    def flat_sums(self) -> Tensor:
-        """What `read_sums` fills, without data."""
-        return self._accumulator.flat
-
-    def read_sums(self, into: Tensor) -> tuple[float, list[bool]]:
-        """Copy the sums of the gradients of the own rows to the host; return that of the losses,
-        and for each parameter whether it has a gradient.
-        """
-        return self._accumulator.read(into)
-
     def write_sums(self, total: Tensor, loss: float, used: Sequence[bool]) -> None:
-        """Have the sums of all rows, as `read_sums` gives them, in the place of the own ones."""
+        """Have sums of all rows, as `sums.read` gives them, in the place of the own ones."""
         self._begun()  # also where no row was computed here
-        self._accumulator.write(total, loss, used)
+        self.sums.write(total, loss, used)
 
     def finish(self, agreed: Callable[[float, float], tuple[float, float]]) -> None:
         """Update with the sums that are there. Can be run again until the update itself begins.
@@ -351,7 +338,7 @@ class Trainer:
     def drop_sums(self) -> None:
         """Forget what was computed of the batch under way; it begins again."""
         self._batch = None
-        self._accumulator.begin(0, 1)
+        self.sums.begin(0, 1)
 
     def progress(self) -> Progress:
         """Say how far the training is, as far as that needs no clock."""
@@ -370,40 +357,21 @@ class Trainer:
             optimizer_pct=self._shares.pct(Part.OPTIMIZER),
         )
 
-    def flop_per_sample(self) -> float:
-        """Count the operations that the model takes for a sample, forward and backward, without
-        what is repeated.
+    def operations(self) -> tuple[float, str]:
+        """Count the operations that the model takes for a sample, or for an item where lengths
+        differ, forward and backward, without what is repeated. Return that, and the kernels that
+        attention runs on, such as `flash`; empty: the model has none.
 
         They are counted as autograd does them: nothing for the gradient of a frozen weight, and no
         backward pass at all below the first one that is trained. Takes the memory of a part of one
         sample. Call it between two optimiser steps.
         """
-        # On a CPU only the matrix products of the plain kernel are counted; on a card its own
-        # kernels, whose memory is planned, too.
-        kernel = nullcontext() if self.device.type == "cuda" else sdpa_kernel(SDPBackend.MATH)
-        counter = FlopCounterMode(display=False, custom_mapping=FLOP_OF_ATTENTION)
-        self._begun()
-        with unchanged(self.model), kernel, counter:
-            self._accumulator.backward(self._loss_of_one(level=0), 1.0, lambda *_: None)
-        flop = float(counter.get_total_flops())
-        if self.task.shorten is None:
-            return flop
-        # Lengths differ: the operations of an item are nearly the same.
-        batch = self._feed.batch
-        of_first = max(1, self.task.count(part_of(batch, 0, 1)))
-        return flop * self._feed.count / rows_of(batch) / of_first
-
-    def attention_kernels(self) -> str:
-        """Return the kernels that attention really runs on, such as `flash`; empty: the model has
-        none.
-
-        Call it between two optimiser steps.
-        """
-        self._begun()
-        # All blocks recomputed, so that nothing is kept of them: the smallest step may take that.
-        with unchanged(self.model), KernelWatch() as watch:
-            self._loss_of_one(level=self._recomputation.most)
-        return str(watch.ran)  # its base class has no types
+        batch, self._recomputation.level = self._begun(), 0
+        first = part_of(batch.batch, 0, 1)
+        with unchanged(self.model), OperationCounter() as counter:
+            self.sums.backward(batch.value(first, 0, 1), 1.0, lambda *_: None)
+        items = 1 if self.task.shorten is None else max(1, self.task.count(first))
+        return counter.get_total_flops() / items, counter.kernels
 
     def evaluate(self) -> dict[str, float]:
         """Return the task's own figures in the arithmetic of the training, for the averaged weights
@@ -468,14 +436,10 @@ class Trainer:
         Raises:
             StateMismatchError: It is not of this model; nothing was changed.
         """
+        self._refuse(state)
         lent_state = None
         if self.cut is not None and self.cut.leads:
-            if difference := self.identity.difference(
-                Identity.of(self.task.name, state["weights"], self.identity.levers).plain()
-            ):
-                raise StateMismatchError(f"the saved state is of another model: {difference}")
             state, lent_state = self.cut.parts(state)
-        self._refuse(state)
         self._update.cut = True  # until all is loaded
         load_weights(self.model, state["weights"])
         if self._average is not None:
@@ -483,7 +447,9 @@ class Trainer:
         load_states(self._update.optimizer, state["optimizer"])
         self.host_states.hold(self.host_states.share_pct)
         self._scaler.load(state["scaler"])
-        self.course = Course(**copy.deepcopy(state["course"]))
+        course = {**state["course"]}
+        course.pop("skipped_updates", None)  # of earlier versions
+        self.course = Course(**course)
         self._feed.seek(self.course.samples_used)
         self._leave_batch()
         self._steps_here = 0
@@ -510,7 +476,7 @@ class Trainer:
         self._in_parts.dropouts.forget()
         states = self._update.optimizer.state.values()
         held: list[Iterable[Tensor]] = [self.model.parameters(), self.model.buffers()]
-        held += [tensors_in(list(states)), self._accumulator.gradients, self._accumulator.loss]
+        held += [tensors_in(list(states)), self.sums.gradients, self.sums.loss]
         if self._average is not None and not self._average.on_host:
             held.append(self._average.tensors)
         return self._parking.park(chain.from_iterable(held), self.host_states.tensors)
@@ -549,6 +515,8 @@ class Trainer:
             )
         saved = Identity.of(self.task.name, state["weights"]).plain()
         own = Identity.of(self.task.name, self.model.state_dict())
+        if self.cut is not None and self.cut.leads:  # the state of the whole
+            own = replace(own, weights=self.cut.forms)
         if difference := own.difference(saved):
             raise StateMismatchError(f"the saved state is of another model: {difference}")
         if len(state["average"]) != len(self._average.tensors if self._average else []):
@@ -562,7 +530,7 @@ class Trainer:
             if self._feed.batch is None:
                 self._feed.take()
             rows = 0 if self._is_shared else self.settings.batch
-            self._accumulator.begin(rows, self._feed.count)
+            self.sums.begin(rows, self._feed.count)
             self._batch = OneBatch(
                 owner=self._in_parts,
                 batch=self._feed.batch,
@@ -576,8 +544,8 @@ class Trainer:
         return self._batch
 
     def _leave_batch(self) -> None:
-        self._batch = self._feed.batch = None
-        self._accumulator.begin(self.settings.batch, 1)
+        self._feed.batch = None
+        self.drop_sums()
 
     def _loss(self, samples: Batch) -> object:
         """Return the task's loss of samples, or what it takes for one.
@@ -589,11 +557,6 @@ class Trainer:
         # Where parts are compared, rounding is to be small.
         with self.arithmetic(widened=self._in_parts.checking):
             return self.task.loss(self.model, self._levers.ordered(part))
-
-    def _loss_of_one(self, level: int) -> Tensor:
-        """Return the loss of the first sample of the batch, with so many recomputed blocks."""
-        self._recomputation.level = level
-        return self._begun().value(part_of(self._feed.batch, 0, 1), 0, 1)
 
     def _hazards_of(self, found: Sequence[PartsError]) -> dict[str, str]:
         """Return a sentence for each kind of thing that makes the training depend on how its
@@ -611,23 +574,26 @@ class Trainer:
         }
 
     def _tell_hazard(self, sentence: str) -> None:
-        self.hazards.append(sentence)
-        self._tell("hazard", reason=sentence)
+        if sentence not in self.hazards:
+            self.hazards.append(sentence)
+            self._tell("hazard", reason=sentence)
 
     def _tell_what_is_not_saved(self, batch: OneBatch) -> None:
         """Tell of numbers of the model that a pass changes and no state has, once: in the second
         step, since some are set by the first pass of a process.
         """
-        self._steps_here += 1
-        if self._steps_here != 2 or self.settings.preset in PRESETS:
+        if self._steps_here != 1 or self.settings.preset in PRESETS:
             return
         for module, name in batch.changed():
             if name not in module._buffers:
-                self._tell_hazard(
-                    f"{name} of {type(module).__name__} is a number that each pass changes and no "
-                    "checkpoint has, so it begins anew after a kill; make it a buffer "
-                    "(register_buffer) if the loss depends on it"
-                )
+                instead = "make it a buffer (register_buffer) if the loss depends on it"
+                self._tell_not_saved(name, module, "pass", instead)
+
+    def _tell_not_saved(self, name: str, owner: object, event: str, instead: str) -> None:
+        self._tell_hazard(
+            f"{name} of {type(owner).__name__} is a number that each {event} changes and no "
+            f"checkpoint has, so it begins anew after a kill; {instead}"
+        )
 
     def _refuse_changes(self, batch: OneBatch) -> None:
         """Raise a `TaskError` where a pass changes the model: each member would have its own."""
@@ -642,9 +608,10 @@ class Trainer:
         self, agreed: Callable[[float, float], tuple[float, float]] = lambda *own: own
     ) -> None:
         """Update the weights. Until the update itself begins this can be run again."""
-        rates = self._rates.at(self.step)
+        rates, optimizer = self._rates.at(self.step), self._update.optimizer
+        before = own_numbers(optimizer) if self._steps_here == 1 else {}
         with self._shares.timing(Part.OPTIMIZER):
-            loss, updated = self._accumulator.finish(
+            loss, _ = self.sums.finish(
                 self._update,
                 self._scaler,
                 step=self.step,
@@ -652,7 +619,11 @@ class Trainer:
                 rates=rates,
                 agreed=agreed,
             )
+        for name, _ in sorted(before.items() - own_numbers(optimizer).items()):
+            instead = "keep it in a group of the optimiser if an update depends on it"
+            self._tell_not_saved(name, optimizer, "update", instead)
+        self._steps_here += 1
         self.lent_state = None
-        self.course.finished_step(loss, self.settings.batch, updated=updated)
+        self.course.finished_step(loss, self.settings.batch)
         self._accumulation = len(self._in_parts.parts)
         self._leave_batch()

@@ -54,9 +54,9 @@ class WorkloadContext:
     """Whether this is the slot's first process in the run: what lies in `state_dir` is then not to
     be continued.
     """
-    checkpoint: bytes | None = None
-    """The head's copy of what an earlier process of the slot had in `saved`; it may be older than
-    what lies here.
+    checkpoint: Path | None = None
+    """The file with the head's copy of what an earlier process of the slot had in `saved`; it may
+    be older than what lies here.
     """
     memory: MemorySettings | None = None
     """The section `memory:` of cluster.yaml, for a workload that fills its share of the device."""

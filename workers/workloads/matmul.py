@@ -110,6 +110,7 @@ class Matmul(Workload):
             # Workspaces of libraries, made when the device was opened.
             self._claim.beside_bytes = torch.cuda.memory_allocated(context.device)
         self._wanted_bytes = 0
+        """Of the block from the next step on, unless that needs more."""
         self._is_filling = False
         """Whether a step is under way whose block is larger than it needs."""
         self._tensors: _Tensors | None = None
@@ -124,7 +125,7 @@ class Matmul(Workload):
     @property
     def claim_bytes(self) -> int | None:  # type: ignore[override]
         """Bytes of the block; `None` without one."""
-        return None if self._tensors is None else self._tensors.total_bytes
+        return None if self._tensors is None else self._tensors.form[1]
 
     def run(self, loop: Loop[Run]) -> StepResult | None:
         """Do a step in a block of what the loop allows."""
@@ -150,14 +151,7 @@ class Matmul(Workload):
         """Fill this much from the next step on, or what a step needs if that is more."""
         if self.context.device.type == "cuda":
             claim_bytes -= claim_bytes % _SEGMENT_BYTES
-        self._wanted_bytes, tensors = claim_bytes, self._tensors
-        if tensors is None or tensors.total_bytes == max(
-            claim_bytes, self.needed_bytes(tensors.size, 1)
-        ):
-            return
-        self.release()
-        if self.context.device.type == "cuda":
-            torch.cuda.empty_cache()  # the next block has another size
+        self._wanted_bytes = claim_bytes
 
     def needed_bytes(self, size: int, batch: int) -> int:
         """Two operands and one result; the ring takes what is left over."""
@@ -187,10 +181,13 @@ class Matmul(Workload):
         return StepResult(flop=2.0 * rounded(size) ** 3 * products)
 
     def prepared(self, size: int) -> _Tensors:
-        """Return the block, cut into matrices of this size."""
-        if self._tensors is None or self._tensors.size != size:
+        """Return the block that is to be filled, cut into matrices of this size."""
+        block_bytes = max(self._wanted_bytes, self.needed_bytes(size, 1))
+        if self._tensors is None or self._tensors.form != (size, block_bytes):
             self.release()  # the old ring must go before the new one comes
-            self._tensors = _Tensors(size, self._wanted_bytes, self.context)
+            if self.context.device.type == "cuda":
+                torch.cuda.empty_cache()  # the next block has another size
+            self._tensors = _Tensors(size, block_bytes, self.context)
             self._products_per_step = 1
         return self._tensors
 
@@ -213,15 +210,17 @@ class _Tensors:
     in the allocator's pool.
     """
 
-    def __init__(self, size: int, claim_bytes: int, context: WorkloadContext) -> None:
-        self.size = size
+    def __init__(self, size: int, block_bytes: int, context: WorkloadContext) -> None:
+        """Allocate so much: two operands and one result at the least."""
+        self.form = size, block_bytes
+        """As it was asked for."""
         n = rounded(size)
         each_bytes = matrix_bytes(size, context.dtype)
-        # Two operands and one result at the least: where even that does not fit, the device says
-        # so.
-        block = torch.empty(
-            max(claim_bytes, 3 * each_bytes), dtype=torch.uint8, device=context.device
-        )
+        block = torch.empty(block_bytes, dtype=torch.uint8, device=context.device)
+        if context.device.type == "cpu":
+            # The kernel gives pages at the first write. Resident memory that grew with the ring
+            # would look like a leak.
+            block.zero_()
         matrices = block[: len(block) // each_bytes * each_bytes].view(context.dtype).view(-1, n, n)
         generator = torch.Generator(device=context.device).manual_seed(context.seed)
         # Drawn in the final type: a detour over fp32 would need more memory for a moment.
@@ -230,7 +229,6 @@ class _Tensors:
         self._next = 0
         self._multiplied = False
         self._block = block
-        self.total_bytes = len(block)
         self._each_bytes = each_bytes
 
     def multiply(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import shutil
 import sys
 import time
 from collections import deque
@@ -121,7 +122,8 @@ class Train(Workload):
             self._team = self._member(context.team)
         self._trainer: Trainer | None = None
         self._checkpoints: Checkpoints | None = None
-        self._flop_per_unit = 0.0
+        self._flop = 0.0
+        """Operations of a sample, or of an item where lengths differ."""
         self._sha256: str | None = None
         self._told_failure: str | None = None
         self._validated_step: int | None = None
@@ -232,11 +234,9 @@ class Train(Workload):
             return StepResult()
         trainer = self._trained
         self._tell_move(loop.peak_bytes)
-        flop_per_sample = self._flop_per_unit * self._units_per_sample(trainer)
         rows, self._rows_of_step = self._rows_of_step, 0
-        return StepResult(
-            flop=flop_per_sample * (self._settings.batch if self._team is None else rows)
-        )
+        items = 1.0 if self._task.shorten is None else trainer.items_per_sample
+        return StepResult(flop=self._flop * items * rows)
 
     def _await_team(self) -> None:
         """Wait until this member of a team has something to compute."""
@@ -470,12 +470,11 @@ class Train(Workload):
             return self._shared(trainer)
         if self.context.state_dir is not None:
             self._go_on(trainer, self.context.state_dir)
-        if not self._restored:
-            for sentence in self._task.notes:
-                self.context.tell("hazard", reason=sentence)
+        for sentence in self._task.notes:
+            self._tell("hazard", reason=sentence)
         if trainer.loader_numbers.reason:
             self.context.tell("loader", **asdict(trainer.loader_numbers))
-        self._flop_per_unit = self._flop(trainer) / self._units_per_sample(trainer)
+        self._count_operations(trainer)
         if settings.adapter != "none":
             trained, parameters = (
                 sum(weight.numel() for weight in weights)
@@ -488,8 +487,6 @@ class Train(Workload):
                 parameters=parameters,
                 trained_pct=100 * trained / parameters,
             )
-        if ran := trainer.attention_kernels():
-            self.context.tell("attention", ran=ran)
         return self._shared(trainer)
 
     def _shared(self, trainer: Trainer) -> Trainer:
@@ -499,26 +496,22 @@ class Train(Workload):
             self._team.open(trainer)
         return trainer
 
-    def _flop(self, trainer: Trainer) -> float:
-        """Count the operations of a sample; 0 where that has no memory: no block is recomputed for
-        it, and a training that needs that is to train all the same.
+    def _count_operations(self, trainer: Trainer) -> None:
+        """Count those of a sample; 0 where that has no memory: no block is recomputed for it, and a
+        training that needs that is to train all the same.
         """
         try:
-            return trainer.flop_per_sample()
+            self._flop, ran = trainer.operations()
         except Exception as error:
             failure = oom.classify(error)
             # torch asserts shapes when it counts an operator; that must end no training.
             if not failure.is_out_of_memory and not isinstance(error, AssertionError):
                 raise
             oom.drop_frames(error)
-        self.context.tell("flop_unknown", reason=failure.text)
-        return 0.0
-
-    def _units_per_sample(self, trainer: Trainer) -> float:
-        """Return what the operations of a sample go by: its items where lengths differ, else
-        nothing.
-        """
-        return 1.0 if self._task.shorten is None else trainer.items_per_sample
+            self.context.tell("flop_unknown", reason=failure.text)
+            return
+        if ran:
+            self.context.tell("attention", ran=ran)
 
     def _go_on(self, trainer: Trainer, folder: Path) -> None:
         """Load the last good checkpoint, unless this is the beginning of a run."""
@@ -528,12 +521,15 @@ class Train(Workload):
                 folder, trainer.identity, save_every_s=self._settings.save_every_s
             )
         if self.context.checkpoint is not None:
-            with suppress(OSError):  # nothing can be written there either, and that is told
+            sent = folder / FROM_HEAD
+            try:
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-                sent = folder / FROM_HEAD
-                sent.write_bytes(self.context.checkpoint)
+                shutil.copyfile(self.context.checkpoint, sent)
                 if read_number(sent) == earlier.NUMBER:
                     sent.replace(folder / FROM_RUN)
+            except OSError as failure:
+                reason = f"the head's copy cannot be put into {folder}: {failure.strerror}"
+                self.context.tell("checkpoint_refused", reason=reason)
         if begins:
             try:
                 self._checkpoints.discard()

@@ -12,9 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, TypeAlias
 
 from orchestrator.jobs.model import JobState
-from orchestrator.record.archive import Frame, Freshness
 from orchestrator.record.model import FIELDS, Field, Row, rows_by_card
-from orchestrator.view.alerts import Alert, is_up, nodes_up, rows
+from orchestrator.view.alerts import Frame, Freshness
 from workers.messages import WorkerState
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
@@ -32,13 +31,13 @@ _Values: TypeAlias = Iterable[tuple[Sequence[str], float | None]]
 _Rows: TypeAlias = Sequence[tuple[Sequence[str], Row]]
 
 
-def exposition(frame: Frame, alerts: Iterable[Alert]) -> bytes:
+def exposition(frame: Frame) -> bytes:
     """Return all metrics of a run as text."""
-    lines = [*_of_run(frame, alerts), *_of_slots(frame), *_of_cards(frame)]
+    lines = [*_of_run(frame), *_of_slots(frame), *_of_cards(frame)]
     return ("\n".join(lines) + "\n").encode()
 
 
-def _of_run(frame: Frame, alerts: Iterable[Alert]) -> Iterator[str]:
+def _of_run(frame: Frame) -> Iterator[str]:
     run, queue = frame.run, frame.queue
     about = [((run.facts.run_id, run.facts.mode), 1)]
     yield from _gauges("run_info", "Which run it is.", ("run_id", "mode"), about)
@@ -46,14 +45,14 @@ def _of_run(frame: Frame, alerts: Iterable[Alert]) -> Iterator[str]:
     outcome = run.outcome if frame.freshness is Freshness.ENDED else "running"
     yield from _gauges("run_outcome", "1 for how the run stands.", ("outcome",), [((outcome,), 1)])
     for name, text, value in (
-        ("head_up", "1 while a head works on the run.", is_up(frame)),
+        ("head_up", "1 while a head works on the run.", frame.is_up),
         ("run_elapsed_seconds", "Time that the run has worked.", frame.snapshot.elapsed_s),
         ("frame_age_seconds", "Time since the records last changed.", frame.late_s),
     ):
         yield from _gauges(name, text, (), [((), value)])
-    nodes = (((node,), up) for node, up in nodes_up(frame).items())
+    nodes = (((node,), up) for node, up in frame.nodes_up.items())
     yield from _gauges("node_up", "1 while a planned node is in the cluster.", ("node",), nodes)
-    wrong = (((one.name, one.severity, one.subject, one.node or ""), 1) for one in alerts)
+    wrong = (((one.name, one.severity, one.subject, one.node or ""), 1) for one in frame.alerts)
     labels = ("name", "severity", "subject", "node")
     yield from _gauges("alert", "1 for each thing that is wrong, else absent.", labels, wrong)
     if queue is not None:
@@ -67,7 +66,7 @@ def _of_run(frame: Frame, alerts: Iterable[Alert]) -> Iterator[str]:
 def _of_slots(frame: Frame) -> Iterator[str]:
     # Counts stay true when the head has ended; what a slot is or holds does not.
     everything: _Rows = [((row.node, row.slot), row) for row in frame.snapshot.rows]
-    now: _Rows = [((row.node, row.slot), row) for row in rows(frame)]
+    now: _Rows = [((row.node, row.slot), row) for row in frame.rows]
     # What a slot is not has no series: with zeros, these would be most of all series.
     states = (((*of, row.state.value.lower()), 1) for of, row in now)
     text = "1 for the state of the slot; other states are absent."
@@ -100,7 +99,7 @@ def _of_slots(frame: Frame) -> Iterator[str]:
 
 def _of_cards(frame: Frame) -> Iterator[str]:
     """Yield the metrics of each card on which workers report."""
-    reporting = [row for row in rows(frame) if row.gpu_uuid and isinstance(row.state, WorkerState)]
+    reporting = [row for row in frame.rows if row.gpu_uuid and isinstance(row.state, WorkerState)]
 
     def age_s(row: Row) -> float:
         return float("inf") if row.heartbeat_age_s is None else row.heartbeat_age_s

@@ -29,12 +29,12 @@ from orchestrator.control import queue, slots
 from orchestrator.control.slots import Do
 from orchestrator.errors import ArchiveError, UsageError, one_line
 from orchestrator.jobs.model import JobOrder
-from orchestrator.record.archive import Frame
 from orchestrator.record.folders import find_run
 from orchestrator.record.jobs import QUEUE_NAME
 from orchestrator.view import charts
+from orchestrator.view.alerts import Frame
 from orchestrator.view.document import document
-from orchestrator.view.look import Look, Watch
+from orchestrator.view.look import Watch
 from orchestrator.view.web import guard, metrics
 from orchestrator.view.web.guard import LOOPBACK, Access
 from workers.files import read_small, replace_whole
@@ -99,7 +99,7 @@ class Site:
         self._runs_dir, self._run_id = runs_dir, run_id
         self._lock = asyncio.Lock()
         self._watch: tuple[Path, Watch] | None = None
-        self._last: tuple[float, Look, str] | None = None
+        self._last: tuple[float, Frame, str] | None = None
         """When the run was looked at, by the monotonic clock, how it was, and its document."""
 
     def application(self) -> web.Application:
@@ -135,7 +135,7 @@ class Site:
         """Return the folder of the run; `UsageError` where there is none."""
         return find_run(self._runs_dir, self._run_id)
 
-    async def look(self) -> tuple[Look, str]:
+    async def look(self) -> tuple[Frame, str]:
         """Return the run as it is now, and its document as JSON: one look serves all who ask within
         half a second.
 
@@ -144,22 +144,22 @@ class Site:
         async with self._lock:
             return await asyncio.to_thread(self._looked)
 
-    def _looked(self) -> tuple[Look, str]:
+    def _looked(self) -> tuple[Frame, str]:
         folder, now_s = self.folder(), time.monotonic()
         if self._watch is None or self._watch[0] != folder:
             self._watch, self._last = (folder, Watch(folder)), None
         if self._last is None or now_s - self._last[0] > LOOK_EVERY_S / 2:
             self.looks += 1
-            look = self._watch[1].look()
-            can_control = self.access.with_control and look.frame.run.outcome == "running"
-            shown = {**document(look.frame, look.alerts), "control": can_control}
+            frame = self._watch[1].look()
+            can_control = self.access.with_control and frame.run.outcome == "running"
+            shown = {**document(frame), "control": can_control}
             text = json.dumps(shown, separators=(",", ":"), allow_nan=False)
-            self._last = now_s, look, text
+            self._last = now_s, frame, text
         return self._last[1:]
 
     async def _get_metrics(self, _request: web.Request) -> web.StreamResponse:
-        look, _ = await self.look()
-        content = await asyncio.to_thread(metrics.exposition, look.frame, look.alerts)
+        frame, _ = await self.look()
+        content = await asyncio.to_thread(metrics.exposition, frame)
         return web.Response(body=content, headers={"Content-Type": metrics.CONTENT_TYPE})
 
     async def _get_index(self, request: web.Request) -> web.StreamResponse:
@@ -219,7 +219,7 @@ class Site:
         """Tell the head what to do with slots, or its queue what to do with jobs."""
         async with asyncio.timeout(_BODY_MOST_S):
             command = _Command.model_validate_json(await request.read())
-        frame = (await self.look())[0].frame
+        frame, _ = await self.look()
         effect = await asyncio.to_thread(_given, command, frame)
         return web.json_response({"id": command.id, "ok": True, "effect": effect})
 

@@ -152,8 +152,10 @@ def test_nodes_by_hand_are_named_awaited_asked_and_used(
 
     found = doctor(by_hand, *TEAM)
     verdicts = {key: row["verdict"] for key, row in found.items()}
-    expected = {(node, check): "ok" for node in ("pc1", "pc2") for check in ("torch", "network")}
+    expected = {(node, "network"): "ok" for node in ("pc1", "pc2")}
     expected |= {(node, "plan"): "fail" for node in ("pc1", "pc2")}
+    # On a busy machine torch may take too long to be imported.
+    assert {verdicts[node, "torch"] for node in ("pc1", "pc2")} <= {"ok", "warn"}
     expected |= {(None, check): "ok" for check in ("versions", "token")}
     assert "b/s to pc1" in found["pc2", "link"]["found"]
     # Where a node gave no answer, its findings say why.

@@ -6,7 +6,6 @@ import contextlib
 import json
 import sqlite3
 import subprocess
-import time
 
 import psutil
 import pytest
@@ -35,7 +34,7 @@ def stored_when(head: Head, elapsed_s: float) -> StoredRun:
 
 @needs_mounts
 def test_a_read_only_run_folder_is_told_and_ends_no_run(start: Starter) -> None:
-    head = start("--rehearse", "--duration", "10s", "--plain", *ONE_EACH, *RESTING, before=UNSHARED)
+    head = start("--rehearse", "--duration", "15s", "--plain", *ONE_EACH, *RESTING, before=UNSHARED)
     known = stored_when(head, 1.0)
     folder = head.folder()
     inside = (
@@ -51,16 +50,17 @@ def test_a_read_only_run_folder_is_told_and_ends_no_run(start: Starter) -> None:
     # it again.
     with contextlib.closing(sqlite3.connect(folder / STORE_NAME, isolation_level=None)) as store:
         store.execute("BEGIN EXCLUSIVE")
-        time.sleep(2)
+        assert head.process.stdout is not None
+        while "! the record of the run cannot be written to" not in head.process.stdout.readline():
+            assert head.process.poll() is None, "it ended without a word of the lock"
         store.execute("ROLLBACK")
     code, out, err = head.finish()
     assert code == 1, out + err
-    assert "! the record of the run cannot be written to" in out
     assert "Outcome: degraded. Summary: not written" in err
     assert "Read-only file system" in err
     assert "Traceback" not in out + err
     left = read_run(folder)
-    assert known.elapsed_s <= left.elapsed_s < 10.0
+    assert known.elapsed_s <= left.elapsed_s < 15.0
     assert left.outcome == "interrupted", "as far as anybody can know who was not there"
 
 
