@@ -50,7 +50,7 @@ from workers.messages import Begin, Status
 _WAIT_S = 0.1
 
 
-#: What is done so often at most. A run that nobody watches is looked at for its samples alone: then
+#: What is done so often at most. A run without watchers is looked at for its samples alone: then
 #: by another clock, so a little later.
 _EVERY_S = {
     "look at nodes": 1.0,

@@ -56,7 +56,7 @@ def test_a_count_is_read_as_it_was_before_the_batch(most: int, begins: int) -> N
 
 
 def test_a_buffer_that_was_expanded_stays() -> None:
-    """Torch lets nobody write into one."""
+    """Torch refuses a write into one."""
 
     def made() -> nn.Module:
         model = net()

@@ -1,8 +1,8 @@
 """What earlier runs of this user learned on this PC: the size that fits, by card and workload.
 
 One small JSON file that all processes of the user read and write. Of a card, type and workload it
-has what was learned last. Nothing here raises: whoever asks is told once why the file cannot be
-read or written, or that it is damaged. A worker then starts without a learned size. A policy checks
+has what was learned last. Nothing here raises: the caller is told once why the file cannot be read
+or written, or that it is damaged. A worker then starts without a learned size. A policy checks
 such a size with each step that starts there. Loads no torch.
 """
 

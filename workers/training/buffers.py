@@ -74,7 +74,7 @@ def _write(there: Kept | None, kept: Kept) -> bool:
 
 
 def _is_spread(kept: Kept) -> bool:
-    """Whether it was expanded, so that torch lets nobody write into it."""
+    """Whether it was expanded, so that torch refuses a write into it."""
     if not isinstance(kept, Tensor):
         return False
     return any(not step and size > 1 for step, size in zip(kept.stride(), kept.shape, strict=True))
