@@ -6,16 +6,15 @@ standard error.
     python scripts/gpu_acceptance.py --only cap speed      # some of the checks
     python scripts/gpu_acceptance.py --device cpu --quick  # the same, scaled down, without a card
 
-Needs torch, psutil and nvidia-ml-py, and nothing installed of this project: no Ray. The card should
-be idle; what others hold of it is left alone, and budgets that do not fit beside it are scaled and
-said to be. Exit code 0: all that could be checked holds; 1: something does not; 2: wrong arguments,
-or nothing to check with.
+Needs torch, psutil and nvidia-ml-py (`pynvml`), and nothing installed of this project: no Ray. The
+card should be idle; what others hold of it is left alone, and budgets that do not fit beside it are
+scaled and said to be. Exit code 0: all that could be checked holds; 1: something does not; 2: wrong
+arguments, or no card.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import sys
@@ -23,15 +22,9 @@ import warnings
 from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parent.parent
-_NEEDED = {"torch": "torch", "psutil": "psutil", "pynvml": "nvidia-ml-py"}
 
 
 def main() -> int:
-    missing = [name for module, name in _NEEDED.items() if importlib.util.find_spec(module) is None]
-    if missing:
-        words = f"not installed here: {', '.join(missing)}; type: pip install {' '.join(missing)}"
-        print(words, file=sys.stderr)
-        return 2
     _prepare()
     from acceptance import suite
     from acceptance.machine import open_machine

@@ -192,7 +192,6 @@ FACTS = RunFacts(
     run_id="20261120-051500-0b76",
     started_at_unix_s=STARTED_UNIX_S,
     duration_s=30.0,
-    min_success_rate=0.95,
     mode="rehearse",
     device=None,
     one_machine=True,
@@ -235,7 +234,6 @@ def make_snapshot(*rows: Row, **changed: object) -> Snapshot:
     """Make a snapshot of rows, ten seconds into a run of thirty."""
     usual: dict[str, Any] = {
         "run_id": "run-1",
-        "started_at": STARTED_UNIX_S,
         "elapsed_s": 10.0,
         "duration_s": 30.0,
         "nodes_planned": ("pc1", "pc2"),
@@ -243,7 +241,8 @@ def make_snapshot(*rows: Row, **changed: object) -> Snapshot:
         "rows": rows,
     }
     given = {**usual, **changed}
-    given.setdefault("now_unix_s", given["started_at"] + given["elapsed_s"])
+    began_unix_s = given.pop("started_at", STARTED_UNIX_S)
+    given.setdefault("now_unix_s", began_unix_s + given["elapsed_s"])
     return Snapshot(**given)
 
 

@@ -23,7 +23,6 @@ from orchestrator.cli.loading import duration_s
 from orchestrator.config.load import load_config
 from orchestrator.errors import ConfigError
 from orchestrator.lab.chaos import parse_chaos
-from orchestrator.lab.tune import names_in
 from orchestrator.record.model import STATES_WORST_FIRST
 from orchestrator.view.slots import COLUMNS
 from tests.in_child import InChild
@@ -171,9 +170,7 @@ def test_every_documented_command_exists(document: Path) -> None:
 
 
 #: What reads the value of an option.
-READERS = {
-    "chaos": parse_chaos, "duration": duration_s, "budget": duration_s, "levers": names_in,
-}  # fmt: skip
+READERS = {"chaos": parse_chaos, "duration": duration_s, "budget": duration_s}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))

@@ -95,8 +95,6 @@ class _Change:
     """
 
     node: str
-    host: str
-    """A home folder may be shared by machines."""
     pid: int
     started: str | None
     """When the process that sets it began, as `processes.start_time` reports it."""
@@ -107,8 +105,7 @@ class _Change:
 
     @property
     def path(self) -> Path:
-        name = f"{self.host}-{self.pid}-{self.uuid}-{self.key}.json"
-        return _folder() / name.replace("/", "-")
+        return _folder() / f"{self.pid}-{self.uuid}-{self.key}.json"
 
     @property
     def is_left(self) -> bool:
@@ -162,7 +159,8 @@ def put_back_left() -> tuple[str, ...]:
 
 
 def _folder() -> Path:
-    return default_path().parent / "kept"
+    # A home folder may be shared by machines.
+    return default_path().parent / "kept" / socket.gethostname()
 
 
 def _one_at_a_time() -> AbstractContextManager[None]:
@@ -174,7 +172,7 @@ def _changes() -> Iterator[_Change]:
     for path in sorted(_folder().glob("*.json")):
         with suppress(OSError, ValueError, TypeError):
             change = _Change(**json.loads(read_small(path, _MOST_BYTES)))
-            if change.host == socket.gethostname() and change.key in _SETTINGS:
+            if change.key in _SETTINGS:
                 yield change
 
 
@@ -200,7 +198,6 @@ def _planned(wanted: WantedSettings) -> Iterator[_Change]:
             if set_to != before:
                 yield _Change(
                     node=wanted.node,
-                    host=socket.gethostname(),
                     pid=os.getpid(),
                     started=start_time(os.getpid()),
                     key=key,

@@ -12,32 +12,22 @@ from typing import Final
 
 
 class Throttle(IntFlag):
-    """Why a card runs below its highest clock.
+    """Troubles for which a card runs below its highest clock.
 
-    NVML's `nvmlClocksEventReason…` bits, which come together.
+    Of NVML's `nvmlClocksEventReason…` bits, which come together. The others are everyday life, such
+    as 0x1 (idle) and 0x4 (at its power limit, as a busy card is expected to be): field notes, and
+    NVML's documentation of the reasons.
     """
 
-    IDLE = 0x1
-    APPLICATION_CLOCKS = 0x2
-    #: At its power limit: what a busy card is expected to do.
-    POWER_CAP = 0x4
     HARDWARE_SLOWDOWN = 0x8
-    SYNC_BOOST = 0x10
     SOFTWARE_THERMAL = 0x20
     HARDWARE_THERMAL = 0x40
     #: The board or the power supply asked for less.
     POWER_BRAKE = 0x80
-    DISPLAY_CLOCKS = 0x100
 
 
-#: The bits that mean trouble; the others are everyday life (field notes; NVML's documentation of
-#: the reasons).
-THROTTLE_ALARMS: Final = (
-    Throttle.HARDWARE_SLOWDOWN
-    | Throttle.SOFTWARE_THERMAL
-    | Throttle.HARDWARE_THERMAL
-    | Throttle.POWER_BRAKE
-)
+#: All bits that mean trouble.
+THROTTLE_ALARMS: Final = sum(Throttle)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +47,7 @@ class SensorReading:
     utilisation_pct: float | None = None
     """Share of the last moment in which any kernel ran."""
     throttle_bits: int | None = None
-    """Sum of `Throttle` bits at this moment, unknown ones included."""
+    """Sum of all reasons of NVML at this moment, everyday and unknown ones included."""
     throttle_pct: float | None = None
     """Share of the samples of the last minute in which one of `THROTTLE_ALARMS` was set."""
     fan_pct: float | None = None

@@ -1,14 +1,13 @@
-"""Injected failures for tests of your own workload: torch's real exception types, on command.
+"""Failures for tests of your own workload: torch's real exception types. Does not allocate.
 
-In the style of spark-rapids' `injectRetryOOM`: so many failures, after so many good allocations.
-Does not allocate.
+class MyWorkload(Workload):
+    fails = 2
 
-    class MyWorkload(Workload):
-        injector = OomInjector(num=2, skip=10)
-
-        def step(self, size, batch):
-            self.injector.check()  # before anything that allocates
-            ...
+    def step(self, size, batch):
+        if self.fails:
+            self.fails -= 1
+            raise injected_error(FailureKind.DEFINITE)
+        ...
 """
 
 from __future__ import annotations
@@ -32,44 +31,6 @@ _ERRORS: Final = {
     ),
     FailureKind.OTHER: (RuntimeError, "mat1 and mat2 shapes cannot be multiplied (2x3 and 2x3)"),
 }
-
-
-class OomInjector:
-    """Lets `skip` checks pass, then fails `num` of those that follow, then lets all pass."""
-
-    def __init__(self, num: int, skip: int = 0, kind: FailureKind = FailureKind.DEFINITE) -> None:
-        """Prepare; nothing fails before `check` is called.
-
-        Args:
-            num: Failures in all.
-            skip: Checks before the first that may fail.
-            kind: What `workers.oom.classify` will make of the failure.
-
-        Raises:
-            ValueError: `num` or `skip` is negative.
-        """
-        if num < 0 or skip < 0:
-            raise ValueError(f"num and skip must not be negative, not {num} and {skip}")
-        self.checks = 0
-        """Steps or allocations that asked."""
-        self.injected = 0
-        """Times one failed."""
-        self._num = num
-        self._skip = skip
-        self._kind = kind
-
-    def check(self) -> None:
-        """Raise what `injected_error` makes of the kind, if it is time to."""
-        if self.due():
-            raise injected_error(self._kind)
-
-    def due(self) -> bool:
-        """Count a check, and return whether it is to fail, for callers that do more than raise."""
-        self.checks += 1
-        if self.checks <= self._skip or self.injected >= self._num:
-            return False
-        self.injected += 1
-        return True
 
 
 def injected_error(kind: FailureKind) -> RuntimeError:

@@ -164,7 +164,7 @@ def runs(where: Where, json_output: bool = AS_JSON) -> None:
     from orchestrator.cli.runs import runs_parts
 
     folder = where.runs
-    listed = list_runs(folder)
+    listed = tuple(list_runs(folder))
     if json_output:
         print_json({"runs": [run_object(one) for one in listed]})
     else:
@@ -383,14 +383,14 @@ def tune(
     levers: str | None = value("KEY[=VALUE],...", "Only these. Default: all."),
 ) -> None:
     """Measure what each setting brings here; write tuned.yaml."""
-    from orchestrator.lab.tune import Tuning, names_in
+    from orchestrator.lab.tune import Tuning
 
     import_from_here()
     tuning = Tuning(
         here.load(),
         rehearse=here.rehearse,
         budget_s=duration_s(budget, "--budget"),
-        names=names_in(levers or ""),
+        names=[name.strip() for name in (levers or "").split(",") if name.strip()],
         workload=workload,
     )
     is_whole = tuning.run(lambda line: typer.echo(line, err=True))

@@ -36,12 +36,13 @@ from orchestrator.record.archive import StoredRun, head_of, read_run
 from orchestrator.record.command_file import any_waits
 from orchestrator.record.events import StoredEvent, read_events
 from orchestrator.record.folders import (
+    LATEST,
     RUNNING,
     command_for,
     find_queue,
     find_run,
     go_on_command,
-    list_runs,
+    look_into,
 )
 from orchestrator.record.jobs import QUEUE_NAME, QueueSnapshot, queue_of, queue_snapshot
 from orchestrator.record.output import Follower, last_lines
@@ -96,9 +97,12 @@ def run(
         before = None
 
     def options(added: Sequence[Job], config: Config, target: Target) -> runner.Options:
-        of_queue = runner.QueueOptions(stays=stay, jobs=on_target(added, config, target))
         return runner.Options(
-            json=here.as_json, plain=here.plain, wait_for_nodes=True, queue=of_queue
+            json=here.as_json,
+            plain=here.plain,
+            wait_for_nodes=True,
+            jobs=on_target(added, config, target),
+            stays=stay,
         )
 
     if before is not None:
@@ -323,19 +327,18 @@ def _queue_before(runs_dir: Path, waits_in: str = "") -> StoredRun | None:
 
     `UsageError`: its head is at work.
     """
-    for listed in list_runs(runs_dir):
-        folder = listed.folder / QUEUE_NAME
-        if not folder.exists():
-            continue
-        if listed.outcome == RUNNING:
-            raise UsageError(
-                f"the queue of run {listed.run_id} is under way; add to it: python -m "
-                "orchestrator jobs submit FILE; or begin another: --new"
-            )
-        mode = None if listed.run is None else listed.run.facts.mode
-        is_over = queue_of(listed.folder).is_over and not any_waits(folder)
-        return None if is_over and mode != waits_in else read_run(listed.folder)
-    return None
+    try:
+        newest = look_into(find_queue(runs_dir, LATEST))
+    except UsageError:  # there is none
+        return None
+    if newest.outcome == RUNNING:
+        raise UsageError(
+            f"the queue of run {newest.run_id} is under way; add to it: python -m orchestrator jobs "
+            "submit FILE; or begin another: --new"
+        )
+    mode = None if newest.run is None else newest.run.facts.mode
+    is_over = queue_of(newest.folder).is_over and not any_waits(newest.folder / QUEUE_NAME)
+    return None if is_over and mode != waits_in else read_run(newest.folder)
 
 
 def _never_began(stored: StoredRun, queue: Queue, jobs: Sequence[Job]) -> bool:

@@ -230,17 +230,19 @@ def stop_runs(run_dir: str, *, wait_s: float = 0.0) -> Iterator[str]:
         raise UsageError(
             f"no run is under way in {Path(run_dir).absolute()}; --run-dir names another folder"
         )
-    began = {head.pid: processes.start_time(head.pid) or "" for head in heads.values()}
+    asked: dict[int, str] = {}
     for name, head in heads.items():
+        began = processes.start_time(head.pid) or ""
         try:
             head.send_signal(signal.SIGINT)
+            asked[head.pid] = began
             yield f"asked run {name} (process {head.pid}) to end"
         except psutil.Error as error:
             yield f"run {name} cannot be asked to end: {error}"
-    if wait_s > 0:
+    if wait_s > 0 and asked:
         yield f"waiting up to {wait_s:.0f} s until it has ended"
-        _await_end(began, wait_s)
-        left = left_of(began)
+        _await_end(asked, wait_s)
+        left = left_of(asked)
         yield from (f"run {name} has not ended" for name, head in heads.items() if head.pid in left)
 
 

@@ -55,9 +55,8 @@ _HEAD = "head"
 
 _HEAD_GONE = (
     "the Ray head at {address} has ended, and the cluster with it; what was reported until then "
-    "is in the run folder; "
-    "start the cluster again (`python -m orchestrator up` shows how), then `python -m "
-    "orchestrator run --resume`"
+    "is in the run folder; start the cluster again (`python -m orchestrator up` shows how), then "
+    "`python -m orchestrator run --resume`"
 )
 
 
@@ -134,9 +133,8 @@ class RayFleet:
         return self._address
 
     def count_cards(self, node: str) -> int:
-        cards, why_not = answered(
-            on_node(node, visible_cards).remote(), time.monotonic() + ANSWER_S
-        )
+        until_s = time.monotonic() + ANSWER_S
+        cards, why_not = answered(on_node(node, visible_cards).remote(), until_s)
         if why_not is not None:
             raise PreflightError([f"{node} cannot count its cards: {why_not}"])
         return len(cards)

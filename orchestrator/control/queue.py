@@ -60,7 +60,7 @@ def say(
 def waiting(folder: Path) -> list[Sent]:
     """Return what the head of a folder has not taken yet, in its order.
 
-    `CommandFileError` where it cannot be read, or is not to be trusted.
+    `ArchiveError` where it cannot be read, or is not to be trusted.
     """
     found: list[Sent] = []
     for row in command_file.waiting(folder):

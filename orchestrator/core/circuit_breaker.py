@@ -31,13 +31,9 @@ def by_card(plans: Mapping[str, SlotPlan], slots: Mapping[str, Slot]) -> dict[st
     """
     cards: defaultdict[str, list[Slot]] = defaultdict(list)
     for name, plan in plans.items():
-        device = slots[name].device
-        is_identified = device is not None and device.uuid is not None
-        card = (
-            f"{device.name} ({device.uuid})"
-            if device is not None and is_identified
-            else plan.gpu or "card"
-        )
+        device, card = slots[name].device, plan.gpu or "card"
+        if device is not None and device.uuid is not None:
+            card = f"{device.name} ({device.uuid})"
         cards[f"{plan.spec.node}'s {card}"].append(slots[name])
     return dict(cards)
 
@@ -61,8 +57,7 @@ def _reason(card: str, slots: Sequence[Slot], window_s: float) -> str:
     last = max(slots, key=lambda slot: slot.deaths_at_s[-1:] or (0.0,))
     text = (
         f"{card}: all {len(slots)} workers keep dying, at least {_DEATHS} times each in "
-        f"{window_s:.0f} s; "
-        f"the last: {last.reason}"
+        f"{window_s:.0f} s; the last: {last.reason}"
     )
     on_card = any(slot.device is not None and slot.device.kind != "cpu" for slot in slots)
     return f"{text}; look for Xid errors in dmesg, and at power and cables" if on_card else text

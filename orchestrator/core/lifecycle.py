@@ -84,7 +84,6 @@ class IllegalEventError(RuntimeError):
         super().__init__(
             f"{slot.slot}: {type(event).__name__} cannot happen while {slot.phase.value}"
         )
-        self.slot = slot.slot
         self.phase = slot.phase
         self.event = type(event).__name__
 

@@ -44,13 +44,9 @@ class NodeCommand:
     def script(self, node: str) -> str:
         """All that is to be typed on the PC, commented; itself a valid shell script."""
         where = "the head" if self.is_head else "joins the head"
-        steps = [
-            f"# on {node} ({where}), inside the project's environment (. .venv/bin/activate)",
-            *self.token_steps,
-        ]
-        return "\n".join(
-            [*steps, *(f"# {line}" for line in (self.cpus_said, *self.remarks)), self.line]
-        )
+        first = f"# on {node} ({where}), inside the project's environment (. .venv/bin/activate)"
+        said = (f"# {line}" for line in (self.cpus_said, *self.remarks))
+        return "\n".join([first, *self.token_steps, *said, self.line])
 
     @property
     def remarks(self) -> tuple[str, ...]:

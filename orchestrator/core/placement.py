@@ -135,16 +135,10 @@ def plan_slots(config: Config, target: Target) -> tuple[SlotPlan, ...]:
     budgets = [node_budget(name, node, config) for name, node in config.nodes.items()]
     workers, workload = sum(budget.workers for budget in budgets), config.workload
     workers_bytes = sum(budget.workers * budget.budget_bytes for budget in budgets)
-    memory, thermal, settings = (
-        memory_settings(config),
-        config.thermal.settings(),
-        config.train.model_dump(),
-    )
     of_node = {budget.node: budget.budget_bytes for budget in budgets}
-    sizes = {slot: of_node[slot.partition("/")[0]] for slot in team.members(config)}
-    members = list(sizes)
+    members = {slot: of_node[slot.partition("/")[0]] for slot in team.members(config)}
     if config.train.split == "layers":  # the first one leads: it has logits and loss as well
-        members.sort(key=lambda slot: -sizes[slot])
+        members = dict(sorted(members.items(), key=lambda member: -member[1]))
     plans: list[SlotPlan] = []
     for budget in budgets:
         node, name = config.nodes[budget.node], budget.node
@@ -169,7 +163,7 @@ def plan_slots(config: Config, target: Target) -> tuple[SlotPlan, ...]:
                 if is_client and config.compute_share_mode == "duty"
                 else None,
                 policy=config.memory.policy,
-                memory=memory,
+                memory=memory_settings(config),
                 workload=WorkloadSpec(
                     name=workload.name,
                     dtype=budget.dtype,
@@ -177,12 +171,12 @@ def plan_slots(config: Config, target: Target) -> tuple[SlotPlan, ...]:
                     batch=budget.batch,
                     # Each worker draws its own numbers, and the same ones in the next run.
                     seed=workload.seed + (0 if members else len(plans)),
-                    settings=settings,
+                    settings=config.train.model_dump(),
                 ),
-                thermal=thermal,
+                thermal=config.thermal.settings(),
                 check_share=config.verify.share,
                 poll_s=config.run.poll_s,
-                team=_team_of(slot, {each: sizes[each] for each in members}, config, target),
+                team=_team_of(slot, members, config, target),
             )
             cpus, gpus = budget.cpus_per_worker, budget.gpu_fraction
             plans.append(SlotPlan(spec=spec, num_cpus=cpus, num_gpus=gpus, gpu=node.gpu))

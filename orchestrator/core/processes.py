@@ -249,9 +249,7 @@ def _go_on(slot: Slot, status: Status, moment: Moment) -> Transition:
     commands: tuple[Command, ...] = ()
     if slot.draining or slot.orders.hold is not None:
         if _rests(slot, status):
-            slot, commands = (
-                (replace(slot, phase=Phase.STOPPED), ()) if slot.draining else at_rest(slot, moment)
-            )
+            slot, commands = _stopped_or_held(slot, moment)
     elif too_much_bytes is not None:
         slot, commands = _leaked(slot, too_much_bytes, moment)
     return slot, (*notes, *commands)
@@ -287,7 +285,7 @@ def died(slot: Slot, failure: Cause, why: str, moment: Moment) -> Transition:
         why = f"{len(in_vain)} deaths in {span_s:.0f} s without progress; the last: {why}"
         return quarantine(slot, failure, why)
     pausing = _pausing(slot, HeadState.RESTARTING, why, now_s + _pause_s(slot, moment))
-    return _without_process(pausing, moment)
+    return _stopped_or_held(pausing, moment)
 
 
 def _no_memory_for_context(slot: Slot, why: str, moment: Moment) -> Transition:
@@ -298,7 +296,7 @@ def _no_memory_for_context(slot: Slot, why: str, moment: Moment) -> Transition:
     slot = _restarted(slot)
     pause_s = _jittered(moment.run.restart_backoff_max_s, slot, moment)
     pausing = _pausing(slot, WorkerState.EMERGENCY, why, moment.now_s + pause_s)
-    return _without_process(pausing, moment)
+    return _stopped_or_held(pausing, moment)
 
 
 def _leaked(slot: Slot, unneeded_bytes: int, moment: Moment) -> Transition:
@@ -358,9 +356,9 @@ def quarantine(slot: Slot, failure: Cause, why: str) -> Transition:
     return slot, (Abandon(),)
 
 
-def _without_process(slot: Slot, moment: Moment) -> Transition:
-    """Let a slot wait that has no process, unless its run is ending or the user holds it: it then
-    stops, or is held.
+def _stopped_or_held(slot: Slot, moment: Moment) -> Transition:
+    """Stop a slot that does no work if its run is ending, and hold it if the user has it wait; else
+    it stays as it is.
     """
     if slot.draining:
         return replace(slot, phase=Phase.STOPPED, wake_at_s=None), ()
@@ -457,12 +455,8 @@ def recent(deaths_at_s: tuple[float, ...], moment: Moment) -> tuple[float, ...]:
 
 def without_progress(slot: Slot) -> tuple[float, ...]:
     """Return the slot's recent deaths (monotonic seconds) after which it got no further."""
-    since_s = slot.progressed_at_s
-    return (
-        slot.deaths_at_s
-        if since_s is None
-        else tuple(at for at in slot.deaths_at_s if at > since_s)
-    )
+    since_s = -math.inf if slot.progressed_at_s is None else slot.progressed_at_s
+    return tuple(at for at in slot.deaths_at_s if at > since_s)
 
 
 def _pause_s(slot: Slot, moment: Moment) -> float:

@@ -225,13 +225,6 @@ class Shared(Section):
     grace: Annotated[float, BeforeValidator(_seconds)] = CommandSpec(argv=()).grace_s
 
 
-class Defaults(Shared):
-    """The section `defaults`."""
-
-    save_every_s: Annotated[float, Field(gt=0)] | None = None
-    """Of trainings."""
-
-
 class Stop(Section):
     """When members of a sweep are compared; the numbers are optimiser steps."""
 
@@ -410,7 +403,7 @@ class Entry(Shared):
 class Document(Section):
     """All of a job file."""
 
-    defaults: Defaults = Defaults()
+    defaults: Shared = Shared()
     stop: _StopOrNull = None
     jobs: Annotated[list[Entry], Field(min_length=1, description="a list with at least one entry")]
 

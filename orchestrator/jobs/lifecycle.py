@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from orchestrator.jobs import causes
@@ -49,8 +49,6 @@ from workers.messages import Cause
 _MOST_IN_VAIN, _SOON_S = 12, 600.0
 #: Wait before an attempt that is not counted is made again; doubled each time in a row.
 _BACK_OFF_S, _LONGEST_BACK_OFF_S, _LONG_RUN_S = 5.0, 600.0, 600.0
-#: The same for a training that had no room on the largest card.
-_NO_ROOM_BACK_OFF_S = 60.0
 #: A job that found its card taken by other programs lets those go first that may need less.
 TAKEN_S = 600.0
 _FATAL = frozenset({Cause.KILLED, Cause.HOST_MEMORY, Cause.DRIVER})
@@ -187,21 +185,16 @@ def sent(standing: Standing, goal: Goal, now_s: float) -> Transition:
     """Send a job where it is to go, for a reason that is not a user's: at once, or, where it is on
     a card, once its attempt has saved and ended.
     """
-    told: Changes = {"to": goal.to, "reason": goal.reason}
     if standing.state not in ON_CARD:
         more = {"last_error": goal.reason} if goal.to is JobState.FAILED else {}
         after = _moved(standing, goal.to, goal.reason, now_s, **more)
-        return _legal("job_state_changed", standing, after, told)
-    wait_s, changes = goal.wait_s, Changes()
-    if goal.least_room_bytes is not None:
-        changes["least_room_bytes"] = goal.least_room_bytes
-        if goal.to is JobState.PARKED:
-            wait_s = _NO_ROOM_BACK_OFF_S * 2**standing.no_room if standing.alone else 0.0
-            changes["no_room"] = standing.no_room + 1
+        return _legal("job_state_changed", standing, after, {"to": goal.to, "reason": goal.reason})
     after = _sent_away(standing, goal.to, goal.reason, now_s)
-    after = replace(after, wake_at_s=now_s + wait_s, **changes)
-    told |= {"attempt": standing.attempt, "wait_s": goal.wait_s}
-    told["least_room_bytes"] = goal.least_room_bytes
+    after = replace(after, wake_at_s=now_s + goal.wait_s)
+    if goal.least_room_bytes is not None:
+        no_room = standing.no_room + (goal.to is JobState.PARKED)
+        after = replace(after, least_room_bytes=goal.least_room_bytes, no_room=no_room)
+    told = {**asdict(goal), "attempt": standing.attempt}
     return _legal("job_attempt_recalled", standing, after, told)
 
 
@@ -296,14 +289,12 @@ def reached(standing: Standing, milestone: int, value: float, now_s: float) -> T
 def measured(
     standing: Standing, card_title: str, speed: float | None, seen: AttemptStatus, now_s: float
 ) -> Transition:
-    """Note the speed of a job on a kind of card, where it is known, and its value if it is best."""
-    told: Changes = {"card_title": card_title, "steps_per_s": speed}
-    changes: Changes = {"measured_at_s": now_s}
+    """Note the speed of a job on a kind of card, where it is known, and its value."""
+    of_metric = valued(standing, seen.value, seen.step)
+    changes: Changes = {"measured_at_s": now_s, **of_metric}
     if speed is not None:
         changes["speeds"] = {**standing.speeds, card_title: speed}
-    if seen.value is not None and is_better(standing, seen.value):
-        best = {"best": seen.value, "best_step": seen.step}
-        changes, told = changes | best, told | best
+    told = {"card_title": card_title, "steps_per_s": speed, **of_metric}
     return _legal("job_speed_measured", standing, replace(standing, **changes), told)
 
 

@@ -161,12 +161,11 @@ def candidates(
                 for card in choices(job, cards)
                 if (speed := known.get(card.title))
             }
-        taken_bytes = standing.peak_bytes or peaks_bytes[alike] or None
         found.append(
             Candidate(
                 job=job,
                 seconds=seconds,
-                measured_bytes=taken_bytes if job.pack else None,
+                measured_bytes=standing.peak_bytes or peaks_bytes[alike] or None,
                 least_room_bytes=standing.least_room_bytes,
             )
         )

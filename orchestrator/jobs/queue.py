@@ -76,8 +76,9 @@ _OF_ONE_JOB = frozenset(
     }
 )
 
-#: A training that had no room on the largest card is tried there so often.
-_NO_ROOM_TRIES = 6
+#: A training that had no room on the largest card is tried there so often; where it was alone,
+#: after so long, doubled each time in a row.
+_NO_ROOM_TRIES, _NO_ROOM_BACK_OFF_S = 6, 60.0
 
 #: Orders of a user that are known, so that one that comes twice is obeyed once.
 _OBEYED_KEPT = 1_000
@@ -97,9 +98,7 @@ class QueueFacts:
     obeyed: tuple[str, ...] = ()
     """The ids of the last orders of users."""
     alike: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Jobs that failed soon after their start: by the cause of a full disk alone, or by another
-    cause and what they said.
-    """
+    """Jobs that failed soon after their start, by the cause and what they said."""
     faults: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """By card, the jobs whose attempts have ended with a driver fault since any other end."""
     closed: Mapping[str, tuple[float, str]] = field(default_factory=dict)
@@ -328,19 +327,17 @@ class _Turn:
             self._tell("card_closed", card=card, reason=why)
 
     def _note_alike(self, standing: Standing, seen: AttemptStatus, cause: Cause) -> None:
-        """Note a job that failed soon after its start."""
+        """Note a job that failed soon after its start; a full disk holds the queue at once."""
         name, ran_s = standing.job.name, self._now_s - standing.since_s
         if cause is Cause.DISK_FULL:
-            text = cause.value
+            if self._facts.held is None:
+                self._hold(f"the disk was full for {name}: {seen.text or cause}")
         elif cause is Cause.DONE or ran_s > _ALIKE_WITHIN_S:
             self._note(alike={})
-            return
-        elif cause in _OF_ONE_JOB or standing.recalled_to is not None:
-            return
-        else:
+        elif cause not in _OF_ONE_JOB and standing.recalled_to is None:
             text = f"{cause}: {causes.likened(seen.text.replace(name, 'JOB').lower())[:300]}"
-        jobs = dict.fromkeys((*self._facts.alike.get(text, ()), name))
-        self._note(alike={**self._facts.alike, text: tuple(jobs)})
+            jobs = dict.fromkeys((*self._facts.alike.get(text, ()), name))
+            self._note(alike={**self._facts.alike, text: tuple(jobs)})
 
     # Where each job is to go by now
 
@@ -379,7 +376,8 @@ class _Turn:
         if any(places.suits(job, card) and card.room_bytes > budget for card in cards):
             return Goal(to=JobState.QUEUED, reason=why, least_room_bytes=budget + 1)
         why += ", and no card here has more"
-        return Goal(to=JobState.PARKED, reason=why, least_room_bytes=budget)
+        wait_s = _NO_ROOM_BACK_OFF_S * 2**standing.no_room if standing.alone else 0.0
+        return Goal(to=JobState.PARKED, reason=why, wait_s=wait_s, least_room_bytes=budget)
 
     def _reach(self, standing: Standing, sweep: str, milestone: int, value: float) -> Goal | None:
         """Note the milestone of a sweep's member, which rests if others go first."""
@@ -429,13 +427,9 @@ class _Turn:
             look = _LOOKS.get(standing.state)
             if look is not None and (goal := look(self, standing)) is not None:
                 found[name] = goal
-        for sweep in self._paused_sweeps():
-            found |= self._promoted(sweep)
+        for goals in self._promoted():
+            found |= goals
         return found
-
-    def _paused_sweeps(self) -> list[str]:
-        """Return the sweeps of which members rest at a milestone."""
-        return sorted({standing.job.sweep or "" for standing in self._in({JobState.PAUSED})})
 
     def _waits(self, standing: Standing) -> Goal | None:
         """Look at a job that waits for others."""
@@ -477,42 +471,37 @@ class _Turn:
                     return Goal(to=JobState.QUEUED, reason="in line again")
         return self._never_fits(standing)
 
-    def _promoted(self, sweep: str, *, is_idle: bool = False) -> dict[str, Goal]:
-        """Return the paused member of a sweep that goes on by now, or all of them as stopped."""
-        members = [each for each in self._standings.values() if each.job.sweep == sweep]
-        paused = [each.job.name for each in members if each.state is JobState.PAUSED]
-        rule = self._standings[paused[0]].job.milestones
-        if rule is None:
-            return {}
-        is_last = all(each.state in {*ENDED, JobState.PAUSED} for each in members)
-        reached = self._reached(sweep)
-        name = milestones.promotable(rule, reached, paused, is_idle=is_idle or is_last)
-        if name is not None:
-            why = "goes on: among the best at its milestone by now"
-            return {name: Goal(to=JobState.QUEUED, reason=why)}
-        if is_last:
-            why = f"others of {sweep} were better, and all have ended"
-            return dict.fromkeys(paused, Goal(to=JobState.STOPPED, reason=why))
-        return {}
+    def _promoted(self, *, is_idle: bool = False) -> Iterator[dict[str, Goal]]:
+        """Yield of each sweep the paused member that goes on by now, or all of them as stopped."""
+        rules = {
+            each.job.sweep or "": rule
+            for each in self._in({JobState.PAUSED})
+            if (rule := each.job.milestones) is not None
+        }
+        for sweep, rule in rules.items():
+            members = [each for each in self._standings.values() if each.job.sweep == sweep]
+            paused = [each.job.name for each in members if each.state is JobState.PAUSED]
+            is_last = all(each.state in {*ENDED, JobState.PAUSED} for each in members)
+            reached = self._reached(sweep)
+            name = milestones.promotable(rule, reached, paused, is_idle=is_idle or is_last)
+            if name is not None:
+                why = "goes on: among the best at its milestone by now"
+                yield {name: Goal(to=JobState.QUEUED, reason=why)}
+            elif is_last:
+                why = f"others of {sweep} were better, and all have ended"
+                yield dict.fromkeys(paused, Goal(to=JobState.STOPPED, reason=why))
 
     # Places
 
     def hold_itself(self) -> None:
         """Hold the queue where all that starts would fail."""
-        if self._facts.held is None and (why := self._why_to_hold()) is not None:
-            self._hold(why)
-
-    def _why_to_hold(self) -> str | None:
-        if self._world.disk_full is not None:
-            return self._world.disk_full
-        for text, jobs in self._facts.alike.items():
-            last = self._standings[jobs[-1]].last_error
-            if text == Cause.DISK_FULL:
-                return f"the disk was full for {', '.join(jobs)}: {last}"
+        why = self._world.disk_full
+        for jobs in self._facts.alike.values():
             if len(jobs) >= _ALIKE_JOBS:
-                named = ", ".join(jobs[:_ALIKE_JOBS])
-                return f"{named} failed alike within a minute of their start: {last}"
-        return None
+                named, last = ", ".join(jobs[:_ALIKE_JOBS]), self._standings[jobs[-1]].last_error
+                why = why or f"{named} failed alike within a minute of their start: {last}"
+        if why is not None and self._facts.held is None:
+            self._hold(why)
 
     def place(self) -> None:
         """Start what has a place, or else make use of a card that stays free."""
@@ -529,8 +518,7 @@ class _Turn:
             self._send(self._standings[name], goal)
         if free and not plan.starts and not plan.recalls:
             # A card is free that nothing in line can use: one more may go on.
-            found = (self._promoted(sweep, is_idle=True) for sweep in self._paused_sweeps())
-            for name, goal in next(filter(None, found), {}).items():
+            for name, goal in next(self._promoted(is_idle=True), {}).items():
                 self._send(self._standings[name], goal)
 
     def _open_cards(self) -> list[Card]:

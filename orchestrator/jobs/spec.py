@@ -106,7 +106,6 @@ def _right(source: YamlSource, base: Config, known: Sequence[Job]) -> JobFile:
     file = JobFile(
         origin=source.name,
         entries=document.entries(),
-        save_every_s=document.defaults.save_every_s,
         base=base,
         lines={it.name: line for it, line in zip(document.jobs, lines, strict=True) if line},
         known=tuple(known),
@@ -333,8 +332,7 @@ def _of_config(at: _Place, job: Job) -> Iterator[Problem]:
     """Yield what is wrong with the configuration that a training leads to."""
     # Of the rows of a list, this job's is that of its number.
     row = job.name.rpartition("-")[2]
-    places: dict[str, KeyPath] = {"train.save_every_s": ("defaults", "save_every_s")}
-    places |= {
+    places = {
         word: (*at.path, *where)
         for where, word, _ in keys_of(at.entry)
         if len(where) < 4 or where[-2] == row

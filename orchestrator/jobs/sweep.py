@@ -55,8 +55,6 @@ class JobFile:
     origin: str
     entries: tuple[Entry, ...]
     """With what the file says for all of them."""
-    save_every_s: float | None
-    """Of trainings, as the file says."""
     base: Config
     """Of cluster.yaml."""
     lines: Mapping[str, int] = field(default_factory=dict)
@@ -166,8 +164,6 @@ def _job(file: JobFile, entry: Entry, name: str, followed: Mapping[str, str]) ->
     command, steps, groups = None, None, file.groups.jobs
     if entry.train is not None:
         overrides = {"workload.name": "train", "train.checkpoints": "head"}
-        if file.save_every_s is not None:
-            overrides["train.save_every_s"] = file.save_every_s
         overrides |= settings_of(entry, entry.train)
         if overrides.get("train.team") is not None:
             overrides["train.slots"] = None  # of cluster.yaml, whose trainings are others

@@ -279,11 +279,6 @@ class Tuning:
         return "\n".join(lines)
 
 
-def names_in(text: str) -> list[str]:
-    """Return the names in a text such as `precision, optimizer=adamw-fused`."""
-    return [name.strip() for name in text.split(",") if name.strip()]
-
-
 def _figures(trial: Trial) -> str:
     """Return what was measured of a lever, and the reason of its verdict if that has one."""
     if trial.speed_low is None:

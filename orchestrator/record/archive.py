@@ -93,7 +93,6 @@ class StoredRun(RunStatus):
         facts, updated_at_unix_s = self.facts, self.updated_at_unix_s
         return Snapshot(
             run_id=facts.run_id,
-            started_at=facts.started_at_unix_s,
             now_unix_s=facts.started_at_unix_s if updated_at_unix_s is None else updated_at_unix_s,
             elapsed_s=self.elapsed_s,
             duration_s=facts.duration_s,

@@ -38,10 +38,6 @@ _ROWS_MOST: Final = 10_000
 _MOST_BYTES: Final = 64 * 2**20
 
 
-class CommandFileError(ArchiveError):
-    """Commands that cannot be put or read, or are not to be trusted."""
-
-
 @dataclass(frozen=True, slots=True)
 class Row:
     """A command as it waits."""
@@ -57,7 +53,7 @@ class Row:
 def put(folder: Path, content: bytes, *, identity: str, until_unix_s: float | None = None) -> None:
     """Leave a command for the head of a folder, durably.
 
-    `OSError`: nothing can be written there; `CommandFileError`: others could have written there.
+    `OSError`: nothing can be written there; `ArchiveError`: others could have written there.
     """
     _check(folder, 0o022)
     place = folder / COMMANDS_NAME
@@ -74,12 +70,12 @@ def put(folder: Path, content: bytes, *, identity: str, until_unix_s: float | No
 def waiting(folder: Path) -> list[Row]:
     """Return what waits in a folder, for one that only looks.
 
-    `CommandFileError`: it cannot be read, or is not to be trusted.
+    `ArchiveError`: it cannot be read, or is not to be trusted.
     """
     incoming = Incoming(folder)
     rows = incoming.rows()
     if incoming.problem is not None:
-        raise CommandFileError(incoming.problem)
+        raise ArchiveError(incoming.problem)
     return rows
 
 
@@ -109,7 +105,7 @@ class Incoming:
             _check(self._place, 0o077)
             # A Path for each takes longer.
             names = sorted(it for it in os.listdir(self._place) if it.endswith(_ENDING))  # noqa: PTH208
-        except CommandFileError as failure:
+        except ArchiveError as failure:
             self.problem = str(failure)
             return []
         except OSError as failure:
@@ -147,9 +143,9 @@ class Incoming:
 def _check(path: Path, to_others: int) -> None:
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode):
-        raise CommandFileError(f"{path} is no folder")
+        raise ArchiveError(f"{path} is no folder")
     if found.st_uid != os.geteuid():
-        raise CommandFileError(f"{path} belongs to another user; no commands are put or read there")
+        raise ArchiveError(f"{path} belongs to another user; no commands are put or read there")
     if found.st_mode & to_others:
         mode = "go-w" if to_others == 0o022 else "700"
-        raise CommandFileError(f"{path} is open to other users; type `chmod {mode} {path}`")
+        raise ArchiveError(f"{path} is open to other users; type `chmod {mode} {path}`")

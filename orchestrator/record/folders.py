@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import islice
@@ -79,9 +80,11 @@ def go_on_command(folder: Path) -> str:
     return command_for(folder, "run", "--resume")
 
 
-def list_runs(runs_dir: Path) -> tuple[Listed, ...]:
-    """Return every run in the folder, the newest first; none if there is no such folder."""
-    return tuple(_listed(runs_dir / run_id) for run_id in _run_ids(runs_dir))
+def list_runs(runs_dir: Path) -> Iterator[Listed]:
+    """Yield every run in the folder, the newest first, each as it is read then; none if there is no
+    such folder.
+    """
+    return (look_into(runs_dir / run_id) for run_id in _run_ids(runs_dir))
 
 
 def run_object(one: Listed) -> dict[str, Any]:
@@ -117,8 +120,7 @@ def find_run(runs_dir: Path, run_id: str) -> Path:
     `latest` is the newest that had workers or may still get some, else the newest of all; `running`
     the newest that goes on.
     """
-    names = _run_ids(runs_dir)
-    runs = (_listed(runs_dir / name) for name in names)
+    names, runs = _run_ids(runs_dir), list_runs(runs_dir)
     if run_id == LATEST:
         # Before a refused run had a worker, as without a cluster, there is nothing to look at.
         worked = (
@@ -127,8 +129,7 @@ def find_run(runs_dir: Path, run_id: str) -> Path:
             if it.outcome != "failed"
             or (it.run is not None and (it.run.slots or not it.run.was_refused))
         )
-        first = next(worked, None)
-        matching = names[:1] if first is None else [first]
+        matching = list(islice(worked, 1)) or names[:1]
     elif run_id == RUNNING:
         going = (run.run_id for run in runs if run.outcome == RUNNING)
         matching = list(islice(going, 1))
@@ -186,7 +187,8 @@ def _run_ids(runs_dir: Path) -> list[str]:
     return sorted((entry.name for entry in entries if _RUN_ID.fullmatch(entry.name)), reverse=True)
 
 
-def _listed(folder: Path) -> Listed:
+def look_into(folder: Path) -> Listed:
+    """Return what is left in a run folder."""
     try:
         run = read_run(folder)
     except NothingStoredError:

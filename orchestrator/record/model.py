@@ -249,12 +249,8 @@ class Snapshot:
     """A run at one moment. Every planned slot has a row, also while its node is missing."""
 
     run_id: str
-    started_at: float
-    """Unix time, in seconds."""
     now_unix_s: float
-    """The moment of the snapshot, which is later than `started_at + elapsed_s`: starting up does
-    not count.
-    """
+    """The moment of the snapshot."""
     elapsed_s: float
     duration_s: float
     """Planned length of the run."""

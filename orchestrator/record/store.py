@@ -105,8 +105,6 @@ class RunFacts:
     """Planned length."""
     elapsed_s: float = 0.0
     """Already worked when this head began: by the heads before it."""
-    min_success_rate: float
-    """Share of good steps below which the run is degraded, 0..1."""
     mode: str
     device: str | None
     one_machine: bool
@@ -177,7 +175,6 @@ class RunStore:
         self._monotonic_s = monotonic_s
         self._connection: sqlite3.Connection | None = None
         self._retry_at_s = self._sampled_at_unix_s = float("-inf")
-        self._has_begun = False
         self._status = RunStatus()
         self._slots: dict[str, SlotRecord] = {}
         self._queue: Queue | None = None
@@ -204,7 +201,6 @@ class RunStore:
         before_it = from_json(RunStatus, stored.get("status", "{}"))
         self._status = replace(before_it, outcome=None, exit_code=None, error=None)
         self.incomplete |= before_it.incomplete
-        self._has_begun = True
         self._put("run", "facts", facts)
         self._put("run", "status", self._status)
 
@@ -302,18 +298,17 @@ class RunStore:
     def end(
         self, outcome: str, exit_code: int, error: str | None, faults: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Write how the run ended, as in the summary, and close the file.
+        """Write how the run, which has begun, ended, as in the summary, and close the file.
 
         `faults` are those that this head injected, each with what became of it; those of the heads
         before it stay.
         """
-        if self._has_begun:
-            told: dict[str, Any] = {"outcome": outcome, "exit_code": exit_code, "error": error}
-            every = (*self._status.faults, *faults)
-            # Whether anything was lost is known only now.
-            status = replace(self._status, faults=every, incomplete=self.incomplete, **told)
-            self._put("run", "status", status)
-            self.slots([*self._slots.values()])  # what has waited for a sample
+        told: dict[str, Any] = {"outcome": outcome, "exit_code": exit_code, "error": error}
+        every = (*self._status.faults, *faults)
+        # Whether anything was lost is known only now.
+        status = replace(self._status, faults=every, incomplete=self.incomplete, **told)
+        self._put("run", "status", status)
+        self.slots([*self._slots.values()])  # what has waited for a sample
         self.close()
 
     def close(self) -> None:

@@ -62,7 +62,7 @@ def failure_dict(error: str, exit_code: int, outcome: str = "failed") -> dict[st
     """Return the summary of a run that never began: the same keys, no workers, counts 0, the rest
     unknown.
     """
-    nothing = Snapshot(run_id="", started_at=0.0, now_unix_s=0.0, elapsed_s=0.0, duration_s=0.0)
+    nothing = Snapshot(run_id="", now_unix_s=0.0, elapsed_s=0.0, duration_s=0.0)
     unknown = {"run_id": None, "started_at": None, "duration_s": None, "workers_planned": None}
     return {**summary_dict(nothing, outcome, exit_code, "", error), **unknown}
 

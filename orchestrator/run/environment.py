@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
+from typing import Any
 
 import psutil
 
@@ -21,13 +22,14 @@ from orchestrator.config.gpu_specs import by_formula
 from orchestrator.config.load import config_from_data, config_from_text
 from orchestrator.config.schema import MOST_GIB, Config, NodeConfig
 from orchestrator.config.team import with_team_alone
+from orchestrator.config.template import choose
 from orchestrator.core.fleet import Fleet
 from orchestrator.core.placement import SlotPlan, Target, plan_slots
 from orchestrator.errors import PreflightError
 from orchestrator.record.store import RunFacts
-from orchestrator.run.scaling import REHEARSAL_SCALE, Scaled, scale_config
+from orchestrator.run.scaling import REHEARSAL_SCALE, scale_config
 from workers.host.facts import CardFacts
-from workers.host.machine import visible_cards
+from workers.host.machine import look_around, visible_cards
 from workers.units import GIB
 
 #: Of free RAM, for all workers of a rehearsal or of `--local` together: the machine stays usable.
@@ -45,9 +47,6 @@ _LEAST_CARD_WORKER_GIB = 0.75
 #: Of a card's free memory, for a rehearsal of all nodes on it.
 _CARD_SHARE = 0.75
 
-#: The most that a worker on the processor gets.
-_LOCAL_CPU_WORKER_GIB = 1.0
-
 
 class Mode(StrEnum):
     """Which of the targets."""
@@ -63,8 +62,8 @@ class Environment:
 
     mode: Mode
     config: Config
-    target: Target
-    lines: tuple[str, ...]
+    target: Target = field(default_factory=Target)
+    lines: tuple[str, ...] = ()
 
     @property
     def plans(self) -> tuple[SlotPlan, ...]:
@@ -88,12 +87,7 @@ class Environment:
 
 def on_cluster(config: Config) -> Environment:
     """Run on the cluster that `cluster.address` names."""
-    return Environment(
-        mode=Mode.CLUSTER,
-        config=with_team_alone(config),
-        target=Target(),
-        lines=(),
-    )
+    return Environment(mode=Mode.CLUSTER, config=with_team_alone(config))
 
 
 def ground_of(facts: RunFacts) -> tuple[Config, Target]:
@@ -131,22 +125,18 @@ def settled(environment: Environment, fleet: Fleet) -> Environment:
         )
     one_machine = len({fact.address for fact in facts}) == 1
     limit_bytes = int(_free_ram_bytes()) if one_machine else None
-    scaled = scale_config(config, REHEARSAL_SCALE, limit_bytes)
+    config, scale = scale_config(config, REHEARSAL_SCALE, limit_bytes)
+    head = f"No node of this cluster has a card: a rehearsal on their {_BY_KERNEL}"
     return replace(
         environment,
-        config=scaled.config,
+        config=config,
         target=Target(device="cpu", one_machine=one_machine),
-        lines=_scale_lines(
-            f"No node of this cluster has a card: a rehearsal on their {_BY_KERNEL}", scaled
-        ),
+        lines=(_scale_line(head, scale),),
     )
 
 
-def _scale_lines(head: str, scaled: Scaled) -> tuple[str, ...]:
-    return (
-        f"{head}: bytes x {scaled.scale:.4g}, sizes x {scaled.scale**0.5:.4g}",
-        *(f"  {line}" for line in scaled.lines),
-    )
+def _scale_line(head: str, scale: float) -> str:
+    return f"{head}: bytes x {scale:.4g}; config.yaml in the run folder has all numbers"
 
 
 def in_rehearsal(config: Config) -> Environment:
@@ -171,9 +161,9 @@ def in_rehearsal(config: Config) -> Environment:
         target = Target(device="cpu", one_machine=True)
     # Many CPUs have no units for numbers of 16 bits. A training has types of its own.
     in_fp32 = target.device == "cpu" and config.workload.name != "train"
-    scaled = scale_config(config, wanted_scale, limit_bytes, in_fp32=in_fp32)
-    lines = (*_scale_lines(f"Rehearsal {where}", scaled), STARTING)
-    return Environment(mode=Mode.REHEARSE, config=scaled.config, target=target, lines=lines)
+    config, scale = scale_config(config, wanted_scale, limit_bytes, in_fp32=in_fp32)
+    lines = (_scale_line(f"Rehearsal {where}", scale), STARTING)
+    return Environment(mode=Mode.REHEARSE, config=config, target=target, lines=lines)
 
 
 def _on_one_card(node: NodeConfig) -> NodeConfig:
@@ -193,32 +183,30 @@ def _has_room(card: CardFacts, config: Config) -> bool:
     """
     if card.free_bytes < _LEAST_CARD_WORKER_GIB * GIB:
         return False
-    scaled = scale_config(config, 1.0, int(_CARD_SHARE * card.free_bytes)).config
+    scaled, _ = scale_config(config, 1.0, int(_CARD_SHARE * card.free_bytes))
     return min(node.vram_per_worker_gib for node in scaled.nodes.values()) >= _LEAST_CARD_WORKER_GIB
 
 
 def on_this_machine(config: Config) -> Environment:
-    """Run on what this machine has: its cards, else its CPU.
+    """Run on what this machine has: its cards, else its CPU, divided as `init` does.
 
     `nodes:` of the configuration is ignored. Where it is refused, the option is named.
     """
     cards = visible_cards()
-    data = {
-        **config.model_dump(),
-        "nodes": {"local": _card_node(cards) if cards else _cpu_node()},
-    }
+    if cards:
+        node, where = _card_node(cards), f"{len(cards)} x {cards[0].name}"
+    else:
+        node = choose(look_around(with_torch=False)).config.model_dump()
+        where = f"{os.cpu_count()} cores of {_BY_KERNEL}"
+    data = {**config.model_dump(), "nodes": {"local": node}}
     data["cluster"] = {**data["cluster"], "head": None}
     local = with_team_alone(config_from_data(data, "--local"))
-    where = f"{os.cpu_count()} cores of {_BY_KERNEL}"
-    if cards:
-        where = f"{len(cards)} x {cards[0].name}"
-    node = local.nodes["local"]
-    budget = f"{node.vram_per_worker_gib:.2f} GiB"
+    workers = f"{node['workers']} workers x {node['vram_per_worker_gib']:.2f} GiB"
     return Environment(
         mode=Mode.LOCAL,
         config=local,
         target=Target(device="cuda" if cards else "cpu", one_machine=not cards),
-        lines=(f"This machine: {where}; {node.workers} workers x {budget}", STARTING),
+        lines=(f"This machine: {where}; {workers}", STARTING),
     )
 
 
@@ -226,7 +214,7 @@ def _free_ram_bytes() -> float:
     return _RAM_SHARE * psutil.virtual_memory().available
 
 
-def _card_node(cards: Sequence[CardFacts]) -> dict[str, object]:
+def _card_node(cards: Sequence[CardFacts]) -> dict[str, Any]:
     # The smallest card decides: every worker of a node has the same budget.
     total_gib = min(card.total_bytes for card in cards) / GIB
     advice = asdict(by_formula(total_gib))
@@ -237,16 +225,4 @@ def _card_node(cards: Sequence[CardFacts]) -> dict[str, object]:
         "gpus": len(cards),
         "workers": workers,
         "vram_gib": total_gib,
-    }
-
-
-def _cpu_node() -> dict[str, object]:
-    workers = max(1, psutil.cpu_count(logical=False) or os.cpu_count() or 1)
-    each_gib = min(_LOCAL_CPU_WORKER_GIB, int(100 * _free_ram_bytes() / GIB / workers) / 100)
-    return {
-        "gpu": "cpu",
-        "gpus": 0,
-        "workers": workers,
-        "vram_per_worker_gib": each_gib,
-        "size": 2048,
     }

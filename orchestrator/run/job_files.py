@@ -135,7 +135,6 @@ def ask_export(
         "checkpoints": list(map(str, checkpoints)),
         "settings": dict(spec.workload.settings),
         "seed": spec.workload.seed,
-        "run_id": spec.run_id,
         "slot": spec.slot,
         "to": str(to),
         "form": form,

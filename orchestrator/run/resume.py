@@ -15,6 +15,7 @@ from orchestrator.core.slot import HeadState, Phase, Slot
 from orchestrator.core.training import Training
 from orchestrator.errors import UsageError
 from orchestrator.record.archive import LEAST_TO_RESUME_S, StoredRun
+from orchestrator.record.folders import command_for
 from orchestrator.record.store import SlotRecord
 from orchestrator.run.environment import STARTING, Environment, Mode, ground_of
 from workers.messages import WorkerState
@@ -29,8 +30,6 @@ class Past:
     """When its head was last at work."""
     slots: Mapping[str, Slot] = field(default_factory=dict)
     """As their last statuses left them, without a process."""
-    incomplete: bool = False
-    """Whether its records are incomplete already."""
     team_generation: int = 0
     """The last in which a member of a team was named to lead it."""
 
@@ -58,19 +57,14 @@ def environment_of(
             f"run {facts.run_id} ended before it began ({stored.error}); begin another: python -m "
             "orchestrator run"
         )
+    look = f"look at it: {command_for(stored.folder, 'report')}"
     if stored.is_done and not stays:
-        raise UsageError(
-            f"run {facts.run_id} has finished all that there was to do; look at it: python -m "
-            "orchestrator report "
-            f"{facts.run_id}"
-        )
+        raise UsageError(f"run {facts.run_id} has finished all that there was to do; {look}")
     if more_s is None and stored.remaining_s < LEAST_TO_RESUME_S:
         raise UsageError(
             f"run {facts.run_id} has worked all of its {facts.duration_s:.0f} s (outcome: "
-            f"{stored.outcome}); "
-            f"look at it: python -m orchestrator report {facts.run_id}; or let it go on for "
-            "longer: --resume "
-            f"{facts.run_id} --duration 2h"
+            f"{stored.outcome}); {look}; or let it go on for longer: --resume {facts.run_id} "
+            "--duration 2h"
         )
     if facts.mode not in set(Mode):
         raise UsageError(f"this version knows no run mode {facts.mode!r}; valid: {', '.join(Mode)}")
@@ -80,10 +74,7 @@ def environment_of(
         config = config.model_copy(
             update={"run": config.run.model_copy(update={"duration": duration})}
         )
-    lines: tuple[str, ...] = (STARTING,)
-    if facts.mode == Mode.CLUSTER:
-        address = config.cluster.address
-        lines = () if address == "auto" else (f"Connecting to {address}, as the run did",)
+    lines = () if facts.mode == Mode.CLUSTER else (STARTING,)
     return Environment(mode=Mode(facts.mode), config=config, target=target, lines=lines)
 
 
@@ -92,7 +83,6 @@ def past_of(stored: StoredRun) -> Past:
     return Past(
         elapsed_s=stored.elapsed_s,
         updated_at_unix_s=stored.updated_at_unix_s,
-        incomplete=stored.incomplete,
         team_generation=stored.team_generation,
         slots={record.slot: _slot(record) for record in stored.slots},
     )

@@ -56,8 +56,7 @@ def check_mine(folder: Path) -> None:
     if status.st_uid != os.geteuid() or status.st_mode & stat.S_IWOTH:
         raise UsageError(
             f"{folder} belongs to another user, or other users may write in it; copy it into your "
-            "own run "
-            f"folder if you trust it, and resume the copy"
+            "own run folder if you trust it, and resume the copy"
         )
 
 

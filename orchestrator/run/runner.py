@@ -83,16 +83,6 @@ class Faults(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QueueOptions:
-    """What a run of jobs begins with."""
-
-    jobs: Callable[[Config, Target], tuple[Submitted, ...]] = lambda *_: ()
-    """In addition to what its folder has: what they need depends on where they run."""
-    stays: bool = False
-    """Whether it waits for more when nothing is left to do."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """How the user wants to see the run."""
 
@@ -103,8 +93,12 @@ class Options:
     apply_power_limit: bool = False
     yes_really: bool = False
     """With it a memory offset is set, too."""
-    queue: QueueOptions | None = None
-    """Of a run of jobs."""
+    jobs: Callable[[Config, Target], tuple[Submitted, ...]] | None = None
+    """Of a run of jobs, those in addition to what its folder has: what they need depends on where
+    they run.
+    """
+    stays: bool = False
+    """Whether a run of jobs waits for more when nothing is left to do."""
     judge: Callable[[Path], None] | None = None
     """Is told the folder of a run that it judges and reports on: then `json` only means that this
     run prints nothing.
@@ -115,7 +109,7 @@ def run(environment: Environment, options: Options) -> int:
     """Run `environment` and return the exit code; `OrchestratorError` if nothing could be run."""
     _check(environment, options)
     config = environment.config
-    if config.train.start and (config.workload.name == "train" or options.queue is not None):
+    if config.train.start and (config.workload.name == "train" or options.jobs is not None):
         lines = fetch_weights(config.train.start, Path(config.run.dir))
         environment = replace(environment, lines=(*environment.lines, *lines))
     folder = run_dir.new_folder(config)
@@ -138,8 +132,7 @@ def go_on(
         OrchestratorError: It is under way, or over, or cannot be run here.
     """
     run_dir.check_mine(stored.folder)
-    stays = options.queue is not None and options.queue.stays
-    environment = resume.environment_of(stored, more_s, stays=stays)
+    environment = resume.environment_of(stored, more_s, stays=options.stays)
     if cluster is not None:
         config = environment.config.model_copy(update={"cluster": cluster})
         environment = replace(environment, config=config)
@@ -243,7 +236,6 @@ def _in_environment(environment: Environment, record: _Record, interrupts: Inter
             dispatcher = record.dispatcher(environment)
             slots = plans if dispatcher is None else tuple(dispatcher.resumed())
             record.supervisor = Supervisor(
-                facts=facts,
                 past=record.past,
                 config=environment.config,
                 plans=slots,
@@ -305,7 +297,6 @@ class _Record:
             started_at_unix_s=self.started_at_unix_s,
             duration_s=config.run.duration_s,
             elapsed_s=self.past.elapsed_s,
-            min_success_rate=config.run.min_success_rate,
             mode=environment.mode.value,
             device=environment.target.device,
             one_machine=environment.target.one_machine,
@@ -316,19 +307,18 @@ class _Record:
             head_started=start_time(os.getpid()),
             host=socket.gethostname(),
         )
-        self._begun = True
         self._with_report = config.run.report and self.options.judge is None
         with contextlib.suppress(OSError):
             (self.folder / _SUMMARY_NAME).unlink(missing_ok=True)  # of a head that was interrupted
         if facts.elapsed_s > 0:
             remaining_s = max(0.0, facts.duration_s - facts.elapsed_s)
-            left = "" if self.options.queue is not None else f"; {remaining_s:.0f} s remain"
+            left = "" if self.options.jobs is not None else f"; {remaining_s:.0f} s remain"
             self.tell(f"Resuming after {facts.elapsed_s:.0f} s{left}")
-        with contextlib.suppress(
-            OSError
-        ):  # the store keeps it too, and says what is wrong with the disk
+        # The store keeps it too, and says what is wrong with the disk.
+        with contextlib.suppress(OSError):
             (self.folder / "config.yaml").write_text(facts.config_yaml, encoding="utf-8")
         self.outlets.store.begin(facts)
+        self._begun = True
         self.outlets.store.commit()
         return facts
 
@@ -337,13 +327,13 @@ class _Record:
 
         Again if the cluster changes the target: then nothing has been decided yet.
         """
-        folder, options = self.folder / QUEUE_NAME, self.options.queue
-        if options is None and not folder.exists():
+        folder, added = self.folder / QUEUE_NAME, self.options.jobs
+        if added is None and not folder.exists():
             return
         folder.mkdir(mode=0o700, exist_ok=True)
         # What was stored for another target is of these same jobs, and is replaced.
         queue = queue_of(self.folder) if self.queue is None else Queue()
-        submitted = options.jobs(environment.config, environment.target) if options else ()
+        submitted = added(environment.config, environment.target) if added else ()
         self.queue = heard(queue, submitted, time.time())
         self.outlets.store.queue(self.queue)
         if not self.outlets.store.commit():
@@ -360,7 +350,7 @@ class _Record:
             events=self.outlets.events,
             store=self.outlets.store,
             queue=self.queue,
-            stays=self.options.queue is not None and self.options.queue.stays,
+            stays=self.options.stays,
             before_unix_s=self.past.updated_at_unix_s,
         )
 
@@ -478,10 +468,8 @@ def check_nodes(config: Config, fleet: Fleet, *, wait_for_nodes: bool) -> None:
     `PreflightError` unless the user waits for what is missing.
     """
     deadline = time.monotonic() + _SETTLE_S
-    refused = refusals(config, fleet.nodes())
-    while refused and time.monotonic() < deadline:
+    while (refused := refusals(config, fleet.nodes())) and time.monotonic() < deadline:
         time.sleep(0.1)  # a node that joined a moment ago may not be shown yet
-        refused = refusals(config, fleet.nodes())
     if not refused:
         return
     absent = {refusal.node for refusal in refused if refusal.is_absent}

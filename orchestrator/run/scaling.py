@@ -1,5 +1,4 @@
-"""Makes a configuration small enough to rehearse on one machine, and lists every number that
-changed.
+"""Makes a configuration small enough to rehearse on one machine.
 
 Bytes shrink by the scale, sizes by its square root, because a matrix of half the edge takes a
 quarter of the bytes. Shares, batches and CPUs stay, so that placement and back-off work as in the
@@ -9,8 +8,6 @@ real run. Starts nothing. Pure.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.config.schema import DEFAULT_SIZE, Config, MemoryConfig
@@ -28,22 +25,11 @@ _HALVES = frozenset({"fp16", "bf16"})
 SIZE_STEP = 64
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scaled:
-    """A configuration made small, and how."""
-
-    config: Config
-    scale: float
-    """What was really used: what was asked for, or less where memory is short."""
-    lines: tuple[str, ...]
-    """Each number that changed, as `nodes.pc1.size: 8192 -> 2048`."""
-
-
 def scale_config(
     config: Config, scale: float, memory_limit_bytes: int | None, *, in_fp32: bool = False
-) -> Scaled:
-    """Return `config` with bytes times `scale`, and less where the budgets of all workers would
-    exceed the limit.
+) -> tuple[Config, float]:
+    """Return `config` with bytes times `scale`, or less where the budgets of all workers would
+    exceed the limit; and by what they were multiplied.
 
     `in_fp32`: products of 16-bit numbers become products of fp32 in as many bytes. A matrix of fp32
     takes twice the bytes, so each edge shrinks by the root of two.
@@ -53,22 +39,19 @@ def scale_config(
     """
     nodes = config.nodes.values()
     total_bytes = sum(node.workers * node.vram_per_worker_gib * GIB for node in nodes)
-    used, lines = scale, []
-    if memory_limit_bytes is not None and total_bytes * scale > memory_limit_bytes:
-        used = memory_limit_bytes / total_bytes
-        fitting = f"so that all workers fit into {_text(memory_limit_bytes)}"
-        lines.append(f"scale: {scale:.4g} -> {used:.4g}, {fitting}")
+    used = scale
+    if memory_limit_bytes is not None:
+        used = min(scale, memory_limit_bytes / total_bytes)
     if min(node.vram_per_worker_gib for node in nodes) * used * GIB < MIB:
         raise UsageError(f"at a scale of {used:.2g} a worker gets less than 1 MiB of what is free")
     if used == 1 and not in_fp32:
-        return Scaled(config=config, scale=used, lines=())
+        return config, used
     # Values from the card's profile are written out: the profile itself does not shrink.
-    before, small = _written_out(config), _written_out(config)
+    small = _written_out(config)
     _shrink(small, config.memory, used)
-    if in_fp32 and _widen(small):
-        lines.append("products in fp32: sizes x 0.71, the same bytes")
-    lines += _changes("", before, small)
-    return Scaled(config=Config.model_validate(small), scale=used, lines=tuple(lines))
+    if in_fp32:
+        _widen(small)
+    return Config.model_validate(small), used
 
 
 def scaled_size(size: int, scale: float, at_least: int) -> int:
@@ -104,30 +87,11 @@ def _shrink(data: dict[str, Any], memory: MemoryConfig, scale: float) -> None:
         node["vram_gib"] = None if node["vram_gib"] is None else node["vram_gib"] * scale
 
 
-def _widen(data: dict[str, Any]) -> bool:
-    """Have products of 16-bit numbers computed in fp32, in as many bytes; say whether any are."""
-    usual, changed = data["workload"]["dtype"], False
+def _widen(data: dict[str, Any]) -> None:
+    """Have products of 16-bit numbers computed in fp32, in as many bytes."""
+    usual = data["workload"]["dtype"]
     for section in (data["workload"], *data["nodes"].values()):
         if (section["dtype"] or usual) in _HALVES:
-            changed, section["dtype"] = True, section["dtype"] and "fp32"
+            section["dtype"] = section["dtype"] and "fp32"
             if section["size"] is not None:
                 section["size"] = scaled_size(section["size"], 0.5, data["memory"]["size_floor"])
-    return changed
-
-
-def _changes(key: str, before: Any, after: Any) -> Iterator[str]:  # noqa: ANN401 - plain data
-    """Yield a line for each number that differs."""
-    if isinstance(before, dict):
-        for name, value in before.items():
-            yield from _changes(f"{key}.{name}" if key else name, value, after[name])
-    elif before != after:
-        unit_bytes = GIB if key.endswith("_gib") else MIB
-        has_unit = key.endswith(("_gib", "_mib"))
-        texts = [_text(value * unit_bytes) if has_unit else str(value) for value in (before, after)]
-        yield f"{key}: {' -> '.join(texts)}"
-
-
-def _text(count: float) -> str:
-    if count >= GIB:
-        return f"{count / GIB:.2f} GiB"
-    return f"{count / MIB:.0f} MiB" if count >= 100 * MIB else f"{count / MIB:.3g} MiB"

@@ -105,19 +105,6 @@ def _progress(slot: Slot, peak_pct: float | None) -> Progress:
     return replace(progress, mfu_pct=peak_pct if progress.mfu_pct is None else progress.mfu_pct)
 
 
-def _reason(slot: Slot, now_s: float) -> str:
-    """Return the slot's reason.
-
-    Of a first process that is awaited, also for how long it has been.
-    """
-    waited_s = 0 if slot.working_since_s is None else int(now_s - slot.working_since_s)
-    return (
-        f"{slot.reason}, {waited_s} s so far"
-        if waited_s and slot.state is HeadState.STARTING
-        else slot.reason
-    )
-
-
 def _heartbeat_age_s(slot: Slot, now_s: float) -> float | None:
     """Return the age of the last status while another one is to come."""
     is_awaited = slot.phase not in {Phase.DONE, Phase.HELD}
@@ -141,10 +128,8 @@ def _peak_pct(
 def row_of(plan: SlotPlan, slot: Slot, meter: Meter, now_s: float) -> Row:
     """Return what the table shows of a slot at `now_s` (monotonic seconds)."""
     # Of a held slot without a process, what the last one held is free.
-    status, device = (
-        None if slot.phase is Phase.HELD and not slot.ready else slot.status,
-        slot.device,
-    )
+    is_free = slot.phase is Phase.HELD and not slot.ready
+    status, device = None if is_free else slot.status, slot.device
     team = None if status is None or isinstance(slot.state, HeadState) else status.team
     sensors = None if status is None else status.sensors
     tflops = meter.tflops if _is_at_work(slot) else None
@@ -161,7 +146,7 @@ def row_of(plan: SlotPlan, slot: Slot, meter: Meter, now_s: float) -> Row:
         gpu_uuid=device.uuid if device is not None else None,
         device=device.kind if device is not None else plan.spec.device,
         state=slot.state,
-        reason=_reason(slot, now_s),
+        reason=slot.reason,
         policy=plan.spec.policy,
         dtype=device.dtype if device is not None else plan.spec.workload.dtype,
         tflops=tflops,

@@ -36,7 +36,7 @@ from orchestrator.record.command_file import Incoming, Row
 from orchestrator.record.events import EventLog
 from orchestrator.record.model import Snapshot
 from orchestrator.record.output import OutputFiles
-from orchestrator.record.store import SAMPLE_EVERY_S, RunFacts, RunStore, SlotRecord
+from orchestrator.record.store import SAMPLE_EVERY_S, RunStore, SlotRecord
 from orchestrator.run.dispatcher import Dispatcher
 from orchestrator.run.node_watch import NodeWatch
 from orchestrator.run.resume import Past
@@ -131,7 +131,6 @@ class Outlets:
 class Supervisor:
     """Runs one run from the first actor to the last status; nothing is placed before `run`."""
 
-    facts: RunFacts
     past: Past
     config: Config
     """Of this run, scaled if it was."""
@@ -142,7 +141,9 @@ class Supervisor:
     because of it.
     """
     folder: Path
-    """Of the run: commands come there, and states and what is printed are kept there."""
+    """Of the run, named by its id: commands come there, and states and what is printed are kept
+    there.
+    """
     interrupted: Callable[[], bool]
     clock: Clock = field(default_factory=Clock)
     dispatcher: Dispatcher | None = None
@@ -236,11 +237,10 @@ class Supervisor:
             for name, slot in self._slots.items()
         )
         return Snapshot(
-            run_id=self.facts.run_id,
-            started_at=self.facts.started_at_unix_s,
+            run_id=self.folder.name,
             now_unix_s=self.clock.unix_s(),
-            elapsed_s=min(elapsed_s, self.facts.duration_s),
-            duration_s=self.facts.duration_s,
+            elapsed_s=min(elapsed_s, self.config.run.duration_s),
+            duration_s=self.config.run.duration_s,
             starting_s=None if self._counting_since_s is not None else now_s - self._began_s,
             nodes_planned=tuple(self.config.nodes),
             nodes_seen=self._nodes.seen(),
@@ -260,13 +260,12 @@ class Supervisor:
         """Why the run, which has ended, is degraded; empty if it is good."""
         ended_s = self.clock.monotonic_s() if self._ended_s is None else self._ended_s
         rate = self.config.run.min_success_rate
-        incomplete = self.outlets.incomplete or self.past.incomplete
         sentences = (
             run_outcome.shortfalls(self._slots.values(), self._counting_since_s, ended_s, rate)
             if self.dispatcher is None
             else tuple(self.dispatcher.shortfalls())
         )
-        return (*sentences, *((_GAPS,) * incomplete))
+        return (*sentences, *((_GAPS,) * self.outlets.incomplete))
 
     def _over(self) -> bool:
         if self.interrupted():
@@ -460,15 +459,13 @@ class Supervisor:
         if not answered:
             return
         self._first_ready_s = self._first_ready_s if self._first_ready_s is not None else now_s
-        if (
-            len(answered) == len(here)
-            or now_s - self._first_ready_s > self.config.run.start_timeout_s
-        ):
+        is_late = now_s - self._first_ready_s > self.config.run.start_timeout_s
+        if is_late or len(answered) == len(here):
             self._count_from(now_s)
 
     def _count_from(self, now_s: float) -> None:
         self._counting_since_s = now_s
-        remaining_s = max(0.0, self.facts.duration_s - self.past.elapsed_s)
+        remaining_s = max(0.0, self.config.run.duration_s - self.past.elapsed_s)
         self._ends_at_s = now_s + remaining_s
         self.outlets.events.write(
             "counting", duration_s=remaining_s, startup_s=now_s - self._began_s
@@ -552,7 +549,7 @@ class Supervisor:
             case slots.Place():
                 plan = self._plans[name]
                 address = self._nodes.address(plan.spec.node)
-                spec = replace(listening_at(plan.spec, address), run_id=self.facts.run_id)
+                spec = replace(listening_at(plan.spec, address), run_id=self.folder.name)
                 self.fleet.place(spec, plan.num_cpus, plan.num_gpus)
             case slots.Abandon():
                 self.fleet.abandon(name)

@@ -46,8 +46,8 @@ class Team:
         """
         self.members = spec.members
         """Its slots, in the order of the team."""
-        self._leads = spec.members[0] if spec.split == "layers" else None
-        """Who alone can lead; `None`: every member can."""
+        self._able = spec.members[:1] if spec.split == "layers" else spec.members
+        """Who can lead: of members that divide a model the first one alone."""
         self._poll_s, self._patience_s = poll_s, patience_s
         self._events, self._store = events, store
         self._secret = secrets.token_bytes(_SECRET_BYTES)
@@ -73,8 +73,7 @@ class Team:
         if any(slots[name].phase is Phase.DONE for name in self.members):
             return False  # it is finished: another leader would do the end of it again
         before = self._election
-        able = self.members if self._leads is None else (self._leads,)
-        members = [self._member(slots[name], now_s) for name in able]
+        members = [self._member(slots[name], now_s) for name in self._able]
         self._election = now = elect(before, members, now_s, self._patience_s)
         if now.generation != before.generation:
             self._store.team(now.generation)
@@ -136,14 +135,11 @@ class Team:
         )
 
     def notices(self, slots: Mapping[str, Slot]) -> tuple[str, ...]:
-        """Return why no member leads although one could, who is missing of those that divide a
-        model, and what a team does not gain.
-        """
+        """Return why no member leads although one could, and what a team does not gain."""
         waits_for = self._election.waits_for
         no_leader = None if waits_for is None else f"the team has no leader: {waits_for}"
         rests = (slots[name].orders.why for name in self.members)
-        missing = () if self._leads is None else map(_missing, map(slots.__getitem__, self.members))
-        return tuple(dict.fromkeys(filter(None, [no_leader, self._advice, *missing, *rests])))
+        return tuple(dict.fromkeys(filter(None, [no_leader, self._advice, *rests])))
 
     def _member(self, slot: Slot, now_s: float) -> Member:
         is_up = slot.phase is Phase.WORKING and slot.ready
@@ -189,21 +185,6 @@ def _why_gone(slot: Slot) -> str:
     if slot.phase is Phase.HELD:
         return "it is held"
     return "its PC is lost" if slot.phase is Phase.ABSENT else "its process has ended"
-
-
-def _missing(slot: Slot) -> str | None:
-    """Say what brings a member back without which none can train; `None`: it is there, or comes by
-    itself.
-    """
-    if slot.phase is Phase.QUARANTINED:
-        how = f"it was given up: {slot.reason}; `reinstate {slot.slot}` starts it again"
-    elif slot.phase is Phase.ABSENT:
-        how = f"its PC is not there; start Ray on {slot.slot.rpartition('/')[0]} again"
-    elif slot.phase is Phase.HELD:
-        how = f"it is held; `unpause {slot.slot}` has it go on"
-    else:
-        return None
-    return f"no step is done without {slot.slot}, which has a part of the model: {how}"
 
 
 def _silent_s(slot: Slot, now_s: float) -> float:

@@ -88,6 +88,11 @@ def test_without_a_verb_the_help_is_shown_as_a_usage_error(command: Command) -> 
         (["plan", "-c", "\x1b[31mred.yaml"], "red.yaml"),
         ([*RUN, "--run-dir", "file"], "choose another with --run-dir"),
         (["report", "-c", SHIPPED], "there is no run in"),
+        (["notify", "-c", SHIPPED, "--test"], "set notify.urls_file in"),
+        (["tune", "-c", SHIPPED, "--levers", "precison"],
+         "--levers names 'precison', which is none; valid: micro"),
+        (["tune", "-c", SHIPPED, "--workload", "yoga"],
+         "--workload yoga has no levers; valid: train, matmul"),
         # Faults that cannot be injected.
         ([*RUN, "--chaos", "kill:every=20s"], "--yes-really"),
         ([*RUN, "--chaos", "node:pc2@3s", "--yes-really"], "only a rehearsal owns the raylets"),

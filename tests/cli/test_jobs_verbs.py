@@ -146,13 +146,6 @@ def test_a_word_about_jobs_waits_for_the_head(
     assert said.startswith(f"{order}: lr-1, lr-0, in the queue of run {RUN_ID}\n")
 
 
-def test_hold_and_release_without_a_job_are_about_the_queue(command: Command, folder: Path) -> None:
-    command("jobs", "hold")
-    command("jobs", "release")
-    records = [record for record in waiting(folder) if isinstance(record, UserOrder)]
-    assert [(one.order.value, one.job) for one in records] == [("hold", None), ("release", None)]
-
-
 @pytest.mark.usefixtures("folder")
 def test_the_list_shows_what_was_said_while_the_head_is_dead(command: Command) -> None:
     command("jobs", "hold", "lr-0", "lr-1")
@@ -162,6 +155,8 @@ def test_the_list_shows_what_was_said_while_the_head_is_dead(command: Command) -
     command("jobs", "hold")
     assert "lr-1  QUEUED" in (shown := command("jobs", "list").stdout)
     assert "the queue is held: " in shown
+    command("jobs", "release")
+    assert "the queue is held: " not in command("jobs", "list").stdout
 
 
 @pytest.mark.parametrize(

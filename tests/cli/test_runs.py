@@ -59,7 +59,7 @@ def written(runs: Path, run_id: str = RUN_ID, **changed: Any) -> RunStore:
 
 
 def runs_text(runs: Path) -> str:
-    return plain_text([*drawn(runs_parts(list_runs(runs), runs), None)])
+    return plain_text([*drawn(runs_parts(tuple(list_runs(runs)), runs), None)])
 
 
 def test_the_list_is_one_line_for_each_run_the_newest_first(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from workers.readings import Throttle
 
 pytestmark = pytest.mark.ray
 
-THROTTLED = Throttle.POWER_CAP | Throttle.HARDWARE_THERMAL
+THROTTLED = 0x4 | Throttle.HARDWARE_THERMAL
 
 
 def test_a_hot_card_pauses_its_workers_and_fails_its_phase(start: Starter, short_tmp: Path) -> None:

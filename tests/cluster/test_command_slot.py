@@ -162,7 +162,7 @@ def test_a_limit_is_put_back_after_the_head_was_killed(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kill(scene.head.pid)
-    (record,) = (scene.state / "kept").glob("*.json")
+    (record,) = (scene.state / "kept").glob("*/*.json")
     holder = json.loads(record.read_text())
     wait_for(lambda: not is_alive(holder["pid"], holder["started"]), "end of the actor")
     monkeypatch.setenv(STATE_DIR_VARIABLE, str(scene.state))

@@ -53,14 +53,6 @@ def test_a_worker_leaves_the_settings_of_torch_to_it(monkeypatch: pytest.MonkeyP
     assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
 
 
-def test_a_program_that_an_earlier_version_has_started_goes_on(tmp_path: Path) -> None:
-    """Its end is not known: that version told no cause of it."""
-    ending = {"exit_code": 75, "signal": None, "text": "", "started": True, "was_asked": True}
-    record = {"starts": 2, "attempt": "1", "ending": ending}
-    (tmp_path / "job.json").write_text(json.dumps(record))
-    assert files.Record.of(tmp_path) == files.Record(starts=2, attempt="1")
-
-
 def test_a_program_that_ends_at_once_ends_with_its_own_code() -> None:
     for number in range(8):
         slot = Slot(command_spec(slot=f"job{number}", argv=("sh", "-c", "exit 3")))
@@ -211,15 +203,10 @@ def test_its_results_are_reported() -> None:
     assert report.metrics["auc"] == 0.75
 
 
-PRETTY = json.dumps({"accuracy": 0.5, "parts": [{"accuracy": 0.1}]}, indent=2)
-
 RECORDS = {
-    "joined": '{"accuracy": 0.1}{"accuracy": 0.5}',
-    "pretty": PRETTY.replace("0.5", "0.2") + "\n" + PRETTY,
-    "cut": '{"accuracy": 0.1,\n' + PRETTY + "\n",
-    "garbage": "{\n{'accuracy': 1}\nepoch 3\n" + PRETTY + "\n{",
-    "begun": PRETTY + '\n{"accuracy": 0.',
-    "window": f'{{"accuracy": 0.1, "x": "{2**20 * "x"}"}}\n' + PRETTY,
+    "garbage": "{\n{'accuracy': 1}\nepoch 3\n[0.1]\n" + '{"accuracy": 0.5, "parts": []}\n{',
+    "begun": '{"accuracy": 0.5}\n{"accuracy": 0.',
+    "window": f'{{"accuracy": 0.1, "x": "{2**20 * "x"}"}}\n{{"accuracy": 0.5}}',
 }
 
 
@@ -234,13 +221,6 @@ def test_all_records_are_read_once_it_has_ended(tmp_path: Path, what: str) -> No
             results.read()
     results.read(is_over=True)
     assert results.metrics == {"accuracy": 0.5}
-
-
-def test_half_a_record_is_not_read_while_it_runs(tmp_path: Path) -> None:
-    results = files.Results(tmp_path / "results.jsonl")
-    results.path.write_text(PRETTY[: PRETTY.index("]")] + "\n")
-    results.read()
-    assert results.metrics == {}
 
 
 def test_its_peak_is_that_of_all_its_processes() -> None:

@@ -31,9 +31,8 @@ if child == 0:
     os.setsid()
     os.execve(sys.executable, [sys.executable, "-I", "-S", "-c",
         "import time; time.sleep(600)"], {})
-with open("pids.new", "w") as file:
+with open("pids", "w") as file:
     json.dump([os.getpid(), child], file)
-os.rename("pids.new", "pids")
 time.sleep(600)
 """
 
@@ -85,9 +84,8 @@ FORKS = """
 import json, os, time
 child = os.fork()
 if child:
-    with open("pids.new", "w") as file:
+    with open("pids", "w") as file:
         json.dump([os.getpid(), child], file)
-    os.rename("pids.new", "pids")
 time.sleep(600)
 """
 
@@ -119,9 +117,8 @@ def test_worker_ends_what_its_keepers_left(tmp_path: Path, state_dir: Path) -> N
 HOLDS = """
 import json, multiprocessing, os, time
 lock = multiprocessing.get_context("spawn").Lock()
-with open("pids.new", "w") as file:
+with open("pids", "w") as file:
     json.dump([os.getpid(), "/dev/shm/sem." + lock._semlock.name.lstrip("/")], file)
-os.rename("pids.new", "pids")
 time.sleep(600)
 """
 

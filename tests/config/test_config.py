@@ -109,19 +109,13 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "c.yaml"
 
 
-def test_an_override_reaches_a_section_left_out(file: Path) -> None:
-    file.write_text(yaml.safe_dump(SMALL) + "run:\n", encoding="utf-8")
-    config = load_config(str(file), ["run.duration=1", "memory.cleanup_every=0"])
+def test_an_override_reaches_sections_left_out_and_names_with_dots(file: Path) -> None:
+    nodes = {"pc1.lan.home": SMALL["nodes"]["pc1"]}
+    file.write_text(yaml.safe_dump({"nodes": nodes}) + "run:\n", encoding="utf-8")
+    overrides = ["run.duration=1", "memory.cleanup_every=0", "nodes.pc1.lan.home.workers=2"]
+    config = load_config(str(file), overrides)
     assert (config.run.duration_s, config.memory.cleanup_every) == (60.0, 0)
-
-
-def test_an_override_reaches_a_node_with_dots_in_its_name(file: Path) -> None:
-    file.write_text(
-        yaml.safe_dump({"nodes": {"pc1.lan.home": SMALL["nodes"]["pc1"]}}), encoding="utf-8"
-    )
-    assert (
-        load_config(str(file), ["nodes.pc1.lan.home.workers=2"]).nodes["pc1.lan.home"].workers == 2
-    )
+    assert config.nodes["pc1.lan.home"].workers == 2
 
 
 def test_a_byte_order_mark_and_windows_line_ends_are_no_trouble(file: Path) -> None:

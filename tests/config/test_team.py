@@ -127,7 +127,7 @@ def test_the_lines_for_a_firewall() -> None:
 
 def test_a_rehearsal_keeps_the_shares_of_the_members() -> None:
     config = in_rehearsal(team_of(["pc1", "pc2"])).config
-    scaled = scale_config(with_team_alone(team_of(["pc1", "pc2"])), REHEARSAL_SCALE, None).config
+    scaled, _ = scale_config(with_team_alone(team_of(["pc1", "pc2"])), REHEARSAL_SCALE, None)
     sizes = [
         [node.vram_per_worker_gib for node in each.nodes.values()] for each in (config, scaled)
     ]
@@ -164,7 +164,6 @@ def test_a_rehearsal_keeps_the_shares_of_the_members() -> None:
         ("192.168.1.11:6390", '"[::]:6390"', 7, "nodes.pc2.team_listen",
          "[::] would listen on every network of this PC"),
         ("192.168.1.11:6390", '"0:6390"', 7, "nodes.pc2.team_listen", "is not ADDRESS:PORT"),
-        ("192.168.1.11:6390", "pc2:6390", 7, "nodes.pc2.team_listen", "is not ADDRESS:PORT"),
         ("192.168.1.11:6390", "6390", 7, "nodes.pc2.team_listen",
          "6390 should be a valid string; valid: an address of this PC and a port"),
         ("192.168.1.11:6390", "192.168.1.11:0", 7, "nodes.pc2.team_listen",
@@ -190,7 +189,6 @@ def test_jobs_work_without_the_team_of_a_run() -> None:
     [
         ("train: {team: [pc1, pc2/0]}", "a job takes whole cards, and 'pc2/0' is one worker of"),
         ("train: {team: [pc1, pc3]}", "there is no PC 'pc3'; did you mean pc2?"),
-        ("train: {team: [pc1]}", "needs two members or more, and this one has pc1"),
         ("train: {team: 5}", "train.team: 5 should be 'all', or be a valid list"),
         ("train: {team: all}, nodes: [pc1]", "names the cards of a job, and so does nodes"),
         ("train: {team: all}, pack: true", "names the cards of a job, and so does pack"),

@@ -11,14 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.record.command_file import (
-    COMMANDS_NAME,
-    CommandFileError,
-    Incoming,
-    any_waits,
-    put,
-    waiting,
-)
+from orchestrator.errors import ArchiveError
+from orchestrator.record.command_file import COMMANDS_NAME, Incoming, any_waits, put, waiting
 from tests.scene import ROOT
 
 TAKEN = """
@@ -120,9 +114,9 @@ def test_what_others_could_have_written_is_refused(
     else:
         (tmp_path / place).chmod(mode)
 
-    with pytest.raises(CommandFileError, match=words):
+    with pytest.raises(ArchiveError, match=words):
         waiting(tmp_path)
-    with pytest.raises(CommandFileError, match=words):
+    with pytest.raises(ArchiveError, match=words):
         put(tmp_path, b"", identity="b")
     assert incoming.rows() == []
     assert words in str(incoming.problem)
@@ -134,7 +128,7 @@ def test_another_users_commands_are_refused(
     put(tmp_path, b"", identity="a")
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
 
-    with pytest.raises(CommandFileError, match="another user"):
+    with pytest.raises(ArchiveError, match="another user"):
         put(tmp_path, b"", identity="b")
     assert incoming.rows() == []
     assert "another user" in str(incoming.problem)

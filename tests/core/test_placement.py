@@ -151,16 +151,7 @@ def test_the_sums_of_a_node_agree_with_its_workers(drawn: Config, target: Target
 
 def node(**changes: object) -> NodeConfig:
     """Return the reference node pc1 with `changes`, checked by its model but by no sum."""
-    pc1 = {
-        "gpu": "rtx-3090",
-        "workers": 7,
-        "cpus_per_worker": 8,
-        "gpu_share": 0.6,
-        "vram_per_worker_gib": 3.3,
-        "memory_fraction": 0.99,
-        "size": 8192,
-    }
-    return NodeConfig.model_validate({**pc1, **changes})
+    return NodeConfig.model_validate({**REFERENCE.nodes["pc1"].model_dump(), **changes})
 
 
 @pytest.mark.parametrize(

@@ -131,22 +131,17 @@ class Greedy(Squares):
         self.take("check")
         return None
 
-    def move(self) -> int | None:
-        self.take("move")
-        return None
-
 
 def greedy(spec: WorkerSpec, where: str) -> tuple[list[Status], list[str], list[str]]:
     """Run a few steps of a workload that takes too much in one place: how often it tried there, and what it obtained.
 
-    What the engine does only now and then or only on a card is done once more.
+    What the engine does only now and then is done once more.
     """
     Greedy.where, Greedy.took_bytes = where, 2 * spec.budget_bytes
     engine = begun(spec)
     reports = [turn(engine, duration_s=0.2) for _ in range(4)]
     session = engine._session
     if session is not None:
-        for call in (session.memory.shed, session.memory.bandwidth):
-            with suppress(RuntimeError, MemoryError):
-                call()
+        with suppress(RuntimeError, MemoryError):
+            session.memory.shed()
     return reports, Greedy.tried, Greedy.obtained

@@ -38,8 +38,8 @@ def card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scripts:
     return scripted
 
 
-def hot(thermal: ThermalSettings | None = None) -> WorkerSpec:
-    return replace(spec_of(), thermal=thermal or ThermalSettings())
+#: A worker that heat slows down.
+HEEDS_HEAT = replace(spec_of(), thermal=ThermalSettings())
 
 
 def until(
@@ -72,7 +72,9 @@ class TestHeat:
         self, in_child: InChild, card: Scripts
     ) -> None:
         card(temperature_c=86)
-        paused, *later = reports = in_child(until, hot(), scripted_card(temperature_c=60), works)
+        paused, *later = reports = in_child(
+            until, HEEDS_HEAT, scripted_card(temperature_c=60), works
+        )
         assert (paused.verdict, paused.state) == (Verdict.OK, WorkerState.PAUSED)
         assert paused.counts.steps_ok == 0, "it pauses before the first step"
         assert "paused at 86 C, goes on below 75 C" in paused.reason
@@ -84,7 +86,7 @@ class TestHeat:
     ) -> None:
         complaining = scripted_card(temperature_c=65, throttle=int(Throttle.HARDWARE_THERMAL))
         card(**complaining)
-        reports = in_child(until, hot(), complaining, sleeps)
+        reports = in_child(until, HEEDS_HEAT, complaining, sleeps)
         (raised,) = events(reports, "alarm_raised")
         assert raised.detail["alarm"] == "thermal slowdown by the hardware"
         assert reports[-1].state is WorkerState.THROTTLED
@@ -93,7 +95,7 @@ class TestHeat:
 
     def test_a_lost_card_is_an_alarm_and_no_crash(self, in_child: InChild, card: Scripts) -> None:
         card(temperature_c=65)
-        reports = in_child(until, hot(), scripted_card(lost=True), is_lost)
+        reports = in_child(until, HEEDS_HEAT, scripted_card(lost=True), is_lost)
         assert all(
             report.verdict is Verdict.OK and report.counts.steps_ok > 0 for report in reports
         )

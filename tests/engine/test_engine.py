@@ -17,11 +17,10 @@ from tests.engine.scene import all_is_well, begun, events, names, own, turn, tur
 from tests.in_child import InChild
 from tests.scene import MIB, spec_of
 from workers.messages import Status, Verdict, WorkerState
-from workers.oom import MAX_PROBABLE_IN_A_ROW
 from workers.policy.base import Stages
 from workers.policy.classic import LOOKS_PER_BLIND_TRY
 from workers.settings import FailureKind, WorkerSpec
-from workers.testing import OomInjector
+from workers.testing import injected_error
 from workers.workloads.base import StepResult, Workload, WorkloadContext
 from workers.workloads.matmul import matrix_bytes
 
@@ -51,12 +50,15 @@ class Hungry(Workload):
 
 
 class Injected(Workload):
-    """Fails when its injector does."""
+    """Fails so many times more."""
 
-    injector: ClassVar[OomInjector] = OomInjector(num=0)
+    fails: ClassVar[int] = 0
+    kind: ClassVar[FailureKind]
 
     def step(self, size: int, batch: int) -> StepResult:
-        Injected.injector.check()
+        if Injected.fails:
+            Injected.fails -= 1
+            raise injected_error(Injected.kind)
         return StepResult(flop=1.0)
 
     def release(self) -> None:
@@ -71,8 +73,10 @@ class Buggy(Injected):
 class Busy(Injected):
     """Keeps the processor busy for a moment."""
 
+    step_s: ClassVar[float] = 0.02
+
     def step(self, size: int, batch: int) -> StepResult:
-        until_s = time.perf_counter() + 0.02
+        until_s = time.perf_counter() + self.step_s
         while time.perf_counter() < until_s:
             pass
         return StepResult(flop=1.0)
@@ -81,13 +85,8 @@ class Busy(Injected):
 class Attended(Busy):
     """Counts when it is told that the slot is at work."""
 
+    step_s = 0.3
     times = 0
-
-    def step(self, size: int, batch: int) -> StepResult:
-        until_s = time.perf_counter() + 0.3
-        while time.perf_counter() < until_s:
-            pass
-        return StepResult(flop=1.0)
 
     def attend(self) -> None:
         self.times += 1
@@ -101,11 +100,15 @@ class Loss(Injected):
         return torch.zeros(())  # type: ignore[return-value]
 
 
-class Clumsy(Injected):
-    """Runs out of memory, and cannot even let go."""
+class Starved(Injected):
+    """Never has enough memory."""
 
     def step(self, size: int, batch: int) -> StepResult:
         raise MemoryError
+
+
+class Clumsy(Starved):
+    """Cannot even let go."""
 
     def release(self) -> None:
         raise KeyError("optimizer")
@@ -128,13 +131,6 @@ class Descending(Injected):
 class Unbuildable(Injected):
     def __init__(self, context: WorkloadContext) -> None:
         raise LookupError("the dataset is not on this disk")
-
-
-class Starved(Injected):
-    """Never has enough memory."""
-
-    def step(self, size: int, batch: int) -> StepResult:
-        raise MemoryError
 
 
 class NoWorkload:
@@ -250,10 +246,10 @@ class TestEmergency:
             assert attempts > 0, "a blind try now and then"
 
 
-def injected(spec: WorkerSpec, injectors: list[OomInjector]) -> list[Status]:
-    """Drive a turn for each injector."""
-    engine, reports = begun(spec), list[Status]()
-    for Injected.injector in injectors:
+def injected(spec: WorkerSpec, kind: FailureKind, *failures: int) -> list[Status]:
+    """Drive a turn for each number of failures."""
+    engine, Injected.kind, reports = begun(spec), kind, list[Status]()
+    for Injected.fails in failures:
         reports.append(turn(engine))
     return reports
 
@@ -288,24 +284,16 @@ class TestWorkloadErrors:
             assert error in report.error
             assert report.size == 512 or workload is Clumsy, "a bug is no reason to shrink"
 
-    def test_probable_memory_is_believed_twice_in_a_row(self, in_child: InChild) -> None:
-        injectors = [OomInjector(num, kind=FailureKind.PROBABLE) for num in (2, 2, 3, 1, 0)]
-        reports = in_child(injected, spec_of(name=own(Injected), size=2048), injectors)
-        assert [report.counts.steps_oom for report in reports] == [MAX_PROBABLE_IN_A_ROW] * 3 + [
-            0,
-            0,
-        ]
-        assert [report.counts.steps_error for report in reports] == [0, 0, 1, 1, 0], (
-            "the fourth is of the same row"
-        )
-        assert reports[0].size == int(2048 * 0.7**MAX_PROBABLE_IN_A_ROW)
-        assert "CUBLAS_STATUS_ALLOC_FAILED" in reports[2].error
-        assert [report.errors_in_a_row for report in reports] == [0, 0, 1, 2, 0]
+    def test_errors_in_a_row_are_counted_until_a_good_turn(self, in_child: InChild) -> None:
+        spec = spec_of(name=own(Injected))
+        reports = in_child(injected, spec, FailureKind.OTHER, 0, 1, 1, 0)
+        assert [report.counts.steps_error for report in reports] == [0, 1, 1, 0]
+        assert [report.errors_in_a_row for report in reports] == [0, 1, 2, 0]
         assert reports[-1].state is WorkerState.RUNNING
 
     def test_a_poisoned_device_ends_the_process_for_good(self, in_child: InChild) -> None:
-        injectors = [OomInjector(num, kind=FailureKind.CONTEXT_CORRUPTED) for num in (0, 1, 0, 0)]
-        good, *bad = in_child(injected, spec_of(name=own(Injected)), injectors)
+        spec = spec_of(name=own(Injected))
+        good, *bad = in_child(injected, spec, FailureKind.CONTEXT_CORRUPTED, 0, 1, 0, 0)
         assert good.verdict is Verdict.OK
         for report in bad:
             assert report.verdict is Verdict.CONTEXT_CORRUPTED

@@ -35,10 +35,10 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(make_folder(tmp_path_factory.mktemp("bert"), "bert", head=""))
 
 
-def labelled(folder: Path, **changes: object) -> str:
+def labelled(folder: Path) -> str:
     """Write 400 lines with a text and a label that follows from it."""
     lines = [
-        {"text": ("fine", "poor")[place % 2] * (1 + place % 5), "label": place % 2} | changes
+        {"text": ("fine", "poor")[place % 2] * (1 + place % 5), "label": place % 2}
         for place in range(400)
     ]
     path = folder / "lines.jsonl"

@@ -47,23 +47,7 @@ def test_size_of_a_step_that_frees_everything(in_child: InChild, workload: type)
     assert kept_bytes < reports[-1].device.cap_bytes / 8
 
 
-def test_what_stays_is_reported_long_before_nothing_fits(in_child: InChild) -> None:
-    reports = in_child(turns, spec(own_steps.Leaking), [{}] * 60)
-    kept = [
-        report.memory.kept_bytes
-        for report in reports
-        if report.memory is not None and report.memory.kept_bytes
-    ]
-    in_time = next(
-        report
-        for report in reports
-        if (report.memory.kept_bytes or 0) >= report.device.cap_bytes / 3
-    )
-    assert in_time.state is WorkerState.RUNNING
-    assert kept == sorted(kept)
-
-
-def test_what_stays_is_found_without_any_failure_too(in_child: InChild) -> None:
+def test_what_stays_is_reported_before_anything_fails(in_child: InChild) -> None:
     reports = in_child(turns, spec(own_steps.Leaking, size=256), [{}] * 50)
     assert failures(reports) == 0
     assert 60 * MIB <= reports[-1].memory.kept_bytes <= 110 * MIB
@@ -80,7 +64,7 @@ def test_many_small_tensors_are_no_leak(in_child: InChild) -> None:
     assert any(found is not None for found in kept)
 
 
-@pytest.mark.parametrize("where", ["step", "release", "check", "move"])
+@pytest.mark.parametrize("where", ["step", "release", "check"])
 def test_the_cap_holds_wherever_the_workload_runs(in_child: InChild, where: str) -> None:
     reports, tried, obtained = in_child(
         own_steps.greedy, replace(spec(own_steps.Greedy, size=512), check_share=0.2), where

@@ -277,12 +277,15 @@ def test_what_a_task_imports_is_not_taken_from_its_cap(in_child: InChild, tmp_pa
     assert opened.detail["cap_bytes"] < MIBS_IMPORTED * MIB
 
 
+#: An optimiser step is four parts.
+QUARTERS = spec(micro=2, save_every_s=36000)
+
+
 def test_a_save_that_was_asked_for_waits_for_the_step_to_end(
     in_child: InChild, tmp_path: Path
 ) -> None:
-    quarters = spec(micro=2, save_every_s=36000)  # an optimiser step is four parts
     parts = [{}, *[{"saves": 1}] * 3, {"saves": 2}]
-    reports = in_child(trained, str(tmp_path), quarters, parts)
+    reports = in_child(trained, str(tmp_path), QUARTERS, parts)
     assert [report.save_due for report in reports] == [False, True, True, False, False]
     assert [report.progress.saved_step for report in reports] == [None, None, None, 1, 1], (
         "asked between two steps, too"
@@ -292,8 +295,7 @@ def test_a_save_that_was_asked_for_waits_for_the_step_to_end(
 def test_a_training_that_is_held_ends_its_step_and_saves_first(
     in_child: InChild, tmp_path: Path
 ) -> None:
-    quarters = spec(micro=2, save_every_s=36000)  # an optimiser step is four parts
-    statuses = in_child(trained, str(tmp_path), quarters, [{}, *[{"holds": True, "saves": 1}] * 5])
+    statuses = in_child(trained, str(tmp_path), QUARTERS, [{}, *[{"holds": True, "saves": 1}] * 5])
     assert [status.is_held for status in statuses] == [False] * 4 + [True] * 2
     assert [status.counts.steps_ok for status in statuses] == [0, 0, 0, 1, 0, 0], (
         "a turn may do a part of a step"
@@ -304,9 +306,8 @@ def test_a_training_that_is_held_ends_its_step_and_saves_first(
 
 
 def test_a_training_without_memory_is_held_at_once(in_child: InChild, tmp_path: Path) -> None:
-    quarters = spec(micro=2, save_every_s=36000)
     short = {"lease_bytes": MIB}
     held = {**short, "holds": True, "saves": 1}
-    statuses = in_child(trained, str(tmp_path), quarters, [{}, short, held])
+    statuses = in_child(trained, str(tmp_path), QUARTERS, [{}, short, held])
     assert [status.is_held for status in statuses] == [False, False, True]
     assert (statuses[-1].state, statuses[-1].save_due) == (WorkerState.PARKED, True)

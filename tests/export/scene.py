@@ -62,8 +62,8 @@ def trained(
 
     def request(to: Path, form: str | None = None, *, average: bool = False) -> Request:
         return Request(
-            checkpoints=files, settings=settings.model_dump(), seed=7, run_id="r", slot="pc1/0",
-            to=str(to), form=form, average=average,
+            checkpoints=files, settings=settings.model_dump(), seed=7, slot="pc1/0", to=str(to),
+            form=form, average=average,
         )  # fmt: skip
 
     return run, request

@@ -46,18 +46,6 @@ def test_an_adapter_is_the_same_however_batches_are_cut(
             if each.requires_grad} == {".lora_"}  # fmt: skip
 
 
-def test_adapters_on_4_bits_are_resumed_to_the_same_bits(tmp_path: Path) -> None:
-    settings = causal(make_folder(tmp_path / "base", "llama"), weights="nf4")
-    whole = course(settings, cut=False)
-    first, second = (Trainer(find_task(settings, 3), settings, CPU, 3) for _ in range(2))
-    for _ in range(3):
-        first.micro_batch(6)
-    second.load(first.state())
-    while not second.finished:
-        second.micro_batch(6)
-    assert second.weights_sha256() == whole.weights_sha256()
-
-
 @pytest.mark.parametrize(("family", "adapter"), [("llama", "lora"), ("gpt2", "dora")])
 def test_weights_of_4_bits_are_merged_as_they_computed(
     family: str, adapter: str, tmp_path: Path
@@ -95,8 +83,3 @@ def test_adapters_of_peft_are_planned_without_data(
         if (state := getattr(each, "quant_state", None)) is not None:
             there += [state.absmax, state.code]
     assert planned.weights_bytes == sum({id(each): each.nbytes for each in there}.values())
-
-
-def test_4_bits_without_an_adapter_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"also set train\.adapter to lora or dora"):
-        TrainSettings(preset="hf-causal", model="a", data="b", weights="nf4")

@@ -66,14 +66,6 @@ def test_a_text_after_a_prompt_is_cut_as_if_it_stood_alone(tmp_path: Path) -> No
     torch.testing.assert_close(mixed, [*alone, *alone, *answer, *alone], rtol=0, atol=0)
 
 
-def test_half_of_a_character_is_refused_by_line(tmp_path: Path) -> None:
-    lines = [{"text": "whole"}, {"text": "half \ud83d"}]
-    with pytest.raises(
-        TaskError, match=r"line 2 of .*a\.jsonl is no JSON .*surrogates not allowed"
-    ):
-        samples_of(tmp_path / "a.jsonl", lines, make_folder(tmp_path / "model"))
-
-
 CHAT = [
     {"role": role, "content": text}
     for role, text in (("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "dd"))

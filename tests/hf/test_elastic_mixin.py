@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -164,15 +165,20 @@ def test_a_model_that_returns_a_mean_trains_as_in_a_plain_trainer(
     assert hf_child(_beside_plain, str(tmp_path), family, head) < most
 
 
+def _said(train: Callable[[], Any]) -> str:
+    """Return why a training is refused; empty: it is not."""
+    try:
+        train()
+    except TaskError as error:
+        return str(error)
+    return ""
+
+
 def _refusal(folder: str) -> str:
     def squared(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
         return functional.cross_entropy(outputs.logits, labels) ** 2
 
-    try:
-        _trained(Path(folder), "bert", "SequenceClassification", 8, loss=squared)
-    except TaskError as error:
-        return str(error)
-    return ""
+    return _said(lambda: _trained(Path(folder), "bert", "SequenceClassification", 8, loss=squared))
 
 
 def test_a_loss_that_is_no_mean_is_refused(hf_child: InChild, tmp_path: Path) -> None:
@@ -234,13 +240,10 @@ def test_a_resumed_trainer_draws_the_masks_that_were_due(hf_child: InChild, tmp_
 def _with_dropout_in_attention(folder: str) -> tuple[str, list[str]]:
     told: list[str] = []
     trainer = _small(Path(folder), elastic=True, attn=0.2)
-    try:
-        trainer.train()
-    except TaskError as error:
-        type(trainer).on_hazard = staticmethod(told.append)
-        trainer.train()
-        return str(error), told
-    return "", told
+    said = _said(trainer.train)
+    type(trainer).on_hazard = staticmethod(told.append)
+    trainer.train()
+    return said, told
 
 
 def test_a_hazard_is_refused_or_told_as_by_elastic_step(hf_child: InChild, tmp_path: Path) -> None:
@@ -327,15 +330,9 @@ def test_losses_of_old_scripts_train_as_in_a_plain_trainer(
 
 def _with_noise(folder: str) -> list[str]:
     """Return what is said of noise in a mean of labels, and of noise that the Trainer asks for."""
-    said = []
     dropped = partial(_trained, Path(folder), "bart", "Seq2SeqLM", 8)
     noisy = partial(_small, Path(folder), elastic=True, neftune_noise_alpha=5)
-    for train in (dropped, lambda: noisy().train()):
-        try:
-            train()
-        except TaskError as error:
-            said.append(str(error))
-    return said
+    return [_said(dropped), _said(lambda: noisy().train())]
 
 
 def test_noise_is_refused_by_its_own_name(hf_child: InChild, tmp_path: Path) -> None:
@@ -353,11 +350,7 @@ def _with_a_step_of_its_own(folder: str) -> str:
     library = transformers()
     library.Trainer = type("Own", (library.Trainer,), {"training_step": step})
     step.__qualname__ = "Own.training_step"
-    try:
-        _small(Path(folder), elastic=True).train()
-    except TaskError as error:
-        return str(error)
-    return ""
+    return _said(_small(Path(folder), elastic=True).train)
 
 
 def test_a_step_that_would_not_be_called_is_refused(hf_child: InChild, tmp_path: Path) -> None:

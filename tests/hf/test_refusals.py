@@ -106,6 +106,7 @@ def test_a_folder_is_refused_by_file(good: Path, tmp_path: Path, spoil: Spoil, s
     [
         ("empty.txt", "", {}, "holds no text"),
         ("other.jsonl", '{"txt": "a"}', {}, "has the keys 'txt'"),
+        ("half.jsonl", '{"text": "half \\ud83d"}', {}, "is no JSON"),
         (
             "labels.csv",
             "text,lable\na,1\nb,0\n",

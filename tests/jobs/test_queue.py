@@ -59,15 +59,26 @@ def test_a_kill_is_not_counted_and_waits_a_little(cause: Cause) -> None:
     assert scene.standing("a").failures == 0
 
 
-def test_the_same_exception_at_the_same_step_is_final() -> None:
+@pytest.mark.parametrize(
+    ("text", "step", "state"),
+    [
+        ("RuntimeError at 0x7f01 in batch 18", 500, "FAILED"),
+        ("RuntimeError at 0x7f01 in batch 18", 700, "RUNNING"),
+        ("RuntimeError at 0x7f01 in batch 18", None, "RUNNING"),
+        ("another", 500, "RUNNING"),
+    ],
+)
+def test_the_same_exception_at_the_same_step_is_final(
+    text: str, step: int | None, state: str
+) -> None:
     scene = Scene(training("a", retries=5))
     scene.turn()
 
-    scene.end("a", Cause.EXCEPTION, "ValueError", step=10)
-    scene.end("a", Cause.EXCEPTION, "ValueError", step=10)
+    scene.end("a", Cause.EXCEPTION, "RuntimeError at 0x7f99 in batch 17", step=500)
+    scene.end("a", Cause.EXCEPTION, text, step=step)
 
-    assert scene.state("a") == "FAILED"
-    assert scene.standing("a").reason == "ValueError"
+    assert scene.state("a") == state
+    assert scene.standing("a").last_error == text
 
 
 @pytest.mark.parametrize(
@@ -244,20 +255,18 @@ def test_a_program_that_does_not_say_that_it_parks_is_not_preempted() -> None:
     assert scene.standing("urgent").reason == "pc1 runs low"
 
 
-@pytest.mark.parametrize(("cause", "ends"), [(Cause.KILLED, "FAILED"), (Cause.PARKED, "RUNNING")])
-def test_a_program_that_always_ends_soon_is_not_tried_for_ever(cause: Cause, ends: str) -> None:
+@pytest.mark.parametrize(
+    ("cause", "steps", "ends"),
+    [(Cause.KILLED, 0, "FAILED"), (Cause.KILLED, 10, "RUNNING"), (Cause.PARKED, 0, "RUNNING")],
+    ids=["killed", "killed, and further each time", "asks for it"],
+)
+def test_a_program_that_always_ends_soon_is_not_tried_for_ever(
+    cause: Cause, steps: int, ends: str
+) -> None:
     scene = Scene(command("a"), cards=(BIG,))
-    for _ in range(12):
+    for attempt in range(12):
         scene.turn(601.0)
         assert scene.standing("a").state in ON_CARD
-        scene.see("a", cause=cause, text="SIGKILL")
+        scene.see("a", cause=cause, text="SIGKILL", step=steps * (attempt + 1))
     scene.turn(601.0)
     assert scene.state("a") == ends
-
-
-def test_one_that_gets_further_each_time_is() -> None:
-    scene = Scene(training("a"), cards=(BIG,))
-    for attempt in range(30):
-        scene.turn(601.0)
-        scene.see("a", cause=Cause.KILLED, text="SIGKILL", step=10 * (attempt + 1))
-    assert scene.state("a") == "PARKED"

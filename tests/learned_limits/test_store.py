@@ -10,17 +10,16 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.learned_limits.keys import KEY
 from tests.scene import ROOT
 from workers import learned_limits
 from workers.files import locked
-from workers.learned_limits import EXPIRY_S, LimitStore, default_path
+from workers.learned_limits import EXPIRY_S, LimitKey, LimitStore, default_path
 from workers.settings import Learned
 
 pytestmark = pytest.mark.slow
@@ -28,13 +27,19 @@ pytestmark = pytest.mark.slow
 NOW_S = 1.7e9
 DAY_S = 86_400.0
 
+#: The circumstances under which the tests learn.
+KEY = LimitKey(
+    card="NVIDIA GeForce RTX 3090",
+    driver="580.65.06",
+    torch="2.13.0+cu130",
+    dtype="fp16",
+    workload="mine.steps:Mlp@0123456789ab",
+    cap_bytes=10**9,
+)
+
 OF_OTHER_TYPES = [
-    {"key": asdict(KEY) | key, "learned": {"size": 3} | learned, "learned_at_unix_s": NOW_S}
-    for key, learned in (
-        ({"cap_bytes": "much"}, {}),
-        ({}, {"size": "large"}),
-        ({}, {"unit_bytes": [1]}),
-    )
+    {"learned": {"size": 3} | learned, "cap_bytes": cap_bytes, "learned_at_unix_s": NOW_S}
+    for cap_bytes, learned in (("much", {}), (1, {"size": "large"}), (1, {"unit_bytes": [1]}))
 ]
 
 #: Writes its own limits one after the other, as many as are asked for, and says the number of each
@@ -42,7 +47,7 @@ OF_OTHER_TYPES = [
 WRITER = """
 import os, sys
 from dataclasses import replace
-from tests.learned_limits.keys import KEY
+from tests.learned_limits.test_store import KEY
 from workers.learned_limits import LimitStore
 from workers.settings import Learned
 
@@ -81,8 +86,9 @@ class Run:
 
 def kept() -> dict[str, int]:
     """Return the sizes that really are in the file, by the cards they were learned on."""
-    entries = json.loads(default_path().read_bytes()).values()
-    return {entry["key"]["card"]: entry["learned"]["size"] for entry in entries}
+    entries = json.loads(default_path().read_bytes())
+    rest = " " + replace(KEY, card="").name
+    return {name.removesuffix(rest): each["learned"]["size"] for name, each in entries.items()}
 
 
 @pytest.fixture
@@ -97,15 +103,25 @@ def test_asking_makes_nothing(state_dir: Path) -> None:
     assert (run.told, list(state_dir.iterdir())) == ([], [])
 
 
-def test_the_last_of_a_card_type_and_workload_is_kept() -> None:
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"card": "NVIDIA GeForce RTX 3070"},
+        {"driver": "580.65.07"},
+        {"driver": None},
+        {"torch": "2.13.0+cpu"},
+        {"dtype": "bf16"},
+        {"workload": "matmul@0.1.1"},
+        {"cap_bytes": 4 * 2**30},
+    ],
+)
+def test_the_last_is_kept_and_none_is_of_other_circumstances(changed: dict[str, Any]) -> None:
     Run().keep(1)
-    Run(card="another").keep(2)
-    Run(dtype="bf16").keep(3)
-    Run(torch="3.0").keep(4)
-    assert Run().best() is None, "learned with another torch"
-    assert [
-        Run(**key).best() for key in ({"torch": "3.0"}, {"card": "another"}, {"dtype": "bf16"})
-    ] == [4, 2, 3]
+    Run().keep(2)
+    assert Run(**changed).best() is None
+    Run(**changed).keep(3)
+    assert Run(**changed).best() == 3
+    assert Run().best() == (None if "cap_bytes" in changed else 2)
 
 
 def test_it_is_written_so_often_and_at_once_where_nothing_may_follow(path: Path) -> None:
@@ -213,24 +229,6 @@ def test_a_worker_that_has_filled_its_cap_keeps_it_another_time(
     assert (Run().best(), run.told) == (None, [])
     run.keep(1)
     assert Run().best() == 1
-
-
-def test_what_is_damaged_and_cannot_be_written_is_told_once_each(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path.write_text("[")
-
-    def refused(*_: object) -> None:
-        raise OSError(30, "Read-only file system")
-
-    monkeypatch.setattr(learned_limits, "replace_whole", refused)
-    run = Run()
-    for _ in range(3):
-        run.keep(1, at_once=True)
-    assert [("damaged" in each, "Read-only" in each) for each in run.told] == [
-        (True, False),
-        (False, True),
-    ]
 
 
 def test_a_child_forked_under_the_lock_does_not_keep_it(path: Path) -> None:

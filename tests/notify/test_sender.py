@@ -114,12 +114,9 @@ def test_the_test_message_says_which_addresses_took_it(
         assert CliRunner().invoke(app, ["notify", "--test"]).exit_code == 0
 
 
-def test_without_addresses_or_apprise_the_verb_says_what_to_do(nowhere: Path) -> None:
+def test_without_apprise_the_verb_says_what_to_do(nowhere: Path) -> None:
     """Python without the packages of its environment stands for one without apprise."""
     Path("cluster.yaml").write_text(json.dumps(SMALL), encoding="utf-8")
-    done = python("-m", "orchestrator", "notify", "--test")
-    assert done.returncode == 2
-    assert "notify.urls_file" in done.stderr
     hidden = (
         "import sys; sys.modules['apprise'] = None; from orchestrator.cli.main import main; main()"
     )

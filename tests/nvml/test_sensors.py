@@ -26,11 +26,9 @@ SHOWN: dict[str, Any] = {
 #: A data-centre card that tells everything.
 FULL = scripted_card(
     name="NVIDIA H100 80GB HBM3", uuid=UUID, slowdown_c=90, margin_c=23, slowdown_tlimit_c=-2,
-    power_average_w=498, throttle=Throttle.POWER_CAP | Throttle.HARDWARE_THERMAL, **SHOWN,
+    power_average_w=498, throttle=0x4 | Throttle.HARDWARE_THERMAL, **SHOWN,
 )  # fmt: skip
-EXPECTED = SensorReading(
-    **SHOWN, margin_c=25.0, throttle_bits=Throttle.POWER_CAP | Throttle.HARDWARE_THERMAL
-)
+EXPECTED = SensorReading(**SHOWN, margin_c=25.0, throttle_bits=0x4 | Throttle.HARDWARE_THERMAL)
 LOST = SensorReading(lost=True)
 
 #: What is different in the reading if the card does not answer a question.

@@ -86,18 +86,13 @@ class Card:
     memory: MemorySettings = GUIDES
     shows_bytes: Callable[[int], int] = lambda allowed_bytes: allowed_bytes
     """What the policy learns of the memory that is allowed."""
-    measured_every: int = 1
-    """How many steps there are for each that begins with a measurement of free memory."""
     learned: Learned | None = None
     held_bytes: int = 0
     beside_bytes: int = 0
     """What is held beside what steps need, as far as that is known."""
-    at_least_bytes: int | None = None
-    """What a failure shows."""
     now_s: float = 100.0
     good: list[Run] = field(default_factory=list)
     failed: list[tuple[float, Run]] = field(default_factory=list)
-    asked_for: list[Run] = field(default_factory=list)
     log: Log = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -123,9 +118,8 @@ class Card:
         """Run a slice of so many good steps; return what would come next: `None` where nothing
         fits.
         """
-        run, done = self.next(is_first=True), 0
+        run, done = self.next(), 0
         while run is not None:
-            self.asked_for.append(run)
             self.now_s += 1.0
             if self.bytes_of(run) <= self.allowed_bytes:
                 self.good.append(run)
@@ -135,14 +129,13 @@ class Card:
                     return run
             else:
                 self.failed.append((self.now_s, run))
-                self.tell("failed", run, self.at_least_bytes)
+                self.tell("failed", run, None)
             run = self.next()
         self.now_s += 1.0
         return None
 
-    def next(self, *, is_first: bool = False) -> Run | None:
-        is_measured = is_first or len(self.good) % self.measured_every == 0
-        return self.tell("next", self.shows_bytes(self.allowed_bytes) if is_measured else None)
+    def next(self) -> Run | None:
+        return self.tell("next", self.shows_bytes(self.allowed_bytes))
 
     def bytes_of(self, run: Run) -> int:
         return self.takes(run.size, run.batch)

@@ -137,20 +137,19 @@ def test_the_floor_is_where_nothing_shrinks_any_further(
     assert policy.failures == failures
 
 
-class TestCleanUp:
-    @pytest.mark.parametrize(
-        ("every", "released_after"), [(15, [15, 30, 45]), (0, []), (1, list(range(1, 46)))]
-    )
-    def test_memory_is_released_after_every_so_many_good_steps(
-        self, every: int, released_after: list[int]
-    ) -> None:
-        policy, released = classic(cleanup_every=every), []
-        for step in range(1, 46):
-            run = play(policy, OK)
-            assert run == Run(size=4096, batch=128)
-            if run.releases_first:
-                released.append(step)
-        assert released == released_after
+@pytest.mark.parametrize(
+    ("every", "released_after"), [(15, [15, 30, 45]), (0, []), (1, list(range(1, 46)))]
+)
+def test_memory_is_released_after_every_so_many_good_steps(
+    every: int, released_after: list[int]
+) -> None:
+    policy, released = classic(cleanup_every=every), []
+    for step in range(1, 46):
+        run = play(policy, OK)
+        assert run == Run(size=4096, batch=128)
+        if run.releases_first:
+            released.append(step)
+    assert released == released_after
 
 
 class TestEmergency:
@@ -168,10 +167,3 @@ class TestEmergency:
         for _ in range(LOOKS_PER_BLIND_TRY - 2):
             assert play(policy, ENOUGH) is None
         assert play(policy, ENOUGH) == policy.floor
-
-
-def test_a_fresh_process_goes_on_with_the_failures() -> None:
-    policy, fresh = classic(), classic()
-    play(policy, GONE, OK, GONE)
-    fresh.resume(policy.state)
-    assert play(fresh, LOW) == play(policy, LOW) == Run(size=2007, batch=96)

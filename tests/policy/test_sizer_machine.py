@@ -294,10 +294,8 @@ def steps_to_grow(ratio: float) -> int:
 
 def settling_s(bounds: Bounds, step_s: float) -> float:
     """Return how long it may take from the largest size, failing all the way, to the smallest one that ends well."""
-    size, failures = (
-        bounds.largest,
-        2,
-    )  # a probe beyond it may fail first, and leaves it where it is
+    # A probe beyond it may fail first, and leaves it where it is.
+    size, failures = bounds.largest, 2
     while size > bounds.smallest:
         size = bounds.down(
             min(size * brackets.KEPT_AFTER[-1 if failures > 6 else failures - 2], size - 1)
@@ -321,6 +319,10 @@ class SizerMachine(RuleBasedStateMachine):
 
     @initialize(loop=loops())
     def start(self, loop: Loop) -> None:
+        self._follow(loop)
+
+    def _follow(self, loop: Loop) -> None:
+        """Look at a loop of which nothing was seen yet."""
         self.loop = loop
         self.looked_at = 0
         self.failed: Try | None = None
@@ -357,15 +359,8 @@ class SizerMachine(RuleBasedStateMachine):
     def the_process_starts_anew_with_what_was_learned(self) -> None:
         old = self.loop
         learned = old.sizer.learned
-        self.loop = Loop(
-            old.bounds, old.workload, old.signal, old.free_bytes, old.draw, learned, old.now_s
-        )
-        self.looked_at, self.failed, self.told_bytes, self.lowest_bytes, self.risen = (
-            0,
-            None,
-            None,
-            None,
-            False,
+        self._follow(
+            Loop(old.bounds, old.workload, old.signal, old.free_bytes, old.draw, learned, old.now_s)
         )
 
     # What the world does.

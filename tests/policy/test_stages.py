@@ -38,15 +38,9 @@ def staged(allowed_mib: int, **how: Any) -> Staged:
     return Staged(replace(BATCH_ONLY, offers=STAGES), lambda *_: 0, allowed_mib * MIB, **how)
 
 
-def test_a_smaller_batch_comes_before_the_next_level() -> None:
-    one = staged(130)
-    for _ in range(30):
-        one.slice(4)
-    assert {run.level for run in one.good} == {0}
-    assert one.last.batch == 1
-
-
-@pytest.mark.parametrize(("allowed_mib", "level", "batch"), [(112, 1, 2), (75, 2, 6), (48, 2, 1)])
+@pytest.mark.parametrize(
+    ("allowed_mib", "level", "batch"), [(130, 0, 1), (112, 1, 2), (75, 2, 6), (48, 2, 1)]
+)
 def test_it_ends_at_the_first_level_that_fits(allowed_mib: int, level: int, batch: int) -> None:
     one = staged(allowed_mib)
     for _ in range(60):
@@ -54,6 +48,9 @@ def test_it_ends_at_the_first_level_that_fits(allowed_mib: int, level: int, batc
     assert one.last.level == level
     assert batch - 1 <= one.last.batch <= batch
     assert len(one.failed) <= 3 * level + 6, "and a larger one is tried now and then"
+    levels = {run.level for run in one.good}
+    assert level or levels == {0}, "smaller batches come before the next level"
+    assert (one.policy.learned is None) == (level > 0), "no level that saves memory is remembered"
 
 
 def test_it_goes_down_and_up_again_as_memory_goes_and_comes() -> None:
@@ -107,10 +104,3 @@ def test_whatever_comes_there_are_few_failures_and_the_state_survives(rooms: lis
     times_s = [at_s for at_s, _ in one.failed]
     for at_s in times_s:
         assert sum(at_s <= other < at_s + 60 for other in times_s) <= 3 * 6
-
-
-def test_nothing_is_remembered_of_a_level_that_saves_memory() -> None:
-    one = staged(112)
-    one.slice(30)
-    assert one.last.level == 1
-    assert one.policy.learned is None

@@ -14,20 +14,18 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from workers.policy.card_alarms import CALM_S, SLOW_MEMORY
+from workers.policy.card_alarms import CALM_S
 from workers.policy.thermal import (
     ThermalBand,
     ThermalDecision,
     ThermalGovernor,
 )
-from workers.readings import THROTTLE_ALARMS, SensorReading, Throttle
+from workers.readings import SensorReading, Throttle
 from workers.settings import ThermalSettings
 
 SHIPPED = ThermalSettings()
 #: Seconds since the reading before, and a reading.
 Readings: TypeAlias = list[tuple[float, SensorReading]]
-
-ALARM_BITS = tuple(bit for bit in Throttle if bit & THROTTLE_ALARMS)
 
 temperatures = st.one_of(
     st.none(),
@@ -80,12 +78,6 @@ class Played:
 
     def tell(self, reading: SensorReading) -> ThermalDecision:
         decision = self.governor.after_reading(reading, self.now_s)
-        self.decisions.append(decision)
-        return decision
-
-    def measure(self, gb_per_s: float, clock_mhz: int = 9500) -> ThermalDecision:
-        self.now_s += 10.0
-        decision = self.governor.after_bandwidth(gb_per_s * 1e9, clock_mhz, self.now_s)
         self.decisions.append(decision)
         return decision
 
@@ -177,11 +169,11 @@ def test_a_missed_reading_ends_no_pause_and_silence_does() -> None:
     assert after.duty == 1.0, "a sensor that never comes back stops nobody for ever"
 
 
-@pytest.mark.parametrize("bit", ALARM_BITS)
+@pytest.mark.parametrize("bit", Throttle)
 def test_an_alarm_bit_is_hot_takes_duty_and_is_named_once(bit: Throttle) -> None:
     played = Played()
     for _ in range(30):
-        decision = played.see(60, bits=int(bit | Throttle.POWER_CAP))
+        decision = played.see(60, bits=bit | 0x4)
     assert decision.band is ThermalBand.HOT
     assert decision.duty < 0.5
     ((name, raised),) = played.edges()
@@ -209,43 +201,6 @@ def test_everyday_bits_and_a_single_slowdown_do_nothing(bits: list[int | None]) 
         for decision, each in zip(decisions, bits * 20, strict=True)
         if each != 0x8
     )
-    assert played.edges() == []
-
-
-def test_falling_bandwidth_alarms_and_clears() -> None:
-    played = Played()
-    for number in range(20):
-        played.measure(900.0 + number % 3)
-    assert played.edges() == []
-    for _ in range(20):
-        played.measure(780.0)
-    assert played.edges() == [(SLOW_MEMORY, True)]
-    (alarm,) = [alarm for decision in played.decisions for alarm in decision.alarms]
-    assert "780 GB/s, 86% of the 902" in alarm.text
-    for _ in range(100):
-        played.see(60)  # which says nothing of the memory
-    assert played.edges() == [(SLOW_MEMORY, True)]
-    for _ in range(20):
-        played.measure(900.0)
-    assert played.edges() == [(SLOW_MEMORY, True), (SLOW_MEMORY, False)]
-
-
-@pytest.mark.parametrize(
-    "measured",
-    [
-        pytest.param(
-            [(900.0, 9500), (60.0, 810), (1.0, 0), (0.0, 9500)] + [(450.0, 9500)] * 3,
-            id="beside another",
-        ),
-        pytest.param(
-            [(900.0, 9500)] * 10 + [(900.0 * 9100 / 9500, 9100)] * 20, id="a slower clock"
-        ),
-    ],
-)
-def test_bandwidth_under_other_conditions_is_no_alarm(measured: list[tuple[float, int]]) -> None:
-    played = Played()
-    for gb_per_s, clock_mhz in measured * 20:
-        played.measure(gb_per_s, clock_mhz)
     assert played.edges() == []
 
 

@@ -8,7 +8,6 @@ asks for, so Python raises its own `MemoryError` at once. That memory is given b
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import gc
 import inspect
@@ -22,7 +21,6 @@ from typing import Any
 import pytest
 
 from tests.fork_server import ForkServer
-from tests.resilience.test_resilient import Clock, attempts_of, refused_above
 from tests.scene import ROOT, python
 from workers import OutOfBatchError, Retry, resilient
 from workers import resilient as find_executable_batch_size
@@ -168,27 +166,6 @@ def test_other_errors_pass_at_once_and_unchanged(error: BaseException) -> None:
     assert caught.value.__context__ is None
     assert traceback.extract_tb(error.__traceback__)[-1].name == "work"
     assert calls == [128]
-
-
-@pytest.mark.parametrize(("kinds", "believed"), [("pp", True), ("ppp", False), ("ppdp", True)])
-def test_a_probable_out_of_memory_is_believed_twice(kinds: str, believed: bool) -> None:
-    errors = [
-        injected_error(FailureKind.PROBABLE if kind == "p" else FailureKind.DEFINITE)
-        for kind in kinds
-    ]
-
-    @resilient
-    def work(batch_size: int) -> None:
-        if errors:
-            raise errors.pop(0)
-
-    with (
-        contextlib.nullcontext()
-        if believed
-        else pytest.raises(RuntimeError, match="CUBLAS_STATUS_ALLOC_FAILED")
-    ):
-        work()
-    assert errors == []
 
 
 def test_a_bug_in_a_handler_of_out_of_memory_is_still_a_bug() -> None:
@@ -450,18 +427,6 @@ def test_importing_the_package_loads_nothing() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def smaller_by(step: int, start: int) -> Callable[[], int]:
-    """Return a function that counts down, as people pass it to accelerate: it keeps the size by itself."""
-    size = start
-
-    def reduce() -> int:
-        nonlocal size
-        size -= step
-        return size
-
-    return reduce
-
-
 def fits(batch_size: int, most: int, tried: list[int]) -> str:
     tried.append(batch_size)
     if batch_size > most:
@@ -472,50 +437,18 @@ def fits(batch_size: int, most: int, tried: list[int]) -> str:
 
 
 @pytest.mark.parametrize("decorated", [False, True])
-def test_the_callers_own_function_chooses_every_smaller_size(decorated: bool) -> None:
-    """Accelerate 1.15 forgets it in the second form."""
+def test_where_no_size_is_left_the_error_is_accelerates(decorated: bool) -> None:
     tried: list[int] = []
-    reduce = smaller_by(10, 100)
     if decorated:
-        train = find_executable_batch_size(starting_batch_size=100, reduce_batch_size_fn=reduce)(
-            fits
-        )
+        train = find_executable_batch_size(starting_batch_size=16)(fits)
     else:
-        train = find_executable_batch_size(fits, 100, reduce)
-    assert train(75, tried) == "trained with 70"
-    assert train(75, tried) == "trained with 70"
-    assert train(55, tried) == "trained with 50"
-    assert tried == [100, 90, 80, 70, 70, 70, 60, 50]
-    train.reset()
-    assert train(100, tried) == "trained with 100"
-
-
-def test_a_call_with_its_own_sizes_does_not_wait() -> None:
-    clock, failed_at_s = Clock(), list[float]()
-    attempts = attempts_of(clock, 128, reduce_batch_size_fn=smaller_by(1, 128))
-    assert attempts.run(refused_above(28, clock, failed_at_s)) == 28
-    assert (len(failed_at_s), clock.slept_s) == (100, 0.0)
-
-
-@pytest.mark.parametrize(
-    ("reduce", "last"),
-    [
-        pytest.param(None, 1, id="by default"),
-        pytest.param(smaller_by(8, 16), 8, id="down to zero"),
-        pytest.param(lambda: 4, 4, id="the same size again"),
-    ],
-)
-def test_where_no_size_is_left_the_error_is_accelerates(
-    reduce: Callable[[], int] | None, last: int
-) -> None:
-    tried: list[int] = []
-    train = find_executable_batch_size(fits, 16, reduce)
+        train = find_executable_batch_size(fits, 16)
     with pytest.raises(
         RuntimeError, match=r"No executable batch size found, reached zero\.$"
     ) as caught:
         train(0, tried)
     assert isinstance(caught.value, OutOfBatchError)
-    assert tried[-1] == last
+    assert tried[-1] == 1
     assert caught.value.tried == tuple(tried)
     # It is not final: memory may be free later.
-    assert train(last, tried) == f"trained with {last}"
+    assert train(1, tried) == "trained with 1"

@@ -29,8 +29,7 @@ loss: float = bare("m") + with_options("m", rate=0.2)
 rows: list[int] = Trainer().step([1]) + Trainer.step(Trainer(), [1])
 size: int | None = bare.batch_size or Trainer().step.batch_size or AdaptiveSize(4).next()
 bare.reset()
-resilient(max, 8, lambda: 4)
-resilient(None, 8, lambda: "4")  # type: ignore[arg-type, return-value]
+resilient(max, 8)
 bare(64, "m")  # type: ignore[call-arg, arg-type]
 bare(3)  # type: ignore[arg-type]
 with_options("m", rate="fast")  # type: ignore[arg-type]

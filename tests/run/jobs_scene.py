@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -255,7 +255,6 @@ class JobsRun(HeadScene):
         *jobs: Job,
         history: list[Mapping[str, Standing]] | None = None,
         clock: VirtualClock | None = None,
-        absent: Sequence[str] = (),
         stays: bool = False,
         device: str = "cpu",
         one_machine: bool = True,
@@ -281,8 +280,7 @@ class JobsRun(HeadScene):
             lambda slot: self.dispatcher.queue.standings[slot.partition("/")[0]].job,
         )
         for name in NODES:
-            if name not in absent:
-                self.fleet.join(name)
+            self.fleet.join(name)
         self.dispatcher = Dispatcher(
             folder=self.queue_folder,
             config=config,

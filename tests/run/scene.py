@@ -87,7 +87,6 @@ class HeadScene:
         )
         self.store.begin(facts)
         self.supervisor = Supervisor(
-            facts=facts,
             past=self.past,
             config=self.config,
             plans=tuple(plans),

@@ -69,19 +69,6 @@ def test_a_job_whose_files_cannot_be_written_is_cancelled(new_jobs: JobsMaker) -
     assert run.finish()["one"].state is JobState.CANCELLED
 
 
-@pytest.mark.torch
-def test_a_model_that_cannot_be_exported_fails_with_weights(tmp_path: Path) -> None:
-    files, left_by = exporting(tmp_path)
-    state = tmp_path / "states" / "one.pt"
-    state.write_text("no checkpoint")
-    while (left := left_by()) is None:
-        sleep(0.05)
-    assert left[0] is JobState.FAILED
-    assert str(files.of("one")) in left[1]
-    assert (files.of("one") / "checkpoint.pt").read_text() == state.read_text()
-    files._events.close()
-
-
 #: A head whose job has an export that hangs: opening its checkpoint waits for another process.
 HANGS = """
 import os, sys, time
@@ -110,15 +97,24 @@ def exporting(folder: Path) -> tuple[JobFiles, Callable[[], tuple[JobState, str]
 
 
 @pytest.mark.torch
-def test_an_export_that_hangs_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job_files, "_EXPORT_MOST_S", 1.0)
+@pytest.mark.parametrize("how", ["hangs", "fails"])
+def test_an_export_that_hangs_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
     files, left_by = exporting(tmp_path)
-    os.mkfifo(tmp_path / "states" / "one.pt")
+    state = tmp_path / "states" / "one.pt"
+    if how == "hangs":
+        monkeypatch.setattr(job_files, "_EXPORT_MOST_S", 1.0)
+        os.mkfifo(state)
+    else:
+        state.write_text("no checkpoint")
     while (left := left_by()) is None:
         sleep(0.05)
     files._events.close()
-    assert left[0] is JobState.FAILED
-    assert "it took longer than 1 s; its weights are in checkpoint.pt" in left[1]
+    assert (left[0], str(files.of("one")) in left[1]) == (JobState.FAILED, True)
+    assert "; its weights are in checkpoint.pt" in left[1]
+    assert ("it took longer than 1 s" in left[1]) == (how == "hangs")
+    assert (files.of("one") / "checkpoint.pt").samefile(state)
 
 
 @pytest.mark.torch

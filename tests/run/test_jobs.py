@@ -121,15 +121,6 @@ def test_only_programs_on_other_pcs_have_a_lease(new_jobs: JobsMaker) -> None:
     assert leases == {"near": None, "far": COMMAND_LEASE_S}
 
 
-def test_a_node_that_is_back_in_time_keeps_its_job(new_jobs: JobsMaker) -> None:
-    run = new_jobs(short("one", 1000))
-    run.fleet.at(10.0, lambda: run.fleet.lose("pc1"))
-    run.fleet.at(27.0, lambda: run.fleet.join("pc1"))
-    run.finish()
-    check_ends(run)
-    assert run.begun() == ["one"]
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_heads_may_die_at_any_moment(new_jobs: JobsMaker, seed: int) -> None:
     jobs = [short(f"t.{number}", 120) for number in range(4)]
@@ -153,26 +144,25 @@ def test_heads_may_die_at_any_moment(new_jobs: JobsMaker, seed: int) -> None:
     check_ends(run)
 
 
-def test_eight_hours_without_a_head_are_not_worked_nor_waited(new_jobs: JobsMaker) -> None:
+@pytest.mark.parametrize("dies", [True, False], ids=["no head", "a suspended PC"])
+def test_eight_hours_without_a_head_are_not_worked_nor_waited(
+    new_jobs: JobsMaker, dies: bool
+) -> None:
     jobs = [short(name, 400, nodes=("pc1",)) for name in ("first", "old")]
     run = new_jobs(*jobs)
     run.until(8.0)
-    run.die()
+    if dies:
+        run.die()
     run.clock.sleep(8 * 3600.0)
     urgent = short("urgent", nodes=("pc1",), priority=2)
-    run = new_jobs.next_head(run, *jobs, urgent)
+    if dies:
+        run = new_jobs.next_head(run, *jobs, urgent)
+    else:
+        put(run.queue_folder, [Submitted(job=urgent)])
     run.finish()
     check_ends(run)
     assert run.begun() == ["first", "urgent", "old"]
     assert run.standings()["first"].ran_s < 60.0
-
-
-def test_a_suspended_pc_has_not_worked(new_jobs: JobsMaker) -> None:
-    run = new_jobs(short("one", 400))
-    run.until(8.0)
-    run.clock.sleep(8 * 3600.0)
-    run.finish()
-    assert run.standings()["one"].ran_s < 60.0
 
 
 def test_a_word_while_the_head_is_dead_is_obeyed(new_jobs: JobsMaker) -> None:
@@ -313,13 +303,9 @@ def test_one_that_can_never_work_ends_no_queue(new_jobs: JobsMaker, how: str) ->
     assert standings["good"].state is JobState.DONE
 
 
-@pytest.mark.parametrize(
-    "words", ["database connection cannot be started", "cannot start: server busy"]
-)
 @pytest.mark.parametrize("how", ["program", "step", "constructor"])
-def test_what_raises_in_words_of_the_head_is_tried_again(
-    new_jobs: JobsMaker, how: str, words: str
-) -> None:
+def test_what_raises_in_words_of_the_head_is_tried_again(new_jobs: JobsMaker, how: str) -> None:
+    words = "cannot start: the connection cannot be started"
     jobs = {"program": command("one", retries=1)}
     run = new_jobs(jobs.get(how) or short("one", retries=1), short("other"))
     error = f"Traceback (most recent call last):\nConnectionError: {words}\n"

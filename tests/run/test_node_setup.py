@@ -24,7 +24,7 @@ def environment(
     *overrides: str, mode: Mode = Mode.CLUSTER, device: str | None = None
 ) -> Environment:
     config = load_config(str(ROOT / "cluster.yaml"), overrides)
-    return Environment(mode=mode, config=config, target=Target(device=device), lines=())
+    return Environment(mode=mode, config=config, target=Target(device=device))
 
 
 def wanted(

@@ -96,7 +96,6 @@ def main(given: str) -> None:
         channel.tell(
             {
                 "pid": os.getpid(), "verdict": status.verdict, "reason": status.reason, "team": team,
-                "t": time.time(), "ooms": status.counts.steps_oom,
                 "rests": status.is_held and not status.save_due,
             }
         )  # fmt: skip
@@ -110,7 +109,7 @@ def _observe(log: Callable[..., None], seed: int | None, planted: Path) -> None:
     """Write down each update; draw the sizes of parts anew if there is a seed; change a weight where
     a file asks for it.
     """
-    finish, part, rng = Trainer._finish, Desk.part, random.Random(seed)  # noqa: S311
+    finish, part, rng = Trainer.finish, Desk.part, random.Random(seed)  # noqa: S311
 
     def finished(self: Trainer, *agreed: Any) -> None:
         rows = self.done_rows
@@ -125,7 +124,7 @@ def _observe(log: Callable[..., None], seed: int | None, planted: Path) -> None:
     def drawn(self: Desk, most_rows: int, level: int) -> MicroBatch | None:
         return part(self, rng.randint(1, most_rows) if seed else most_rows, level)
 
-    Trainer._finish, Desk.part = finished, drawn  # type: ignore[method-assign]
+    Trainer.finish, Desk.part = finished, drawn  # type: ignore[method-assign]
 
 
 def _hold_state(held: Path) -> None:

@@ -213,38 +213,6 @@ def everything(course: Course) -> dict[str, Tensor]:
     return course.state() | {name: each.double() for name, each in seen.items()}
 
 
-@dataclass
-class Reference:
-    """What a course is compared with."""
-
-    states: list[dict[str, Tensor]]
-    """Before each step, and at the end."""
-    may_refuse: bool
-
-
-def reference(seed: int, features: Sequence[Feature]) -> Reference | Result:
-    """Return the states of the plain loop; or that there are none.
-
-    With dropout they are those of `ElasticStep` with whole batches.
-    """
-    try:
-        course = Course(seed, features, tested=False)
-        if not course.optimizers:
-            return Result("void", "no parameter has an optimiser")
-        states = states_of(course, elastic=False)
-    except Exception as error:  # noqa: BLE001 - whatever a loop of torch cannot do
-        return Result("void", f"{type(error).__name__}: {error}")
-    if not all(float(each.abs().max()) < _DIVERGED for each in states[-1].values()):
-        return Result("void", "diverged")
-    may_refuse = course.is_idle or any(feature.is_ != "right" for feature in features)
-    if course.dropout:
-        try:
-            states = states_of(Course(seed, features, tested=False), elastic=True)
-        except Exception as error:  # noqa: BLE001 - judged there
-            return failed(error, "whole", may_refuse=may_refuse)
-    return Reference(states, may_refuse)
-
-
 def states_of(course: Course, *, elastic: bool) -> list[dict[str, Tensor]]:
     """Return the states before each step and at the end."""
     reached = train(course, elastic=elastic)
@@ -252,14 +220,30 @@ def states_of(course: Course, *, elastic: bool) -> list[dict[str, Tensor]]:
 
 
 def run(seed: int, features: Sequence[Feature]) -> Result:
-    """Train twice and compare."""
+    """Train by the plain loop, with dropout by `ElasticStep` with whole batches; then in parts."""
     with warnings.catch_warnings(), torch.random.fork_rng():
         warnings.simplefilter("ignore")
-        wanted = reference(seed, features)
-        return wanted if isinstance(wanted, Result) else compared(seed, features, wanted)
+        try:
+            course = Course(seed, features, tested=False)
+            if not course.optimizers:
+                return Result("void", "no parameter has an optimiser")
+            wanted = states_of(course, elastic=False)
+        except Exception as error:  # noqa: BLE001 - whatever a loop of torch cannot do
+            return Result("void", f"{type(error).__name__}: {error}")
+        if not all(float(each.abs().max()) < _DIVERGED for each in wanted[-1].values()):
+            return Result("void", "diverged")
+        may_refuse = course.is_idle or any(feature.is_ != "right" for feature in features)
+        if course.dropout:
+            try:
+                wanted = states_of(Course(seed, features, tested=False), elastic=True)
+            except Exception as error:  # noqa: BLE001 - judged there
+                return failed(error, "whole", may_refuse=may_refuse)
+        return compared(seed, features, wanted, may_refuse=may_refuse)
 
 
-def compared(seed: int, features: Sequence[Feature], wanted: Reference) -> Result:
+def compared(
+    seed: int, features: Sequence[Feature], wanted: list[dict[str, Tensor]], *, may_refuse: bool
+) -> Result:
     """Train by `ElasticStep` in parts, and judge what came out."""
     course, place, reached = Course(seed, features, tested=True), "begin", list[dict[str, Tensor]]()
     coarsest = coarsest_of(course)
@@ -267,7 +251,7 @@ def compared(seed: int, features: Sequence[Feature], wanted: Reference) -> Resul
         for course, place in train(course, elastic=True):  # noqa: B020 - the last one
             reached += [everything(course)] if place != "begin" else []
     except Exception as error:  # noqa: BLE001 - judged there
-        result = failed(error, place, may_refuse=wanted.may_refuse)
+        result = failed(error, place, may_refuse=may_refuse)
         if result.outcome == "refused" and place != "begin":
             changed = difference(reached[-1], everything(course), coarsest)
             if changed is not None and len(course.sets()) == 1:
@@ -276,7 +260,7 @@ def compared(seed: int, features: Sequence[Feature], wanted: Reference) -> Resul
             return result
     else:
         result = Result("equal")
-    told = difference(wanted.states[len(reached) - 1], reached[-1], coarsest)
+    told = difference(wanted[len(reached) - 1], reached[-1], coarsest)
     if told is None:
         return result
     if course.hazards and all(each.is_ != "wrong" for each in features):

@@ -249,11 +249,6 @@ def kept_out(course: Course) -> None:
 # ---- losses
 
 
-def _one_hot(outputs: Tensor, columns: Columns) -> Any:
-    hot = functional.one_hot(columns["y"].clamp(min=0), outputs.shape[-1]).to(outputs.dtype)
-    return hot * (columns["y"] >= 0)[..., None]
-
-
 @feature(8, of="reduction")
 def mean(course: Course) -> None:
     """The mean of all."""
@@ -336,17 +331,8 @@ def late_padding(course: Course) -> None:
 def squares(course: Course) -> None:
     def items(outputs: Tensor, columns: Columns) -> Any:
         real = columns["y"] >= 0
-        return (outputs - _one_hot(outputs, columns)).square().mean(-1) * real
-
-    course.items = items
-
-
-@feature(0.15, without="squares")
-def binary(course: Course) -> None:
-    def items(outputs: Tensor, columns: Columns) -> Any:
-        hot, real = _one_hot(outputs, columns), columns["y"] >= 0
-        made = functional.binary_cross_entropy_with_logits(outputs, hot, reduction="none")
-        return made.mean(-1) * real
+        hot = functional.one_hot(columns["y"].clamp(min=0), outputs.shape[-1]).to(outputs.dtype)
+        return (outputs - hot * real[..., None]).square().mean(-1) * real
 
     course.items = items
 

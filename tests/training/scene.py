@@ -154,7 +154,7 @@ def in_shared_memory(tensor: Tensor) -> bool:
 
 def private_bytes(run: Trainer) -> int:
     """Return the bytes of the optimiser's states that the cap of a CPU device counts."""
-    optimizer = run._update.optimizer
+    optimizer = run.optimizer
     states = [
         each for parameter in run.parameters for each in states_of(optimizer, parameter).values()
     ]

@@ -62,7 +62,7 @@ def test_a_plan_knows_the_bytes_of_its_states() -> None:
     chosen = TrainSettings(preset="gpt-nano", optimizer=EIGHT, precision="fp32")
     found = find_task(chosen, 0)
     plan = MemoryPlanner(found, chosen, on_card=False).plan(2, 0)
-    made = Trainer(found, chosen, CPU, 0)._update.optimizer
+    made = Trainer(found, chosen, CPU, 0).optimizer
     storages = {
         each.untyped_storage().data_ptr(): each.nbytes
         for states in made.state.values()

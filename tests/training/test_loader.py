@@ -18,10 +18,9 @@ from torch.utils.data import Dataset
 from tests.scene import vm_data_bytes, wait_for
 from tests.training.scene import CPU, Told, settings
 from workers.training.errors import TaskError
-from workers.training.loader import Feed, loader_numbers
+from workers.training.loader import Feed
 from workers.training.order import samples
 from workers.training.tasks import TrainTask
-from workers.units import GIB, MIB
 
 BATCH, SEED = 6, 3
 
@@ -236,23 +235,3 @@ def test_a_shortage_of_pinned_memory_is_told_once(monkeypatch: pytest.MonkeyPatc
     ((name, detail),) = told
     assert name == "unpinned"
     assert "CUDA error: out of memory" in detail["reason"]
-
-
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({}, (7, 4)),
-        ({"cores": 32}, (8, 4)),
-        ({"on_card": False}, (2, 4)),
-        ({"batch_bytes": 512 * MIB}, (3, 2)),
-        ({"ram_bytes": GIB}, (1, 4)),
-        ({"batch_bytes": 8 * GIB}, (0, 1)),
-        ({"workers": 12, "prefetch": 64}, (12, 64)),
-        ({"prefetch": 64, "batch_bytes": 32 * MIB}, (1, 64)),
-    ],
-)
-def test_processes_follow_cores_and_ram(changes: dict[str, Any], expected: tuple[int, int]) -> None:
-    card: dict[str, Any] = {"cores": 8, "ram_bytes": 16 * GIB, "on_card": True}
-    asked: dict[str, Any] = {"workers": "auto", "prefetch": "auto", "batch_bytes": MIB}
-    told = loader_numbers(**(card | asked | changes))
-    assert (told.workers, told.prefetch) == expected

@@ -7,10 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from PIL import Image
-from pydantic import ValidationError
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.scene import ROOT
 from tests.training.picture_folder import LEFT, RIGHT, drawn_folder
@@ -23,7 +21,7 @@ from workers.training.settings import TrainSettings
 from workers.training.tasks import find_task
 from workers.training.trainer import Trainer
 
-EDGE = 32
+EDGE = 64
 
 
 def brightness_at(picture: Tensor, point: Tensor) -> float:
@@ -41,7 +39,7 @@ def settings(folder: Path, **keys: object) -> TrainSettings:
 
 
 def test_points_are_scaled_with_their_picture(tmp_path: Path) -> None:
-    pictures = Pictures(str(drawn_folder(tmp_path)), EDGE, 0)
+    pictures = Pictures(str(drawn_folder(tmp_path)), 0)
     for index in range(4):
         picture, points = pictures._sample(index)
         assert picture.shape == (1, EDGE, EDGE)
@@ -52,7 +50,7 @@ def test_points_are_scaled_with_their_picture(tmp_path: Path) -> None:
 
 
 def test_a_mirrored_picture_swaps_left_and_right(tmp_path: Path) -> None:
-    pictures = Pictures(str(drawn_folder(tmp_path)), EDGE, 0)
+    pictures = Pictures(str(drawn_folder(tmp_path)), 0)
     found = looks(pictures, 1)
     assert all(points[0, 0] < points[1, 0] for _, points in found)
     mirrored = 0
@@ -64,9 +62,8 @@ def test_a_mirrored_picture_swaps_left_and_right(tmp_path: Path) -> None:
 
 
 def test_without_pairs_no_picture_is_mirrored(tmp_path: Path) -> None:
-    pictures = Pictures(str(drawn_folder(tmp_path, header="file,a_x,a_y,b_x,b_y")), EDGE, 0)
+    pictures = Pictures(str(drawn_folder(tmp_path, header="file,a_x,a_y,b_x,b_y")), 0)
     assert len({tuple(points.flatten().tolist()) for _, points in looks(pictures, 1)}) == 1
-    assert pictures.eye_corners == []
 
 
 @pytest.mark.parametrize(
@@ -78,9 +75,9 @@ def test_without_pairs_no_picture_is_mirrored(tmp_path: Path) -> None:
         (["file,left_a_x,left_a_y"], "line 1 .* has left_a, and no right_a to swap it with"),
         (["file,a_x,a_y"], "line 2 .* is missing: there is no row"),
         (["file,a_x,a_y", "0.png,1,2", "0.png,1"], "line 3 .* has 1 numbers, and 1 points take 2"),
-        (["file,a_x,a_y", "", "0.png,1,x"], "line 3 .* no number .*'x'"),
+        (["file,a_x,a_y", "", "0.png,1,x"], r"line 3 .* no finite number \(x\)"),
         (["file,a_x,a_y", "0" * 200_000], "line 2 .* is no CSV"),
-        (["file,a_x,a_y", "0.png,1,nan"], "line 2 .* NaN or infinite"),
+        (["file,a_x,a_y", "0.png,1,nan"], "line 2 .* no finite number"),
         (["file,a_x,a_y", "9.png,1,2"], "line 2 .* names '9.png', and there is no such picture"),
     ],
 )
@@ -95,16 +92,17 @@ def test_a_malformed_csv_is_refused_by_line(
 
 
 def test_a_folder_with_two_csvs_or_none_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TaskError, match=r"has 0 \(none\); leave one there"):
-        find_task(settings(tmp_path), 0)
+    for folder in (tmp_path, tmp_path / "none"):
+        with pytest.raises(TaskError, match=r"must be a folder .* and has 0 CSVs \(none\)"):
+            find_task(settings(folder), 0)
     (drawn_folder(tmp_path) / "more.CSV").touch()
-    with pytest.raises(TaskError, match=r"has 2 \(more.CSV, points.csv\)"):
+    with pytest.raises(TaskError, match=r"has 2 CSVs \(more.CSV, points.csv\)"):
         find_task(settings(tmp_path), 0)
 
 
 def test_a_picture_that_is_none_is_refused_by_name(tmp_path: Path) -> None:
     whole = (drawn_folder(tmp_path) / "1.png").read_bytes()
-    pictures = Pictures(str(tmp_path), EDGE, 0)
+    pictures = Pictures(str(tmp_path), 0)
     for content in (b"no picture", whole[: len(whole) - 30]):
         (tmp_path / "1.png").write_bytes(content)
         with pytest.raises(TaskError, match=r"1.png cannot be read as a picture"):
@@ -114,7 +112,7 @@ def test_a_picture_that_is_none_is_refused_by_name(tmp_path: Path) -> None:
 def test_running_out_of_memory_is_not_a_bad_picture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pictures = Pictures(str(drawn_folder(tmp_path)), EDGE, 0)
+    pictures = Pictures(str(drawn_folder(tmp_path)), 0)
 
     def fails(*_: object) -> None:
         raise MemoryError
@@ -133,27 +131,15 @@ def test_without_a_library_it_says_what_to_install(
         find_task(settings(tmp_path), 0)
 
 
-def test_without_a_folder_it_says_what_to_set() -> None:
-    with pytest.raises(ValidationError, match=r"also set train.data \(a folder with pictures"):
-        TrainSettings(preset="cnn-landmarks")
-
-
 def test_pictures_that_are_on_another_pc_are_no_mistake() -> None:
     train = {"preset": "cnn-landmarks", "data": "/not/here"}
     told = answer({"settings": train, "seed": 0, "caps": [{"cap_bytes": 2**30, "device": "cpu"}]})
     assert told == {"not_planned": "train.data: /not/here is not on this machine"}
 
 
-def test_the_model_has_its_size_and_no_batch_norm(tmp_path: Path) -> None:
-    with torch.device("meta"):
-        model = find_task(settings(drawn_folder(tmp_path)), 0).model()
-    assert sum(each.numel() for each in model.parameters()) / 1e6 == pytest.approx(1.2, abs=0.06)
-    assert not [each for each in model.modules() if isinstance(each, nn.BatchNorm2d)]
-
-
 def test_other_rows_or_other_pictures_are_other_data(tmp_path: Path) -> None:
     def fingerprint() -> str:
-        return Pictures(str(tmp_path), EDGE, 0).fingerprint
+        return Pictures(str(tmp_path), 0).fingerprint
 
     drawn_folder(tmp_path)
     first = fingerprint()
@@ -173,8 +159,8 @@ def test_a_training_on_pictures_gets_better(tmp_path: Path) -> None:
     replay(run, [[3, 0, 3 * 30]])
     after = run.evaluate()
     assert run.finished
-    assert set(after) == {"validation_loss", "landmark_error_pct"}
-    assert all(after[name] < 0.7 * before[name] for name in after)
+    assert not run.hazards, "as of BatchNorm"
+    assert after["validation_loss"] < 0.7 * before["validation_loss"]
 
 
 def test_the_documented_folder_is_read(tmp_path: Path) -> None:
@@ -184,7 +170,7 @@ def test_the_documented_folder_is_read(tmp_path: Path) -> None:
     picture.parent.mkdir()
     Image.new("L", (400, 400)).save(picture)
     (tmp_path / "points.csv").write_text(table)
-    pictures = Pictures(str(tmp_path), EDGE, 0)
+    pictures = Pictures(str(tmp_path), 0)
     assert pictures.points == ["left_eye_outer", "right_eye_outer", "nose"]
     _, points = pictures.__getitems__([Sample(0, 0, 0)])[0]
     assert points.shape == (3, 2)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
 from torch import Tensor
 from torch.nn import functional
 
@@ -16,37 +14,29 @@ from tests.training.scene import GPT, task
 from workers.training.memory_plan import MemoryPlanner, answer
 from workers.training.sequences import NO_TOKEN, PackedRows, filled_up
 from workers.training.settings import TrainSettings
-from workers.training.tasks import MadeText, find_task
+from workers.training.tasks import find_task
+from workers.training.text import TextBytes
 
-SEQ, LEAST, ITEMS = 16, 3, 100
-
-
-class Documents(MadeText):
-    """Made text of unequal lengths, of which short ones are more frequent."""
-
-    key = "made"
-
-    def __init__(self, seq: int, least_seq: int, items: int) -> None:
-        super().__init__(seq, 256, 0, items)
-        chances = torch.rand(items, generator=torch.Generator().manual_seed(0)).square()
-        self._lengths = (chances * (seq - least_seq + 1)).to(torch.int64) + least_seq + 1
-
-    def lengths(self, indices: Sequence[int]) -> list[int]:
-        """Return how many tokens these have."""
-        return self._lengths[torch.tensor(indices)].tolist()
-
-    def __getitems__(self, indices: Sequence[int]) -> list[Tensor]:
-        """Return the beginnings of the texts."""
-        whole = zip(super().__getitems__(indices), self.lengths(indices), strict=True)
-        return [text[:length] for text, length in whole]
+SEQ = 16
 
 
-def test_each_document_is_in_one_row_and_rows_are_full() -> None:
-    made = Documents(256, 8, 5000)
-    lengths = [each - 1 for each in made.lengths(list(range(5000)))]
+def written(folder: Path, seq: int, least_seq: int, items: int) -> TextBytes:
+    """Write documents of unequal lengths, of which short ones are more frequent."""
+    draw = random.Random(0)  # noqa: S311 - repeatable
+    lengths = [
+        least_seq + 1 + int(draw.random() ** 2 * (seq - least_seq + 1)) for _ in range(items)
+    ]
+    lines = ["".join(draw.choices("abcd efgh", k=length)) + "\n" for length in lengths]
+    (folder / "lines.txt").write_text("".join(lines))
+    return TextBytes(folder, seq, "lines")
+
+
+def test_each_document_is_in_one_row_and_rows_are_full(tmp_path: Path) -> None:
+    made = written(tmp_path, 256, 8, 5000)
+    lengths = [each - 1 for each in made.lengths(range(len(made)))]
     found = PackedRows(made, 256)
     rows = [found._rows[row].tolist() for row in range(len(found))]
-    assert sorted(document for row in rows for document in row) == list(range(5000))
+    assert sorted(document for row in rows for document in row) == list(range(len(made)))
     assert max(max(row) - min(row) for row in rows) < 1024, (
         "those of a row lie near each other in a file"
     )
@@ -70,8 +60,8 @@ def losses_and_gradient(
     return each.detach(), torch.cat([gradient.flatten() for gradient in gradients])
 
 
-def test_the_loss_of_each_token_is_that_of_its_document_alone() -> None:
-    made = Documents(SEQ, LEAST, ITEMS)
+def test_the_loss_of_each_token_is_that_of_its_document_alone(tmp_path: Path) -> None:
+    made = written(tmp_path, SEQ, 3, 100)
     rows = PackedRows(made, SEQ)
     mine = [document for row in range(len(rows)) for document in rows._rows[row].tolist()]
     assert len(mine) > 1.5 * len(rows)
@@ -88,12 +78,11 @@ def test_the_loss_of_each_token_is_that_of_its_document_alone() -> None:
 
 
 def test_a_preset_plans_for_its_longest_document(tmp_path: Path) -> None:
-    plans, kinds = list[int](), list[dict[str, Any]]()
     (tmp_path / "text.txt").write_text("\n".join("a" * (number % 90) for number in range(3000)))
     lines = {"data": str(tmp_path), "documents": "lines"}
-    kinds += {}, lines, lines | {"packing": True}
-    for keys in kinds:
-        chosen = TrainSettings(preset="gpt-nano", batch=4, **keys)
+    plans = list[int]()
+    for keys in ({}, lines, lines | {"packing": True}):
+        chosen = TrainSettings.model_validate({"preset": "gpt-nano", "batch": 4} | keys)
         planner = MemoryPlanner(find_task(chosen, 0), chosen, on_card=False)
         plans.append(planner.plan(4, 0).activations_bytes)
     assert plans[1] == pytest.approx(plans[0], rel=0.02)
@@ -105,20 +94,3 @@ def test_packed_rows_are_planned_where_the_text_is_on_another_pc() -> None:
     cap = {"cap_bytes": 2**30, "device": "cpu"}
     planned = answer({"settings": train, "seed": 0, "caps": [cap]})
     assert planned["caps"][0]["steps"][-1]["fits"]
-
-
-@pytest.mark.parametrize(
-    ("keys", "sentence"),
-    [
-        ({"packing": True, "bucketing": True}, "valid: one of them"),
-        (
-            {"documents": "lines", "data": "here", "r_drop": 1.0, "dropout": 0.1},
-            "valid: one of them",
-        ),
-        ({"packing": True}, "also set train.data and train.documents"),
-        ({"documents": "lines"}, "documents: windows, or also set train"),
-    ],
-)
-def test_keys_that_do_not_go_together_are_refused(keys: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ValidationError, match=sentence):
-        TrainSettings(**keys)

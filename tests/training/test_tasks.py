@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import nn
-from torch.optim import lr_scheduler
 
 from tests.training.scene import CPU, GPT, replay
 from tests.training.scene import settings as small_settings
 from tests.training.scene import task as small_task
 from workers.training.errors import StateMismatchError, TaskError
-from workers.training.pictures import landmark_error_pct
 from workers.training.settings import PRESETS, TrainSettings
 from workers.training.tasks import find_task
 from workers.training.trainer import Trainer
@@ -89,22 +88,6 @@ def test_a_preset_has_its_size_and_no_bias_of_keys(preset: str, millions: float)
         millions, abs=0.06
     )
     assert not [name for name, _ in model.named_parameters() if "query_key_value.bias" in name]
-    assert not [
-        each for each in model.modules() if isinstance(each, nn.modules.batchnorm._BatchNorm)
-    ]
-
-
-def test_the_error_of_landmarks_is_in_per_cent_of_the_eyes() -> None:
-    points = torch.rand(3, 68, 2, generator=torch.Generator().manual_seed(0))
-    eyes = (points[:, 36] - points[:, 45]).norm(dim=-1)
-
-    class Missing(nn.Module):
-        def forward(self, _: torch.Tensor) -> torch.Tensor:
-            return points + 0.1 * eyes[:, None, None] * torch.tensor([0.6, 0.8])
-
-    batch = torch.zeros(3, 1, 8, 8), points
-    found = landmark_error_pct(Missing(), batch, corners=(36, 45))
-    assert float(found) == pytest.approx(3 * 10.0)
 
 
 @pytest.mark.usefixtures("own_module")
@@ -146,7 +129,6 @@ def test_a_users_own_task_is_trained_evaluated_and_resumed() -> None:
         ({"preset": "own_task:uses", "label_smoothing": 0.1}, "train.label_smoothing is 0.1"),
         ({"preset": "own_task:task", "lr": 1e-4}, "or set it in its optimizer"),
         ({"preset": "own_task:scheduled", "warmup_steps": 3}, "or set it in its schedule"),
-        ({"preset": "cnn-landmarks", "data": "here"}, "there is no folder here on this machine"),
         (
             {"bucketing": True},
             "those of gpt-nano have one length, or do not tell it; set train.documents ",
@@ -162,6 +144,26 @@ def test_what_cannot_be_trained_is_refused_in_one_sentence(
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({"packing": True, "bucketing": True}, "valid: one of them"),
+        (
+            {"documents": "lines", "data": "here", "r_drop": 1.0, "dropout": 0.1},
+            "valid: one of them",
+        ),
+        ({"packing": True}, "also set train.data and train.documents"),
+        ({"documents": "lines"}, "documents: windows, or also set train"),
+        ({"preset": "cnn-landmarks"}, r"also set train.data \(a folder with pictures"),
+        ({"preset": "hf-causal", "model": "a", "data": "b", "weights": "nf4"}, "lora or dora"),
+        ({"r_drop": 1.0}, "two passes with different dropout"),
+    ],
+)
+def test_keys_that_do_not_go_together_are_refused(keys: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValidationError, match=sentence):
+        TrainSettings(**keys)
+
+
 @pytest.mark.usefixtures("own_module")
 def test_keys_that_a_task_says_it_uses_are_its_own() -> None:
     found = find_task(TrainSettings(preset="own_task:uses", dropout=0.1, data="here"), 0)
@@ -174,14 +176,8 @@ def test_keys_that_a_task_says_it_uses_are_its_own() -> None:
     [
         ({"uses": frozenset({"micro"})}, "uses micro; valid: data, documents"),
         ({"optimizer": list, "named_optimizer": list}, "has optimizer and named_optimizer"),
-        ({"schedule": float, "scheduler": list}, "has schedule and scheduler"),
         ({"optimizer": torch.optim.LBFGS}, "LBFGS computes the loss several times in a step"),
         ({"optimizer": lambda of: [torch.optim.SGD(of)]}, "gives a list; give one optimizer of"),
-        ({"scheduler": lr_scheduler.ReduceLROnPlateau}, "ReduceLROnPlateau follows a metric"),
-        (
-            {"scheduler": lambda of: lr_scheduler.OneCycleLR(of, 0.1, total_steps=9)},
-            "OneCycleLR changes the momentum .* cycle_momentum=False",
-        ),
     ],
 )
 def test_fields_that_make_no_sense_are_refused(fields: dict[str, Any], sentence: str) -> None:
@@ -219,36 +215,6 @@ def test_groups_by_name_keep_their_rates_and_survive_a_checkpoint() -> None:
     for each in (run, other):
         replay(each, [[12, 0, 2]])
     assert run.weights_sha256() == other.weights_sha256()
-
-
-def test_a_scheduler_of_torch_steps_as_in_a_plain_loop() -> None:
-    """Over a checkpoint, too, and without a state of its own; rates are those of torch to the bit."""
-
-    def made(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
-        rise = lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3)
-        fall = lr_scheduler.CosineAnnealingLR(optimizer, 6)
-        return lr_scheduler.SequentialLR(optimizer, [rise, fall], milestones=[3])
-
-    own = replace(small_task(GPT), scheduler=made)
-    run, other = (Trainer(own, small_settings(), CPU, 0) for _ in range(2))
-    first = copy.deepcopy(run.state())
-    plain = torch.optim.SGD([torch.zeros(1)], lr=own.lr)
-    scheduler, rates, saved = made(plain), [], None
-    for step in range(8):
-        assert own.lr == 2e-3
-        rates.append(plain.param_groups[0]["lr"])
-        replay(run, [[12, 0, 1]])
-        assert run.state()["optimizer"]["param_groups"][0]["lr"] == rates[-1]
-        saved = copy.deepcopy(run.state()) if step == 4 else saved
-        plain.step()
-        scheduler.step()
-    assert len(set(rates)) == 8
-    other.load(saved)
-    replay(other, [[12, 0, 3]])
-    assert run.weights_sha256() == other.weights_sha256()
-    run.load(first)
-    replay(run, [[12, 0, 1]])
-    assert run.state()["optimizer"]["param_groups"][0]["lr"] == rates[0], "it went back"
 
 
 @pytest.mark.parametrize(

@@ -21,11 +21,7 @@ from workers.training import text as text_module
 from workers.training.errors import TaskError
 from workers.training.settings import TrainSettings
 from workers.training.tasks import TrainTask, find_task, next_token_loss
-from workers.training.text import (
-    SAMPLES,
-    TextBytes,
-    held_out,
-)
+from workers.training.text import SAMPLES, TextBytes, held_out
 from workers.training.trainer import Trainer
 from workers.units import MIB
 

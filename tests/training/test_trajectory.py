@@ -16,7 +16,7 @@ from workers.training.trainer import Trainer
 
 def held_by(run: Trainer) -> list[torch.Tensor]:
     """Return all that a training holds between two calls."""
-    optimizer = list(run._update.optimizer.state.values())
+    optimizer = list(run.optimizer.state.values())
     sums = [*run.sums.gradients, *run.sums.loss]
     return list(tensors_in([run.model.state_dict(), optimizer, run._average.tensors, sums]))
 

@@ -54,12 +54,10 @@ class Product:
 
     def tolerated(self) -> torch.Tensor:
         """Return the change of one element of each row that is at the edge of what is tolerated."""
-        allowed = tolerance(self.result.dtype, len(self.result), "cpu")
+        stored, summed, least = tolerance(self.result.dtype, len(self.result), "cpu")
         sizes = self.result.double().square().sum(dim=1)
         spreads = self.left.double().square() @ self.right.double().square().sum(dim=1)
-        return (
-            allowed.stored * sizes + allowed.summed * spreads.maximum(sizes) + allowed.least
-        ).sqrt()
+        return (stored * sizes + summed * spreads.maximum(sizes) + least).sqrt()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -145,9 +145,11 @@ def test_hostile_names_reasons_and_errors_stay_text(folder: Path) -> None:
     printed = folder / "output" / "pc1"
     printed.mkdir(parents=True)
     (printed / "0.log").write_text(f"{HOSTILE}\nepoch 1\n", encoding="utf-8")
+    with_queue(folder, HOSTILE)
 
     with shown(folder) as (_, page):
-        for fragment in ("view=events", "view=cards", ""):
+        page.until("!document.getElementById('jobs-link').hidden")
+        for fragment in ("view=events", "view=cards", "view=jobs", ""):
             page.js(f"location.hash = {json.dumps(fragment)}")
             page.until("document.querySelector('main').innerText.includes('<img src=x')")
         page.js(f"location.hash = 'view=slot&slot=' + encodeURIComponent({json.dumps(slot)})")

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from workers.capped.hook.sitecustomize import VARIABLE, note
-from workers.host.machine import is_visible, look_at_cards
+from workers.host.machine import visible_cards
 from workers.nvml import queries
 from workers.units import GIB, MIB
 
@@ -171,12 +171,7 @@ def _card_bytes(visible: str | None) -> int | None:
         return None
     if visible is not None and visible.startswith("MIG-"):
         return queries.card_total_bytes(visible.partition(",")[0])
-    totals = (
-        card.total_bytes
-        for card in look_at_cards().cards
-        if is_visible(card.index, card.uuid, visible)
-    )
-    return min((total for total in totals if total), default=None)
+    return min((card.total_bytes for card in visible_cards() if card.total_bytes), default=None)
 
 
 def _text_in_torch(name: str) -> str:

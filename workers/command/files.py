@@ -10,7 +10,6 @@ import contextlib
 import json
 import math
 import os
-import re
 import shutil
 import time
 from collections.abc import Iterable, Mapping
@@ -24,8 +23,7 @@ from workers.learned_limits import default_path
 from workers.messages import Cause, Ending, Progress
 from workers.settings import WorkerSpec
 
-#: Of the results, at most so many of the newest bytes are read at once: what a record that is none
-#: costs grows with the text.
+#: Of the results, at most so many of the newest bytes are read at once.
 _RESULTS_MOST_BYTES: Final = 2**18
 
 #: What a line of results calls the figures that have a place in a status; a later name goes first.
@@ -35,13 +33,6 @@ _PLACES: Final = {
     **{name: name for name in ("epoch", "loss", "samples_per_s", "tokens_per_s")},
     "step": "train_step",
 }
-
-#: Where a record begins, at the begin of a line or behind another record. A byte order mark is
-#: passed over.
-_RECORD: Final = re.compile(r"[\s\ufeff]*\{")
-
-#: What is no UTF-8 keeps its length, and is no name.
-_ERRORS: Final = "surrogateescape"
 
 #: Of a job's folder, the file in which capped processes note that they end for want of memory.
 NOTE: Final = "out-of-memory"
@@ -56,9 +47,9 @@ def folder_of(spec: WorkerSpec) -> Path:
 class Results:
     """The records of JSON that a program writes: `{"step": 10, "steps": 100, "loss": 2.5}`.
 
-    A record begins in a line of its own, and may take several. What is no record is passed over.
-    `step`, `steps`, `loss`, `eta_s` (or `eta`), `samples_per_s`, `tokens_per_s` and `epoch` have
-    their place in a status; any other number is a metric under its own name.
+    A record is one line. What is no record is passed over. `step`, `steps`, `loss`, `eta_s` (or
+    `eta`), `samples_per_s`, `tokens_per_s` and `epoch` have their place in a status; any other
+    number is a metric under its own name.
     """
 
     path: Path
@@ -93,35 +84,15 @@ class Results:
                 data = os.pread(file.fileno(), _RESULTS_MOST_BYTES, cut)
         except OSError:
             return
-        end = cut + len(data)
-        if cut > begin:  # from the beginning of a line
-            data = data[data.find(b"\n") + 1 :]
         whole = data if is_over else data[: data.rfind(b"\n") + 1]
-        text = whole.decode("utf-8", _ERRORS)
-        taken = text[: self._take_records(text, is_over=is_over)].encode("utf-8", _ERRORS)
-        self._at = end - len(data) + len(taken)
-        if taken:
+        self._at = cut + len(whole)
+        for line in whole.splitlines():  # of one that was cut, what is left is no record
+            with contextlib.suppress(ValueError, RecursionError, OverflowError):
+                told = json.loads(line)
+                if isinstance(told, dict):
+                    self._take(told)
+        if whole:
             self._estimate(time.monotonic())
-
-    def _take_records(self, text: str, *, is_over: bool) -> int:
-        """Take in each record, and return where one begins whose end is still to come."""
-        at = 0
-        while at < len(text):
-            found, line_end = _RECORD.match(text, at), text.find("\n", at) + 1 or len(text)
-            if found is None:
-                at = line_end
-                continue
-            begin = found.end() - 1
-            try:
-                told, at = json.JSONDecoder().raw_decode(text, begin)
-                self._take(told)
-            except json.JSONDecodeError as error:
-                if not is_over and not text[error.pos :].strip():
-                    return begin
-                at = max(line_end, text.find("\n", begin) + 1)
-            except (ValueError, RecursionError, OverflowError):  # too many digits, or too deep
-                at = max(line_end, at)
-        return len(text)
 
     def _estimate(self, now_s: float) -> None:
         step, steps = self.progress.train_step, self.progress.train_steps
@@ -166,9 +137,7 @@ class Record:
             data = json.loads((folder / "job.json").read_text(encoding="utf-8"))
             ending = data.pop("ending")
             if ending is not None:
-                # An end that an earlier version has written says no cause, and is not known then.
-                cause = ending.get("cause")
-                ending = cause and Ending(**{**ending, "cause": Cause(cause)})
+                ending = Ending(**{**ending, "cause": Cause(ending["cause"])})
             return cls(**data, ending=ending)
         return cls()
 

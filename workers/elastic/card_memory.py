@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import ModuleType
 from typing import TypeVar
 
@@ -17,21 +17,6 @@ from workers import oom
 from workers.oom import Failure
 
 R = TypeVar("R")
-
-
-def obtainable_bytes(stats: Mapping[str, int], cap_bytes: int, free_on_card_bytes: int) -> int:
-    """Return what one more block may take, by the figures of torch's allocator.
-
-    Segments of its pool that nothing uses count: they are given back before anything is refused.
-    Gaps in segments that are partly in use (`inactive_split_bytes`) do not: they cannot be given
-    back. Not every backend counts them.
-    """
-    allocated_bytes, reserved_bytes, gaps_bytes = (
-        int(stats.get(f"{name}.all.current", 0))
-        for name in ("allocated_bytes", "reserved_bytes", "inactive_split_bytes")
-    )
-    unused_bytes = reserved_bytes - allocated_bytes - gaps_bytes
-    return max(0, min(cap_bytes - reserved_bytes, free_on_card_bytes) + unused_bytes)
 
 
 class CurrentCard:
@@ -51,6 +36,10 @@ class CurrentCard:
     def allowed_bytes(self) -> int | None:
         """Return what more tensors could take now: free on the card or unused in the allocator's
         pool, within the process's cap.
+
+        Segments of the pool that nothing uses count: they are given back before anything is
+        refused. Gaps in segments that are partly in use (`inactive_split_bytes`) do not: they
+        cannot be given back. Not every backend counts them.
         """
         torch = _torch_with_cuda()
         if torch is None:
@@ -58,9 +47,14 @@ class CurrentCard:
         self._device = device = torch.cuda.current_device()
         free_on_card_bytes, total_bytes = torch.cuda.mem_get_info(device)
         stats = torch.cuda.memory_stats(device)
-        self._before_bytes = int(stats.get("allocated_bytes.all.current", 0))
+        self._before_bytes, reserved_bytes, gaps_bytes = (
+            int(stats.get(f"{name}.all.current", 0))
+            for name in ("allocated_bytes", "reserved_bytes", "inactive_split_bytes")
+        )
         cap_bytes = int(torch.cuda.get_per_process_memory_fraction(device) * total_bytes)
-        return obtainable_bytes(stats, cap_bytes, free_on_card_bytes)
+        new_bytes = min(cap_bytes - reserved_bytes, int(free_on_card_bytes))
+        unused_bytes = reserved_bytes - self._before_bytes - gaps_bytes
+        return max(0, new_bytes + unused_bytes)
 
     def measured(self, part: Callable[[], R]) -> R:
         """Run a part."""

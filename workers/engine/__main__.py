@@ -23,6 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from workers.engine.account import no_orders
 from workers.engine.spec_file import read_spec
 from workers.host.cuda_environment import set_for_cuda, workspace_of
 from workers.host.processes import ENGINE_NAME
@@ -96,11 +97,7 @@ class Terminal:
 
     orders: Orders | None = NO_ORDERS
     is_closed = False
-
-    def wait(self, seconds: float) -> bool:
-        """Wait for so long: no orders come."""
-        time.sleep(seconds)
-        return False
+    wait = staticmethod(no_orders)
 
     def tell(self, status: Status) -> None:
         """Print how it is as a line, after what has happened. With a verdict all is over."""

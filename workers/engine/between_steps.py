@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from typing import Final
 
 from workers import oom
@@ -24,10 +23,6 @@ from workers.readings import SensorReading
 from workers.settings import THERMAL_OFF, FailureKind, WorkerSpec
 from workers.verification.check import Check, CheckSchedule
 from workers.workloads.base import Workload
-
-#: Time between two measurements of a card's memory bandwidth: a faulty card gets slower over
-#: minutes.
-_BANDWIDTH_EVERY_S: Final = 30.0
 
 #: The governor reduces the duty slightly long before a card is hot; from this duty on it is not
 #: reported.
@@ -45,7 +40,6 @@ class ThermalControl:
         self._sampler = open_sampler(spec.device, card)
         # A processor at 90 C is normal and protects itself, so its temperature is only shown.
         self._governor = ThermalGovernor(spec.thermal if self._sampler.of_card else THERMAL_OFF)
-        self._bandwidth_at_s = time.monotonic()
         self.reading: SensorReading | None = None
         self.decision = ThermalDecision(band=None, duty=1.0, reason="")
 
@@ -66,23 +60,7 @@ class ThermalControl:
         if reading is None:
             return
         self.reading = reading
-        self._follow(self._governor.after_reading(reading, now_s), account)
-
-    def measure_bandwidth(self, measure: Callable[[], float | None], account: Account) -> None:
-        """Measure the bandwidth of the card's memory if that is due.
-
-        `measure` returns bytes per second, if it can.
-        """
-        now_s = time.monotonic()
-        clock_mhz = None if self.reading is None else self.reading.memory_clock_mhz
-        if clock_mhz is None or now_s - self._bandwidth_at_s < _BANDWIDTH_EVERY_S:
-            return
-        self._bandwidth_at_s = now_s
-        bytes_per_s = measure()
-        if bytes_per_s is not None:
-            self._follow(self._governor.after_bandwidth(bytes_per_s, clock_mhz, now_s), account)
-
-    def _follow(self, decision: ThermalDecision, account: Account) -> None:
+        decision = self._governor.after_reading(reading, now_s)
         before, self.decision = self.decision, decision
         for alarm in decision.alarms:
             account.event(
@@ -91,11 +69,10 @@ class ThermalControl:
                 text=alarm.text,
             )
         if decision.band is not None and before.band not in {None, decision.band}:
-            temperature_c = None if self.reading is None else self.reading.temperature_c
             account.event(
                 "thermal_band",
                 band=decision.band.value,
-                temperature_c=temperature_c,
+                temperature_c=reading.temperature_c,
                 duty=decision.duty,
             )
 

@@ -114,8 +114,6 @@ class Engine:
 
     def _open(self, orders: Orders) -> None:
         self._is_held = orders.holds
-        if self._session is not None:
-            return
         if orders.holds:
             self._saves = orders.saves  # there is nothing to save
             self._account.settle(WorkerState.WARMING, "its device is not open: it is held")

@@ -24,10 +24,6 @@ R = TypeVar("R")
 #: Shortest time between two measurements of free memory after steps: each takes up to 0.2 ms.
 _MEASURE_EVERY_S: Final = 0.02
 
-#: The fastest of this many copies is the memory's speed: during the others, other processes may use
-#: the card.
-_COPIES: Final = 8
-
 #: A process that holds so much more of its cap between steps than before is looked at for a leak.
 _WORTH_A_LOOK: Final = 0.1
 
@@ -221,19 +217,6 @@ class SlotMemory:
             self._checked_held_bytes = held_bytes
         elif held_bytes > self._checked_held_bytes + _WORTH_A_LOOK * self._device.most_bytes:
             self.shed()
-
-    def bandwidth(self) -> float | None:
-        """Time copies in the device's memory, in bytes per second.
-
-        `None` if the workload has no memory for it.
-        """
-        best: float | None = None
-        for _ in range(_COPIES):
-            moved_bytes, seconds = self._device.timed(self._workload.move)
-            if moved_bytes is None:
-                return None
-            best = max(best or 0.0, moved_bytes / seconds) if seconds > 0 else best
-        return best
 
     def shortage(self) -> str:
         """Say why the worker may hold much less than its cap; empty if it may hold enough."""

@@ -82,10 +82,6 @@ class Parts:
         checked_s = session.checks.after_step(
             session.device, session.workload, run, took_s, account
         )
-        # Under MPS other processes compute while the memory is timed, which makes it look slower
-        # than it is.
-        if session.device.info.kind == "cuda" and not session.spec.mps:
-            session.thermal.measure_bandwidth(session.memory.bandwidth, account)
         account.settle(*session.working_state())
         account.counts += StepCounts(busy_s=checked_s)
         session.duty.worked(took_s + checked_s, session.thermal.decision.duty)

@@ -37,7 +37,6 @@ from workers.messages import (
     StepCounts,
     WorkerState,
 )
-from workers.oom import Failure
 from workers.policy.adaptive import AdaptivePolicy
 from workers.policy.base import Policy, Stages
 from workers.policy.classic import ClassicPolicy
@@ -129,7 +128,6 @@ def open_session(spec: WorkerSpec, begin: Begin, incarnation: int, account: Acco
         IncompatibleError: They can never work here.
         ContextCorruptedError: The device failed while it was opened; a fresh process may do better.
     """
-    failure: Failure | None = None
     before_bytes = psutil.Process().memory_info().rss
     try:
         # What a workload imports belongs to the process, as torch does: it is there before the cap.
@@ -166,17 +164,16 @@ def open_session(spec: WorkerSpec, begin: Begin, incarnation: int, account: Acco
     except (IncompatibleError, ContextCorruptedError):
         raise
     # Any failure of a driver or a user's constructor becomes a sentence.
-    except BaseException as error:  # noqa: BLE001
+    except BaseException as error:
         failure = oom.failure_of_workload(error)
         text = f"{type(error).__name__}: {failure.text}, at {oom.place(error)}"
         account.error = oom.traceback_text(error)
-    if failure is not None:
         if failure.kind is FailureKind.OTHER:
-            raise IncompatibleError(f"{spec.slot}: cannot start: {text}", cause=Cause.EXCEPTION)
+            raise IncompatibleError(f"{spec.slot}: cannot start: {text}") from error
         if failure.kind is not FailureKind.CONTEXT_CORRUPTED:
             # tells the head that the card is full, and not that it is broken
             account.counts += StepCounts(oom_count=1)
-        raise ContextCorruptedError(f"cannot open the device: {text}")
+        raise ContextCorruptedError(f"cannot open the device: {text}") from error
     info = device.info
     account.event(
         "device_opened",
@@ -277,7 +274,6 @@ def _limit_key(spec: WorkerSpec, device: Device, stages: Stages | None) -> Limit
     info = device.info
     return LimitKey(
         card=info.name,
-        total_bytes=info.total_bytes,
         driver=info.driver,
         torch=info.torch_version,
         dtype=info.dtype,

@@ -13,7 +13,6 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
@@ -50,7 +49,6 @@ class Request:
     settings: Mapping[str, Any]
     """The section `train:` of the run."""
     seed: int
-    run_id: str
     slot: str
     to: str
     form: str | None
@@ -91,9 +89,6 @@ def export(request: Request) -> dict[str, Any]:
             model.save_pretrained(folder)
         for file in (file for pattern in kept for file in source.glob(pattern) if file.is_file()):
             shutil.copyfile(file, folder / file.name)
-        base, rate = f"{source} ({type(model).__name__})", settings.lr or task.lr
-        card = _card(request, settings, saved, base, form, rate)
-        (folder / "README.md").write_text(card, encoding="utf-8")
         size_bytes = sum(file.stat().st_size for file in folder.iterdir())
     return {"step": saved["step"], "form": form, "bytes": size_bytes, "told": told}
 
@@ -190,38 +185,6 @@ def _is_head_tied(model: nn.Module) -> bool:
     if not isinstance(head, nn.Linear) or len(list(head.parameters())) > 1:
         return False  # peft would leave out the bias
     return sum(weight is head.weight for _, weight in weights) == 2
-
-
-def _card(
-    request: Request,
-    settings: TrainSettings,
-    saved: Mapping[str, Any],
-    base: str,
-    form: str,
-    lr: float,
-) -> str:
-    """Return the model card: how this was trained, in ten lines."""
-    losses, levers = saved["state"]["course"]["losses"], saved["identity"]["levers"]
-    fingerprint = levers.get("data_fingerprint", "not known")
-    loss = f", loss {losses[-1]:.4g}" if losses else ""
-    loss += "".join(f", {key} {value:.4g}" for key, value in saved.get("figures", {}).items())
-    end = f" of {settings.steps}" if settings.epochs is None else f", of {settings.epochs} epochs"
-    rank = "" if settings.adapter == "none" else f", rank {settings.adapter_rank}"
-    versions = f"torch {saved['state']['torch']}, transformers {version('transformers')}"
-    library = "peft (on its base)" if form == "adapter" else "transformers"
-    lines = (
-        f"Run: {request.run_id}, slot {request.slot}, seed {request.seed}",
-        f"Step: {saved['step']}{end}{loss}",
-        f"Base: {base}",
-        f"Weights: {form}{', averaged' if request.average else ''}",
-        f"Adapter: {settings.adapter}{rank}",
-        f"Data: {settings.data or settings.preset}, fingerprint {fingerprint}",
-        f"Batch: {settings.batch} samples for each optimiser step, in {settings.precision}",
-        f"Learning rate: {lr:g}, weight decay {settings.weight_decay:g}",
-        f"Versions: oom-orchestrator {version('oom-orchestrator')}, {versions}",
-        f"Loads with: {library}, `from_pretrained`",
-    )
-    return "# A fine-tuned model\n\n" + "".join(f"- {line}\n" for line in lines)
 
 
 def answer(content: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
-from math import isfinite
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -28,7 +27,7 @@ from workers.training.errors import TaskError
 from workers.training.sequences import NO_TOKEN, cross_entropy, filled_up, shortened
 from workers.training.settings import TrainSettings
 from workers.training.tasks import TrainTask, Validation
-from workers.training.text import HeldOut, TextFiles, objects_of, texts_of
+from workers.training.text import HeldOut, TextFiles, finite, objects_of, texts_of
 from workers.training.token_files import SampleWriter, TokenSamples, TokenType
 
 Part: TypeAlias = tuple[Tensor, Tensor]
@@ -195,7 +194,7 @@ class Pairs(HeldOut):
         if numbers is None:
             return
         try:
-            found = [numbers[text] if numbers else _finite(text) for text in rows.labels]
+            found = [numbers[text] if numbers else finite(text) for text in rows.labels]
         except (KeyError, ValueError) as failure:
             known = ", ".join([*numbers][:5]) or "numbers"
             raise TaskError(
@@ -326,7 +325,9 @@ def _collated(samples: Sequence[Part]) -> Part:
 
 def _classes_of(settings: TrainSettings, labels: Sequence[str]) -> list[str]:
     """Return the names of the classes in their order; none: labels are numbers."""
-    if settings.labels == "numbers" or (settings.labels == "auto" and _are_fractions(labels)):
+    if settings.labels == "numbers" or (
+        settings.labels == "auto" and any(map(_is_fraction, labels))
+    ):
         return []
     found = set(labels)
     if len(found) < 2 or len(found) > _MOST_CLASSES:
@@ -348,18 +349,7 @@ def _classes_of(settings: TrainSettings, labels: Sequence[str]) -> list[str]:
     return sorted(found, key=lambda name: (int(name), "") if name.isdecimal() else (0, name))
 
 
-def _finite(label: str) -> float:
-    with suppress(ValueError):
-        if isfinite(number := float(label)):
-            return number
-    raise ValueError(label)
-
-
-def _are_fractions(labels: Sequence[str]) -> bool:
-    return any(map(_is_fraction, labels))
-
-
 def _is_fraction(label: str) -> bool:
     with suppress(ValueError):
-        return not _finite(label).is_integer()
+        return not finite(label).is_integer()
     return False

@@ -1,9 +1,9 @@
 """What earlier runs of this user learned on this PC: the size that fits, by card and workload.
 
-One small JSON file that all processes of the user read and write. Of a card, type and workload it
-has what was learned last. Nothing here raises: the caller is told once why the file cannot be read
-or written, or that it is damaged. A worker then starts without a learned size. A policy checks
-such a size with each step that starts there. Loads no torch.
+One small JSON file that all processes of the user read and write. Of a card, driver, torch, type
+and workload it has what was learned last. Nothing here raises: the caller is told once why the file
+cannot be read or written, or that it is damaged. A worker then starts without a learned size. A
+policy checks such a size with each step that starts there. Loads no torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,16 +33,14 @@ STATE_DIR_VARIABLE: Final = "ORCHESTRATOR_STATE_DIR"
 """Environment variable that names another folder for the store."""
 
 _PRODUCT: Final = "oom-orchestrator"
-_MATMUL_MODULE: Final = "workers.workloads.matmul"
 _HASH_DIGITS: Final = 12
 """Hexadecimal digits: no two versions of a file share so many by chance."""
 _PATIENCE_S: Final = 2.0
 """For a lock that others hold for some milliseconds at a time."""
 _FILE_MOST_BYTES: Final = 16 * 2**20
 _NEAR_PARTS: Final = 100
-"""Two figures of memory are the same up to one part in so many. The measured context of a process,
-and with it the cap, differs by some MiB from start to start; the total of a machine's RAM by less,
-from kernel to kernel."""
+"""Two caps are the same up to one part in so many. The measured context of a process, and with it
+its cap, differs by some MiB from start to start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +49,6 @@ class LimitKey:
 
     card: str
     """Its name, as the driver reports it; on a CPU whatever the device calls itself."""
-    total_bytes: int | None
-    """Distinguishes variants of a card with the same name; `None` if the device does not say."""
     driver: str | None
     """`None` on a CPU."""
     torch: str
@@ -64,34 +60,24 @@ class LimitKey:
 
     @property
     def name(self) -> str:
-        """Under which it is in the file."""
-        return f"{self.card} {self.dtype} {self.workload}"
-
-    def serves(self, wanted: LimitKey) -> bool:
-        """Whether what was learned under this key holds under `wanted`: all is equal, and the bytes
-        are near.
-
-        So a size is never offered for a cap that is smaller, by more than 1 %, than the one it was
-        learned at.
-        """
-        total_bytes, cap_bytes = wanted.total_bytes, wanted.cap_bytes
-        is_near = _near(self.total_bytes, total_bytes) and _near(self.cap_bytes, cap_bytes)
-        return is_near and replace(self, total_bytes=total_bytes, cap_bytes=cap_bytes) == wanted
-
-
-def _near(learned_bytes: int | None, wanted_bytes: int | None) -> bool:
-    if learned_bytes is None or wanted_bytes is None:
-        return learned_bytes is wanted_bytes
-    return abs(learned_bytes - wanted_bytes) * _NEAR_PARTS <= learned_bytes
+        """Under which it is in the file: all but the cap, which is never the same to the byte."""
+        told = (self.card, self.driver, self.torch, self.dtype, self.workload)
+        return " ".join(filter(None, told))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredLimit:
-    """What was learned, where, and when."""
+    """What was learned, under which cap, and when."""
 
-    key: LimitKey
     learned: Learned
+    cap_bytes: int
     learned_at_unix_s: float
+
+    def holds_under(self, cap_bytes: int) -> bool:
+        """Say whether a cap is near enough: a size is never offered for one that is smaller, by
+        more than 1 %, than the one it was learned at.
+        """
+        return abs(self.cap_bytes - cap_bytes) * _NEAR_PARTS <= self.cap_bytes
 
 
 def workload_fingerprint(workload: str | Callable[..., object], **settings: Scalar) -> str:
@@ -101,13 +87,11 @@ def workload_fingerprint(workload: str | Callable[..., object], **settings: Scal
     `mine.steps:Mlp@3f9a0c51d2e8`. What it imports is not looked at.
 
     Args:
-        workload: `matmul`, or `package.module:Class`; or the class or function itself.
+        workload: A built-in one's name, or `package.module:Class`; or the class or function itself.
         settings: What else decides how many bytes a step of some size takes, such as `batch=128`.
     """
     name = workload if isinstance(workload, str) else _name_of(workload)
-    if name == f"{_MATMUL_MODULE}:Matmul":
-        name = "matmul"
-    source = _source_hash(_MATMUL_MODULE if name == "matmul" else name.partition(":")[0])
+    source = _source_hash(name.partition(":")[0])
     words = [f"{key}={value}" for key, value in sorted(settings.items())]
     return " ".join([name if source is None else f"{name}@{source}", *words])
 
@@ -171,14 +155,14 @@ class LimitStore:
         limit, key = None, self._key()
         with self._told_of("read"):
             limit = self._read().get(key.name)
-        if limit is None or not limit.key.serves(key):
+        if limit is None or not limit.holds_under(key.cap_bytes):
             return None
         self.kept = limit.learned
         return limit
 
     def keep(self, learned: Learned | None, *, at_once: bool = False) -> None:
-        """Store what is known now in place of what was known of the same card, type and workload,
-        where it differs and that was a while ago, or if it is to be done at once.
+        """Store what is known now in place of what was known under the same name, where it differs
+        and that was a while ago, or if it is to be done at once.
         """
         now_unix_s = self._unix_s()
         is_due = at_once or not 0 <= now_unix_s - self._tried_at_s < self._every_s
@@ -190,8 +174,11 @@ class LimitStore:
             if self.path.parts[:1] == ("~",):  # what platformdirs returns where there is no home
                 raise OSError(errno.ENOENT, "this user has no home folder")
             with locked(lock, _PATIENCE_S):  # readers need none: they see the file before or after
-                limit = StoredLimit(key=self._key(), learned=learned, learned_at_unix_s=now_unix_s)
-                known = self._read() | {limit.key.name: limit}
+                key = self._key()
+                limit = StoredLimit(
+                    learned=learned, cap_bytes=key.cap_bytes, learned_at_unix_s=now_unix_s
+                )
+                known = self._read() | {key.name: limit}
                 content = {name: asdict(each) for name, each in known.items()}
                 replace_whole(self.path, json.dumps(content, indent=1))
             self.kept = learned
@@ -235,9 +222,10 @@ class LimitStore:
 
 
 def _limit_of(entry: Mapping[str, Any]) -> StoredLimit:
-    key, learned = LimitKey(**entry["key"]), Learned(**entry["learned"])
-    numbers = [key.cap_bytes, key.total_bytes or 0, *filter(None, asdict(learned).values())]
+    limit = StoredLimit(**{**entry, "learned": Learned(**entry["learned"])})
+    learned = limit.learned
+    line = filter(None, (learned.fixed_bytes, learned.unit_bytes))
+    numbers = [limit.cap_bytes, limit.learned_at_unix_s, learned.size, *line]
     if not all(isinstance(number, int | float) for number in numbers):
         raise TypeError("a policy can compute with numbers alone")
-    at_unix_s = float(entry["learned_at_unix_s"])
-    return StoredLimit(key=key, learned=learned, learned_at_unix_s=at_unix_s)
+    return limit

@@ -28,7 +28,6 @@ Where the guide says nothing:
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from dataclasses import replace
 from typing import Final
 
@@ -109,11 +108,8 @@ class ClassicPolicy:
             is_first = not self.is_emergency and self._floor_bytes is not None
             self.is_emergency, self._looks = True, LOOKS_PER_BLIND_TRY if is_first else 0
             return
-        # The least count with a smaller step; by bisection, because the formulas never rise.
-        more = range(self.failures + 1, MAX_FAILURES + 1)
-        self.failures = more[
-            bisect_left(more, True, key=lambda count: self._step_after(count) != step)
-        ]
+        while self._step_after(self.failures) == step:
+            self.failures += 1
 
     @property
     def state(self) -> PolicyState:

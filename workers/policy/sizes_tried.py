@@ -89,12 +89,9 @@ class Bounds:
             raise ValueError(
                 f"sizes must be 1 <= smallest <= largest, not {self.smallest} and {self.largest}"
             )
-        for name, value in {
-            "quantum": self.quantum,
-            "failures_per_minute": self.failures_per_minute,
-        }.items():
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, not {value}")
+        for name in ("quantum", "failures_per_minute"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.power <= 0:
             raise ValueError(f"power must be above 0, not {self.power}")
 

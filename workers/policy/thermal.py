@@ -131,12 +131,6 @@ class ThermalGovernor:
         self._slow_c = 0.0
         """The smoothed temperature, smoothed once more: their distance is the slope."""
 
-    def after_bandwidth(self, bytes_per_s: float, clock_mhz: int, at_s: float) -> ThermalDecision:
-        """Take note of a measurement of the memory's bandwidth; return what to do."""
-        if self._settings.off:
-            return _OFF
-        return self._decision(self.alarms.after_bandwidth(bytes_per_s, clock_mhz, at_s))
-
     def after_reading(self, reading: SensorReading, at_s: float) -> ThermalDecision:
         """Take note of a reading at `at_s` (monotonic seconds); return what to do until the next
         one.
@@ -205,7 +199,7 @@ class ThermalGovernor:
         warm_c, told_c = self._settings.warm_c, self._temperature_c
         cool = warm_c is not None and told_c is not None and told_c < warm_c
         # A complaint below `warm_c` has another cause than the die's heat.
-        return cool and not self.alarms.of_hardware
+        return cool and not self.alarms.standing
 
     def _decision(self, alarms: tuple[CardAlarm, ...]) -> ThermalDecision:
         band, duty = self._band, 1.0 if self._is_cool else math.exp(self._log_duty)

@@ -58,13 +58,11 @@ class OutOfBatchError(MemoryError, RuntimeError):
 
     def __init__(self, sentence: str, tried: tuple[int, ...]) -> None:
         super().__init__(sentence)
-        self.sentence = sentence
-        """What was tried and what to do next; the whole message."""
         self.tried = tried
         """Every batch size that failed in this call, in order."""
 
     def __reduce__(self) -> tuple[type[OutOfBatchError], tuple[str, tuple[int, ...]]]:
-        return type(self), (self.sentence, self.tried)
+        return type(self), (str(self), self.tried)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +88,6 @@ class RetryRules:
     name: str
     """The function's, for messages."""
     starting_batch_size: int
-    reduce_batch_size_fn: Callable[[], int] | None = None
     smallest_batch_size: int = 1
     multiple_of: int = 1
     failures_per_minute: int = 6
@@ -206,8 +203,7 @@ class Attempts:
             self._sizer.failed(size)
 
     def _begin(self, learned: Learned) -> None:
-        rules, self.start = self.rules, learned.size
-        """Where a call begins whose caller chooses the sizes."""
+        rules = self.rules
         self._sizer = AdaptiveSize(
             rules.starting_batch_size,
             smallest=rules.smallest_batch_size,
@@ -240,8 +236,6 @@ class _Call:
         Raises:
             OutOfBatchError: The smallest size has failed.
         """
-        if self._rules.reduce_batch_size_fn is not None:
-            return self._reduced(self._rules.reduce_batch_size_fn)
         tried, smallest = self._tried, self._rules.smallest_batch_size
         size = self._attempts.next(free_bytes, tried)
         if tried.count(smallest) > 1 or (size is None and smallest in tried):
@@ -286,18 +280,6 @@ class _Call:
     def _left_s(self) -> float:
         return self._rules.max_wait_s - self._waited_s
 
-    def _reduced(self, reduce: Callable[[], int]) -> int:
-        """Return the size that the caller's function chooses after a failure.
-
-        Before one, the last that it chose.
-        """
-        if self._tried:
-            size = reduce()
-            if not self._rules.smallest_batch_size <= size < self._tried[-1]:
-                raise self._given_up()
-            self._attempts.start = size
-        return self._attempts.start
-
     def _given_up(self) -> OutOfBatchError:
         rules = self._rules
         self._attempts.gave_up = True
@@ -341,7 +323,6 @@ def _key(workload: str) -> LimitKey:
         )
     return LimitKey(
         card=name,
-        total_bytes=total_bytes,
         driver=driver,
         torch="none" if torch is None else str(torch.__version__),
         # A function does not report the types in which it computes; its name stands for that.

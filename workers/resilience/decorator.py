@@ -7,7 +7,7 @@ memory.
     train(model)          # not train(512, model)
 
 The calling convention is that of accelerate's `find_executable_batch_size`, and so are the first
-three arguments.
+two arguments.
 
 Covers the decorator, the types of what it returns, and which functions and calls it refuses: every
 refusal names the function and what to write instead. The course of a call is in `attempts.py`. Caps
@@ -121,17 +121,17 @@ def _refuse_what_cannot_be_repeated(function: object) -> None:
             f"resilient takes the function first, not {function!r}; options have names: "
             f"@resilient(starting_batch_size=512)"
         )
-    for kind, is_kind in (
-        ("a coroutine function", inspect.iscoroutinefunction),
-        ("a generator function", inspect.isgeneratorfunction),
-        ("an asynchronous generator function", inspect.isasyncgenfunction),
-    ):
-        if is_kind(function) or is_kind(type(function).__call__):
-            raise TypeError(
-                f"{name_of(function)} is {kind}: its body runs after the call has returned, where "
-                "resilient cannot see "
-                f"it run out of memory; decorate the plain function that does one step of it"
-            )
+    kinds = (
+        inspect.iscoroutinefunction,
+        inspect.isgeneratorfunction,
+        inspect.isasyncgenfunction,
+    )
+    if any(is_kind(function) or is_kind(type(function).__call__) for is_kind in kinds):
+        raise TypeError(
+            f"{name_of(function)} is a coroutine or a generator function: its body runs after the "
+            "call has returned, where resilient cannot see it run out of memory; decorate the "
+            "plain function that does one step of it"
+        )
 
 
 def name_of(function: object) -> str:
@@ -196,7 +196,6 @@ class Decorator(Protocol):
         self,
         function: None = None,
         starting_batch_size: int = 128,
-        reduce_batch_size_fn: Callable[[], int] | None = None,
         **options: Unpack[ResilientOptions],
     ) -> Decorator: ...
 
@@ -205,7 +204,6 @@ class Decorator(Protocol):
         self,
         function: Callable[Concatenate[int, P], R],
         starting_batch_size: int = 128,
-        reduce_batch_size_fn: Callable[[], int] | None = None,
         **options: Unpack[ResilientOptions],
     ) -> Resilient[P, R]: ...
 
@@ -214,7 +212,6 @@ class Decorator(Protocol):
         self,
         function: Callable[Concatenate[S, int, P], R],
         starting_batch_size: int = 128,
-        reduce_batch_size_fn: Callable[[], int] | None = None,
         **options: Unpack[ResilientOptions],
     ) -> ResilientMethod[S, P, R]: ...
 
@@ -224,10 +221,9 @@ def _as_decorator(function: Callable[..., object]) -> Decorator:
 
 
 @_as_decorator
-def resilient(  # noqa: PLR0913 - accelerate's three, and options with names
+def resilient(
     function: Callable[..., Any] | None = None,
     starting_batch_size: int = 128,
-    reduce_batch_size_fn: Callable[[], int] | None = None,
     *,
     smallest_batch_size: int = 1,
     multiple_of: int = 1,
@@ -248,10 +244,6 @@ def resilient(  # noqa: PLR0913 - accelerate's three, and options with names
         `cls` of its first
             parameter, as its second. Left out, a decorator is returned.
         starting_batch_size: The largest that is ever tried, and where the first call begins.
-        reduce_batch_size_fn: Called without arguments after each out-of-memory; returns the next
-        size, which must be
-            smaller. Then sizes never grow back, no call waits, and `multiple_of` and
-            `failures_per_minute` mean nothing.
         smallest_batch_size: If this one fails, so does the call.
         multiple_of: Sizes are multiples of this, apart from the two above.
         failures_per_minute: Never more failed attempts within any 60 s, over all calls; a call that
@@ -277,7 +269,6 @@ def resilient(  # noqa: PLR0913 - accelerate's three, and options with names
     rules = RetryRules(
         name="resilient" if function is None else name_of(function),
         starting_batch_size=starting_batch_size,
-        reduce_batch_size_fn=reduce_batch_size_fn,
         smallest_batch_size=smallest_batch_size,
         multiple_of=multiple_of,
         failures_per_minute=failures_per_minute,

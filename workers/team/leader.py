@@ -123,9 +123,9 @@ class Leader:
         """
         try:
             step, checksum = said["version"]
-            helper, why = Helper(said["slot"], connection, (step, checksum)), "it is not heard"
+            helper, why = Helper(said["slot"], connection), "it is not heard"
             try:
-                self._admit(helper, said["constant"])
+                self._admit(helper, (step, checksum), said["constant"])
                 while True:
                     self._hear(helper)
             except (LostError, LeftError, LookupError, TypeError, ValueError) as error:
@@ -139,17 +139,18 @@ class Leader:
         with self._desk.changed:
             return sorted(self._helpers.values(), key=lambda each: self._members.index(each.slot))
 
-    def _admit(self, helper: Helper, constant: int) -> None:
-        """Have a helper take part from now on, with the leader's state.
+    def _admit(self, helper: Helper, before: tuple[int, int], constant: int) -> None:
+        """Have a helper take part from now on, with the leader's state; `before`: its own one, and
+        `constant` the checksum of what is not trained.
 
         A copy of the state is sent beside the steps, and then the totals of these steps. Without
         memory for the copy the update of the step waits until the state is sent.
         """
-        desk, connection, before = self._desk, helper.connection, helper.version
+        desk, connection = self._desk, helper.connection
         with desk.changed:
             self._await_rows_of(helper)
             trainer, sums = desk.check(self.orders)
-            is_same, step, helper.version = before == desk.version, desk.version[0], None
+            is_same, step = before == desk.version, desk.version[0]
             self._behind.append(helper)
         state = None if is_same else trainer.state()
         if state is not None:
@@ -170,19 +171,17 @@ class Leader:
         while not self._has_joined(helper):
             helper.most_missed = max(0, math.floor(allowed))
             total, said = helper.missed[0]
-            for piece in tensors.pieces(total):
-                connection.send(Kind.CHUNK, 0, tensors.bytes_of(piece))
+            tensors.send(connection, total)
             connection.send(Kind.COMMIT, 0, said)
             allowed -= 0.5
             with desk.changed:
                 helper.missed.popleft()
                 desk.changed.notify_all()
-        from_step = before[0] if before else None
         self._tell(
             "team_joined",
             member=helper.slot,
             step=desk.version[0],
-            from_step=from_step,
+            from_step=before[0],
             state_sent=not is_same,
         )
 

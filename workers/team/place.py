@@ -117,10 +117,8 @@ class Place(ABC):
 
     def part(self, most_rows: int, level: int) -> MicroBatch | None:
         """Compute something, of at most so many samples; `None`: nothing is to do."""
-        done = None
-        with self.busy():
-            done = self._part(most_rows, level)
-        return done  # noqa: RET504 - `busy` may end it before
+        with self.busy():  # which may be left early: then the answer is `None`
+            return self._part(most_rows, level)
 
     def attend(self) -> None:
         """Take note that the slot is at work, also while it rests."""

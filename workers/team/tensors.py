@@ -139,17 +139,15 @@ def described(state: Mapping[str, Any]) -> dict[str, Any]:
     return {"forms": forms, "tree": _plain(state)}
 
 
-def send(connection: Connection, state: Mapping[str, Any]) -> None:
-    """Send the tensors of a state.
+def send(connection: Connection, state: Mapping[str, Any] | Tensor) -> None:
+    """Send the tensors of a state, or one tensor.
 
     Raises:
         LostError: They do not arrive.
     """
     for tensor in tensors_in(state):
-        host = tensor.detach().cpu().contiguous()
-        data = bytes_of(host)
-        for at in range(0, len(data), CHUNK_BYTES):
-            connection.send(Kind.CHUNK, 0, data[at : at + CHUNK_BYTES])
+        for piece in pieces(tensor.detach().cpu().contiguous().view(-1)):
+            connection.send(Kind.CHUNK, 0, bytes_of(piece))
 
 
 def receive(connection: Connection, said: Mapping[str, Any]) -> Any:  # noqa: ANN401 - a state
@@ -168,9 +166,8 @@ def receive(connection: Connection, said: Mapping[str, Any]) -> Any:  # noqa: AN
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise LostError(f"it sent no state: {error}") from error
     for tensor in tensors:
-        data = bytes_of(tensor)
-        for at in range(0, len(data), CHUNK_BYTES):
-            connection.into(data[at : at + CHUNK_BYTES], connection.frame())
+        for piece in pieces(tensor.view(-1)):
+            connection.into(bytes_of(piece), connection.frame())
     return state
 
 

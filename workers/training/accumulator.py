@@ -305,12 +305,11 @@ class Accumulator:
         *,
         step: int,
         clip: float | None,
-        rates: Sequence[float] | None,
         agreed: Callable[[float, float], tuple[float, float]] = lambda *own: own,
-    ) -> tuple[float, bool]:
-        """Unscale, clip and update; return the loss, and whether it was updated. Can be repeated
-        until that begins. Where several trainings do the same, `agreed` returns loss and norm of
-        the gradient (scaled) that hold for all, from the own ones.
+    ) -> float:
+        """Unscale, clip and update, unless the scale was too large; return the loss. Can be
+        repeated until the update begins. Where several trainings do the same, `agreed` returns loss
+        and norm of the gradient (scaled) that hold for all, from the own ones.
 
         Raises:
             NotFiniteError: The loss or the gradient is NaN or infinite; nothing was changed.
@@ -324,14 +323,14 @@ class Accumulator:
         total, scaled_norm = agreed(*both.tolist())
         loss, norm = total / self._count, scaled_norm / scaler.scale
         if math.isfinite(loss) and not math.isfinite(norm) and scaler.overflowed():
-            return loss, False
+            return loss
         for what, value in (("loss", loss), ("norm of the gradient", norm)):
             if not math.isfinite(value):
                 raise NotFiniteError(what, value, step)
         factor = 1.0 if clip is None else min(1.0, clip / (norm + _CLIP_EPS))
-        update.run(totals, factor / scaler.scale, rates)
+        update.run(totals, factor / scaler.scale)
         scaler.succeeded()
-        return loss, True
+        return loss
 
 
 def _zeros(parameter: nn.Parameter) -> Tensor:

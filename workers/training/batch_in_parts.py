@@ -501,7 +501,6 @@ class OneBatch:
         others = "other", "unknown"
         self._adding = [place for place, kind in owner.buffers.items() if kind in others]
         self._passed = dict[Place, Kept]()
-        self._gathered = dict[Place, Kept]()
         self._at_first = self._now = Snapshot(self._adding)
         self._each_pass = Snapshot(owner.buffers.keys() - self._adding)
         return self._each_pass
@@ -545,7 +544,6 @@ class LoopBatches(BatchInParts):
         """
         self._optimizers, self._rules, self._on_hazard = optimizers, rules, on_hazard
         self._attempts: Attempts | None = None
-        self._most_tried = 0
         look = Look(
             accepts=self._accepted,
             tell=on_hazard or (lambda _: None),
@@ -595,9 +593,8 @@ class LoopBatches(BatchInParts):
             rows, uncut = 1, error
         if not rows:
             raise TaskError("the batch has no samples; leave it out")
-        if self._attempts is None or rows > self._most_tried:
+        if self._attempts is None or rows > self._attempts.rules.starting_batch_size:
             self._attempts = Attempts(self._rules(starting_batch_size=rows))
-            self._most_tried = rows
         one = OneBatch(
             owner=self,
             batch=batch,

@@ -19,7 +19,6 @@ import math
 import os
 import pickle
 import queue
-import shutil
 import struct
 import threading
 import time
@@ -204,23 +203,6 @@ class Checkpoints:
         self.good = None
         for path in (*self._slots, self._folder / BEST):
             path.unlink(missing_ok=True)
-
-    def lacks_room(self, state: object) -> str | None:
-        """Say what is missing on the disk for this state, in one sentence; `None`: nothing."""
-        needed = (_GENERATIONS + 1) * sum(tensor.nbytes for tensor in tensors_in(state))
-        try:
-            existing = next(path for path in (self._folder, *self._folder.parents) if path.exists())
-            free = shutil.disk_usage(existing).free
-            free += sum(path.stat().st_size for path in self._slots if path.exists())
-        except OSError as failure:
-            return f"the folder of checkpoints {self._folder} cannot be used: {failure.strerror}"
-        if free >= needed:
-            return None
-        return (
-            f"checkpoints in {self._folder} need {needed / MIB:.0f} MiB ({_GENERATIONS} and one "
-            f"that is being written), and the disk has {free / MIB:.0f} MiB for them; free some, "
-            "or choose another folder"
-        )
 
     def due(self) -> bool:
         """Whether a checkpoint should be taken now; never while one is being written."""

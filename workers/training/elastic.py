@@ -90,7 +90,7 @@ class ElasticStep(LoopBatches):
             RetryRules, name="ElasticStep", max_wait_s=max_wait_s, on_retry=on_retry, sleep=sleep
         )
         super().__init__(model, optimizers, seed, rules, on_hazard)
-        self._update = Update(optimizers[0], self._step_all)
+        self._update = Update(self._step_all)
         self._scaler = LossScaler(enabled=fp16)
         self._clip = clip
         self.steps = 0
@@ -178,10 +178,7 @@ class ElasticStep(LoopBatches):
 
     def _finish(self) -> float:
         self._refuse_gradients()
-        mean, _ = self.sums.finish(
-            self._update, self._scaler, step=self.steps, clip=self._clip, rates=None
-        )
-        return mean
+        return self.sums.finish(self._update, self._scaler, step=self.steps, clip=self._clip)
 
     def _step_all(self) -> None:
         for optimizer in self._optimizers:  # a scheduler that was made later replaced the method

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
+import psutil
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -58,6 +60,13 @@ def parts_of(optimizer: Optimizer, hosted: Iterable[nn.Parameter]) -> list[list[
     return parts
 
 
+def _free_share_bytes() -> int:
+    """Return this training's share of the RAM that is free now: torch's threads of the cores."""
+    physical = psutil.cpu_count(logical=False) or psutil.cpu_count() or 1
+    cores = min(torch.get_num_threads(), physical)
+    return psutil.virtual_memory().available * cores // physical
+
+
 class HostStates:
     """Says of an optimiser's states which are where, and does its step."""
 
@@ -92,18 +101,18 @@ class HostStates:
             for tensor in states_of(self._optimizer, parameter).values()
         ]
 
-    def move(self, share_pct: int, free_bytes: int) -> None:
+    def move(self, share_pct: int) -> None:
         """Have so many per cent on the host from now on, unless that is so.
 
-        `free_bytes` is this training's share of what the host has free.
-
         Raises:
-            MemoryError: That is less than twice of what the states take.
+            MemoryError: This training's share of what the host has free is less than twice of what
+                the states take.
         """
         if share_pct == self.share_pct:
             return
         wanted = self._states(hosted_of(self._parameters, share_pct))
         wanted_bytes = sum(tensor.nbytes for tensor in wanted)
+        free_bytes = _free_share_bytes()
         if wanted_bytes > _HOST_SHARE * free_bytes:
             raise MemoryError(
                 f"{wanted_bytes} bytes of the optimiser's states do not go to the host, which has "

@@ -5,7 +5,6 @@ The order is a function of how many samples were used, so a loader can be closed
 anywhere, and nothing is left out or repeated. A batch that could not be made is made again by the
 next call. Does not split batches.
 
-How many processes make them follows from the cores and the RAM that the training has for itself.
 How dear a sample is to make is not guessed: whether processes help is measured (`data_wait_pct`).
 """
 
@@ -25,22 +24,19 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import count
 from multiprocessing.util import get_temp_dir
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, cast
 
-import psutil
 import torch
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset
 
 from workers.training import order
-from workers.training.batches import Batch, rows_of, tensors_in
+from workers.training.batches import Batch, rows_of
 from workers.training.errors import TaskError
 from workers.training.random_state import RandomState
 from workers.training.settings import TrainSettings
 from workers.training.tasks import TrainTask, refuse_without_data
-from workers.units import MIB
 
 #: Of the random numbers that a data set draws.
 _DRAWS_STREAM: Final = 3
@@ -50,22 +46,6 @@ _LONGEST: Final = 200
 
 #: Loaded first by the process that loader processes are forked from.
 _SERVER: Final = "workers.training.loader_server"
-
-#: A loader process without its batches. 59 MiB were measured (torch 2.13, forkserver); user
-#: libraries come on top.
-_PROCESS_BYTES: Final = 128 * MIB
-
-#: More processes than this rarely help one card, and each takes RAM.
-_MOST_WORKERS: Final = 8
-
-#: Share of the RAM that is free for this training, for processes with their batches.
-_SHARE_OF_PROCESSES: Final = 0.25
-
-#: On a CPU the training itself uses the cores: one in so many goes to the loader.
-_CPU_CORES_PER_PROCESS: Final = 4
-
-#: Batches ahead for each process, where RAM allows it. torch's default is the smaller number.
-_LEAST_PREFETCH, _MOST_PREFETCH = 2, 4
 
 
 class Feed:
@@ -97,8 +77,7 @@ class Feed:
             )
         self._pool: tuple[int, list[order.Sample]] | None = None
         """Its number, and its samples as they are used."""
-        self.numbers = self._numbers(settings, on_card=device.type == "cuda")
-        """How batches are made ready; its reason is empty where the settings leave nothing open."""
+        self._workers, self._prefetch = settings.loader_workers, settings.prefetch
         self._pin = settings.pin is not False and device.type == "cuda"
         if settings.pin == "auto" and "microsoft" in platform.release().lower():
             self._pin = False  # under WSL2 little memory can be pinned
@@ -152,21 +131,6 @@ class Feed:
     def wait_share(self) -> float:
         """Return the share of time since the first batch that the training waited for data."""
         return self._waited_s / (time.perf_counter() - self._opened_s) if self._opened_s else 0.0
-
-    def _numbers(self, settings: TrainSettings, *, on_card: bool) -> LoaderNumbers:
-        """Decide what the settings leave open. Makes one sample, if they do."""
-        workers, prefetch = settings.loader_workers, settings.prefetch
-        if workers != "auto" and prefetch != "auto":
-            return LoaderNumbers(workers=workers, prefetch=prefetch)
-        task = self._task
-        sample = (task.collate or default_collate)([task.dataset[self._keys(0)[0]]])
-        return loader_numbers(
-            *host_share(),
-            on_card=on_card,
-            workers=workers,
-            prefetch=prefetch,
-            batch_bytes=settings.batch * sum(tensor.nbytes for tensor in tensors_in(sample)),
-        )
 
     def _asked(self, samples_used: int) -> list[Any]:
         """Return the seed of the batch after so many samples, and what the data set is asked."""
@@ -228,7 +192,7 @@ class Feed:
     def _made(self) -> Batch:
         if self._batches is None:
             self._batches = self._open()
-        if self.numbers.workers:
+        if self._workers:
             return next(self._batches)
         drawn = RandomState(torch.device("cpu"))
         try:
@@ -250,16 +214,16 @@ class Feed:
         )
 
     def _open(self) -> Iterator[Any]:
-        parallel = self.numbers.workers > 0
+        parallel = self._workers > 0
         loader = DataLoader(
             _Seeded(cast("Dataset[Any]", self._task.dataset)),
             batch_sampler=cast(
                 "Any", map(self._asked, count(self._samples_used, self._batch_rows))
             ),
-            num_workers=self.numbers.workers,
+            num_workers=self._workers,
             collate_fn=self._task.collate,
             pin_memory=self._pin,
-            prefetch_factor=self.numbers.prefetch if parallel else None,
+            prefetch_factor=self._prefetch if parallel else None,
             multiprocessing_context="forkserver" if parallel else None,
             worker_init_fn=_in_loader_process if parallel else None,
             # Else it would draw from torch's global generator.
@@ -297,60 +261,6 @@ class _Seeded(Dataset[Any]):
             importlib.import_module("numpy.random").seed(seed % 2**32)
         several = getattr(self._items, "__getitems__", None)
         return list(several(keys)) if several else [self._items[key] for key in keys]
-
-
-def host_share() -> tuple[int, int]:
-    """Return this training's share of its host, torch's threads of the physical cores: so many of
-    them, and bytes of the RAM that is free now.
-    """
-    physical = psutil.cpu_count(logical=False) or psutil.cpu_count() or 1
-    cores = min(torch.get_num_threads(), physical)
-    return cores, psutil.virtual_memory().available * cores // physical
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoaderNumbers:
-    """What was decided, and why."""
-
-    workers: int = 0
-    """Processes that make batches; 0: this one does, when they are asked for."""
-    prefetch: int = 2
-    """Batches that each process keeps ready."""
-    reason: str = ""
-
-
-def loader_numbers(
-    cores: int,
-    ram_bytes: int,
-    *,
-    on_card: bool,
-    workers: int | Literal["auto"],
-    prefetch: int | Literal["auto"],
-    batch_bytes: int,
-) -> LoaderNumbers:
-    """Return the numbers for what the training has for itself; what is given as a number stays.
-    Pure. `batch_bytes`: of an effective batch. `on_card`: the cores are left to the loader.
-    """
-    reasons = []
-    allowed_bytes = _SHARE_OF_PROCESSES * ram_bytes
-    if workers == "auto":
-        by_cores = cores - 1 if on_card else cores // _CPU_CORES_PER_PROCESS
-        ahead_bytes = (_LEAST_PREFETCH if prefetch == "auto" else prefetch) * batch_bytes
-        by_ram = int(allowed_bytes // (_PROCESS_BYTES + ahead_bytes))
-        processes = max(0, min(by_cores, by_ram, _MOST_WORKERS))
-        reasons.append(
-            f"{processes} loader processes: {cores} cores allow {by_cores}, RAM allows {by_ram}"
-        )
-    else:
-        processes = workers
-    if prefetch == "auto":
-        left_bytes = allowed_bytes / max(1, processes) - _PROCESS_BYTES
-        ahead = max(1, min(_MOST_PREFETCH, int(left_bytes // max(1, batch_bytes))))
-        if processes:
-            reasons.append(f"each keeps {ahead} batches of {batch_bytes / MIB:.1f} MiB ready")
-    else:
-        ahead = prefetch
-    return LoaderNumbers(workers=processes, prefetch=ahead, reason="; ".join(reasons))
 
 
 def _reason(failure: BaseException) -> str:

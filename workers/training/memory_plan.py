@@ -171,9 +171,8 @@ class MemoryPlanner:
         self._checkpoint_copy_bytes = host_bytes(sizes, on_card=on_card)
         self._received_bytes = 0
         """Of the part of a checkpoint that comes from the process with the lent blocks."""
-        self.states = cache(self._states)
+        self._states_of = cache(self._states)
         self._part = cache(self._computed)
-        self.plan = cache(self._plan)
 
     def _made(self, *, with_data: bool) -> nn.Module:
         """Return the model without data, and count its bytes."""
@@ -237,10 +236,10 @@ class MemoryPlanner:
         ]
         return self._state[2] - on_host_bytes, host_bytes(sizes, on_card=on_card), highest_bytes
 
-    def _plan(self, micro: int, level: int, share_pct: int | None = None) -> MemoryPlan:
+    def plan(self, micro: int, level: int, share_pct: int | None = None) -> MemoryPlan:
         """Return the plan of parts of `micro` samples, with this share of states on the host."""
         share_pct = self._settings.first_share_pct if share_pct is None else share_pct
-        on_device_bytes, on_host_bytes, highest_bytes = self.states(share_pct)
+        on_device_bytes, on_host_bytes, highest_bytes = self._states_of(share_pct)
         activations_bytes, waiting_bytes = self._part(micro, level)
         weights_bytes, gradients_bytes, _, average_bytes = self._state
         return MemoryPlan(

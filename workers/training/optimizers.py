@@ -19,8 +19,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.optim import SGD, Adam, AdamW, Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim import Adam, AdamW, Optimizer
 
 from workers.oom import classify
 from workers.training.errors import TaskError, UpdateInterruptedError
@@ -315,69 +314,15 @@ class Average:
         return self._staging[: weight.numel()].as_strided(own.shape, own.stride()).copy_(weight)
 
 
-class Rates:
-    """The learning rates of an optimiser's groups, as a function of the step.
-
-    A scheduler of torch gets a stand-in for the optimiser, and begins anew where a training goes
-    back: so it has no state that a checkpoint would have to hold.
-    """
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        scheduler: Callable[[Optimizer], LRScheduler] | None,
-        share: Callable[[int], float],
-    ) -> None:
-        """Take what makes a scheduler or, without it, the share of each group's first rate.
-
-        Raises:
-            TaskError: The scheduler needs more than the number of the step.
-        """
-        self._make, self._share = scheduler, share
-        self._first = [float(group["lr"]) for group in optimizer.param_groups]
-        self._begin()
-
-    def _begin(self) -> None:
-        self._step = 0
-        if self._make is not None:
-            groups = [{"params": [torch.zeros(())], "lr": rate} for rate in self._first]
-            self._stand = SGD(groups, lr=1.0)
-            self._scheduler = self._make(self._stand)
-            self._stand.step()  # changes nothing; without it torch warns
-            if isinstance(self._scheduler, ReduceLROnPlateau):
-                raise TaskError(
-                    "ReduceLROnPlateau follows a metric, and a training knows only its step; use a "
-                    "scheduler whose step() takes no argument"
-                )
-            if any(group["momentum"] for group in self._stand.param_groups):
-                raise TaskError(
-                    f"{type(self._scheduler).__name__} changes the momentum as well, and a "
-                    "training takes the learning rates alone; make it with cycle_momentum=False"
-                )
-
-    def at(self, step: int) -> list[float]:
-        """Return the rate of each group in a step, counted from 0."""
-        if self._make is None:
-            return [rate * self._share(step) for rate in self._first]
-        if step < self._step:
-            self._begin()
-        for _ in range(self._step, step):
-            self._scheduler.step()
-        self._step = step
-        return [float(group["lr"]) for group in self._stand.param_groups]
-
-
 class Update:
     """Changes the weights, and says whether it was cut off. What was cut off is never run again."""
 
     def __init__(
         self,
-        optimizer: Optimizer,
         step: Callable[[], object],
         average: Average | None = None,
     ) -> None:
-        """Take an optimiser, what does its step, and what averages the weights."""
-        self.optimizer = optimizer
+        """Take what does the step of the optimiser, and what averages the weights."""
         self._step = step
         self.cut = False
         """Whether weights, moments and average belong to no step: an update began and did not end.
@@ -393,15 +338,8 @@ class Update:
                 "checkpoint"
             )
 
-    def run(
-        self,
-        pairs: Sequence[tuple[nn.Parameter, Tensor]],
-        factor: float,
-        rates: Sequence[float] | None,
-    ) -> None:
+    def run(self, pairs: Sequence[tuple[nn.Parameter, Tensor]], factor: float) -> None:
         """Do one step with the gradient of each parameter, times `factor`.
-
-        `rates` are the learning rates of the groups; `None` leaves them as they are.
 
         Raises:
             UpdateInterruptedError: Memory ran out in it, now or before.
@@ -410,7 +348,7 @@ class Update:
         self.cut = True
         failure: str | None = None
         try:
-            self._change(pairs, factor, rates)
+            self._change(pairs, factor)
         except Exception as error:
             verdict = classify(error)
             if not verdict.is_out_of_memory:
@@ -428,23 +366,12 @@ class Update:
         self.cut = False
 
     @torch.no_grad()
-    def _change(
-        self,
-        pairs: Sequence[tuple[nn.Parameter, Tensor]],
-        factor: float,
-        rates: Sequence[float] | None,
-    ) -> None:
+    def _change(self, pairs: Sequence[tuple[nn.Parameter, Tensor]], factor: float) -> None:
         if factor != 1 and pairs:
             torch._foreach_mul_([gradient for _, gradient in pairs], factor)
         for parameter, gradient in pairs:
             # Itself, unless the weights are half precision.
             parameter.grad = gradient.to(parameter.dtype)
-        if rates is not None:
-            for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-                if isinstance(group["lr"], Tensor):  # of an optimiser that compiles its step
-                    group["lr"].fill_(rate)
-                else:
-                    group["lr"] = rate
         self._step()
         if self._average is not None:
             self._average.update()

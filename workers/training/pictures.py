@@ -15,12 +15,9 @@ from __future__ import annotations
 
 import csv
 import hashlib
-import importlib
-import math
 from collections.abc import Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Final, NoReturn
 
 import torch
@@ -28,14 +25,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import default_collate
 
-from workers import oom
 from workers.training.batches import rows_of
 from workers.training.errors import TaskError, optional_library
 from workers.training.keyed_random import KeyedDropout, row_keys, uniform
 from workers.training.order import Sample
 from workers.training.settings import TrainSettings
 from workers.training.tasks import TrainTask, Validation
-from workers.training.text import HeldOut
+from workers.training.text import HeldOut, finite
 from workers.training.token_files import SampleWriter, TokenSamples, written_once
 
 #: Pixels of a picture's edge, and channels of each stage, which halves the edge.
@@ -44,9 +40,6 @@ _WIDTHS: Final = (32, 64, 128, 256)
 
 #: Edge of the grid to which the CNN pools before its head.
 _CELLS: Final = 4
-
-EYE_CORNERS: Final = ("left_eye_outer", "right_eye_outer")
-"""Points whose distance is the unit of `landmark_error_pct`."""
 
 _OTHER_SIDE: Final = {"left": "right", "right": "left"}
 
@@ -63,10 +56,7 @@ def pictures_task(settings: TrainSettings, seed: int) -> TrainTask:
     Raises:
         TaskError: The folder cannot be used.
     """
-    pictures = Pictures(str(settings.data), _EDGE, seed)
-    figures = {}
-    if corners := pictures.eye_corners:
-        figures["landmark_error_pct"] = partial(landmark_error_pct, corners=corners)
+    pictures = Pictures(str(settings.data), seed)
     return TrainTask(
         name=f"{settings.preset} of {len(pictures.points)} points",
         model=partial(Cnn, _WIDTHS, settings.dropout, len(pictures.points)),
@@ -78,7 +68,6 @@ def pictures_task(settings: TrainSettings, seed: int) -> TrainTask:
             loss=landmark_loss,
             count=rows_of,
             collate=default_collate,
-            figures=figures,
         ),
         blocks=lambda model: list(model.blocks),  # type: ignore[arg-type]  # of a `Cnn`
         by_sample=True,
@@ -91,18 +80,6 @@ def landmark_loss(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
     pictures, points = batch
     predicted: Tensor = model(pictures)
     return (predicted.float() - points).square().mean(dim=(1, 2)).sum()
-
-
-def landmark_error_pct(model: nn.Module, batch: Sequence[Tensor], corners: Sequence[int]) -> Tensor:
-    """Sum over samples the mean distance of points, in per cent of that between the outer corners
-    of the eyes: the normalised mean error of 300-W (Sagonas et al., 2013).
-    """
-    pictures, points = batch
-    predicted: Tensor = model(pictures)
-    left, right = (points[:, corner] for corner in corners)
-    distances = (predicted.float() - points).norm(dim=-1).mean(dim=1)
-    shares: Tensor = distances / (left - right).norm(dim=-1)
-    return 100.0 * shares.sum()
 
 
 class Cnn(nn.Module):
@@ -151,16 +128,18 @@ class Pictures(HeldOut):
             not installed.
     """
 
-    def __init__(self, folder: str, edge: int, seed: int) -> None:
+    def __init__(self, folder: str, seed: int) -> None:
         """Read the CSV, and look whether all its pictures are there."""
-        self._edge, self._seed = edge, seed
-        _pillow()
+        self._seed = seed
+        need = "train.data is a folder of pictures, and Pillow is not installed"
+        optional_library("PIL.Image", need)
         path = _csv_in(Path(folder).expanduser())
         try:
             content = path.read_bytes()
             rows = csv.reader(content.decode("utf-8-sig").splitlines())
             self.points, self._mirrored = _points_of(path, next(rows, []))
-            self._paths, self._places, sizes = _rows_of(path, rows, len(self.points))
+            self._paths, self._places = _rows_of(path, rows, len(self.points))
+            sizes = [picture.stat().st_size for picture in self._paths]
         except (OSError, UnicodeDecodeError) as failure:
             raise TaskError(f"train.data: {path} cannot be read as UTF-8: {failure}") from failure
         except csv.Error as failure:
@@ -169,14 +148,8 @@ class Pictures(HeldOut):
         self.fingerprint = f"pictures {digest} {len(self)}"
         """What changes with the CSV, the size of a picture's file, or what is held out."""
 
-    @property
-    def eye_corners(self) -> list[int]:
-        """Return which points are the outer corners of the eyes; none: not both are named."""
-        named = set(EYE_CORNERS) <= set(self.points)
-        return [self.points.index(name) for name in EYE_CORNERS] if named else []
-
     def __getitems__(self, samples: Sequence[Sample]) -> list[tuple[Tensor, Tensor]]:
-        """Return pictures (1, edge, edge) from about 0 to 1, and points (points, 2) from -1 to 1.
+        """Return pictures (1, 64, 64) from about 0 to 1, and points (points, 2) from -1 to 1.
 
         Raises:
             TaskError: A picture cannot be read.
@@ -191,7 +164,7 @@ class Pictures(HeldOut):
     def _sample(self, index: int) -> tuple[Tensor, Tensor]:
         """Return picture and points of a row as they are in the folder."""
         grey, sizes = self._pixels
-        picture = grey[index].view(1, self._edge, self._edge) / 255
+        picture = grey[index].view(1, _EDGE, _EDGE) / 255
         # A pixel's number is that of its middle, half a pixel from its border.
         return picture, (2 * self._places[index] + 1) / sizes[index] - 1
 
@@ -199,17 +172,17 @@ class Pictures(HeldOut):
     def _pixels(self) -> tuple[TokenSamples, TokenSamples]:
         """Of all pictures as squares; and the width and height of each before."""
         found = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in self._paths]
-        key = ("pictures", self._edge, found)
+        key = ("pictures", _EDGE, found)
         written = written_once(key, {"grey": "uint8", "size": "int32"}, self._write)
         return written["grey"], written["size"]
 
     def _write(self, greys: SampleWriter, sizes: SampleWriter) -> None:
         for path in self._paths:
             try:
-                content, *size = _grey(path, self._edge)
+                content, *size = _grey(path)
+            except MemoryError:
+                raise
             except Exception as failure:
-                if oom.classify(failure).is_out_of_memory:
-                    raise
                 raise TaskError(
                     f"train.data: {path} cannot be read as a picture "
                     f"({type(failure).__name__}); replace it, or take its row out of the CSV"
@@ -226,33 +199,23 @@ class Pictures(HeldOut):
         return picture.flip(-1), points[self._mirrored] * torch.tensor([-1.0, 1.0])
 
 
-def _pillow() -> ModuleType:
-    need = "train.data is a folder of pictures, and Pillow is not installed"
-    return optional_library("PIL.Image", need)
-
-
-def _grey(path: Path, edge: int) -> tuple[bytes, int, int]:
+def _grey(path: Path) -> tuple[bytes, int, int]:
     """Return the pixels of a picture as a grey square, and its own width and height."""
-    pillow = _pillow()
-    with pillow.open(path) as opened:
-        upright = importlib.import_module("PIL.ImageOps").exif_transpose(opened)
-        picture = upright.convert("L")
-    small = picture.resize((edge, edge), pillow.Resampling.BILINEAR)
+    from PIL import Image, ImageOps  # noqa: PLC0415 - an extra
+
+    with Image.open(path) as opened:
+        picture = ImageOps.exif_transpose(opened).convert("L")
+    small = picture.resize((_EDGE, _EDGE), Image.Resampling.BILINEAR)
     return small.tobytes(), picture.width, picture.height
 
 
 def _csv_in(folder: Path) -> Path:
-    if not folder.is_dir():
-        raise TaskError(
-            f"train.data: there is no folder {folder} on this machine; name one with pictures and "
-            "a CSV of their points"
-        )
-    found = sorted(path for path in folder.iterdir() if path.suffix.lower() == ".csv")
+    found = sorted(path for path in folder.glob("*") if path.suffix.lower() == ".csv")
     if len(found) != 1:
         names = ", ".join(path.name for path in found[:3]) or "none"
         raise TaskError(
-            f"train.data: {folder} must hold one CSV beside its pictures, and has {len(found)} "
-            f"({names}); leave one there"
+            f"train.data: {folder} must be a folder on this machine with pictures and one CSV of "
+            f"their points, and has {len(found)} CSVs ({names})"
         )
     return found[0]
 
@@ -275,29 +238,26 @@ def _points_of(path: Path, header: Sequence[str]) -> tuple[list[str], Tensor | N
     return points, None if others == list(range(len(points))) else torch.tensor(others)
 
 
-def _rows_of(path: Path, rows: Any, count: int) -> tuple[list[Path], Tensor, list[int]]:  # noqa: ANN401
-    """Return the pictures, their points (rows, points, 2) in pixels, and the sizes of files."""
-    paths, places, sizes = list[Path](), list[Tensor](), list[int]()
+def _rows_of(path: Path, rows: Any, count: int) -> tuple[list[Path], Tensor]:  # noqa: ANN401
+    """Return the pictures, and their points (rows, points, 2) in pixels."""
+    paths, places = list[Path](), list[Tensor]()
     for row in filter(None, rows):
         line: int = rows.line_num
         if len(row) != 1 + 2 * count:
             what = f"has {len(row) - 1} numbers, and {count} points take {2 * count}"
             _refuse(path, line, what)
         try:
-            numbers = [float(number) for number in row[1:]]
+            numbers = list(map(finite, row[1:]))
         except ValueError as failure:
-            _refuse(path, line, f"has a place that is no number ({failure})")
-        if not all(map(math.isfinite, numbers)):
-            _refuse(path, line, "has a place that is NaN or infinite")
+            _refuse(path, line, f"has a place that is no finite number ({failure})")
         picture = path.parent / row[0].strip()
         if not picture.is_file():
             _refuse(path, line, f"names {row[0]!r}, and there is no such picture")
         paths.append(picture)
         places.append(torch.tensor(numbers).view(-1, 2))
-        sizes.append(picture.stat().st_size)
     if not paths:
         _refuse(path, 2, "is missing: there is no row with a picture")
-    return paths, torch.stack(places), sizes
+    return paths, torch.stack(places)
 
 
 def _refuse(path: Path, line: int, what: str) -> NoReturn:

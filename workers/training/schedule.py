@@ -38,15 +38,13 @@ def rate_share(step: int, *, steps: int, warmup_steps: int) -> float:
 
 
 def offered_micro_batches(settings: TrainSettings) -> list[int]:
-    """Return the micro-batches that a training may use, in ascending order."""
-    most = settings.batch if settings.micro == "auto" else min(settings.micro, settings.batch)
+    """Return the micro-batches that a training may use, in ascending order: each splits the batch
+    into fewer parts than the one before.
+    """
+    batch = settings.batch
+    most = batch if settings.micro == "auto" else min(settings.micro, batch)
     if settings.exact:
         return [most]
-    return micro_batches(settings.batch, most)
-
-
-def micro_batches(batch: int, most: int) -> list[int]:
-    """Return the micro-batches up to `most` that each split `batch` into fewer parts."""
     micros: list[int] = []
     for micro in sorted({-(-batch // count) for count in range(1, batch + 1)}):
         if micro <= most and (not micros or micro >= (1 + _FINEST) * micros[-1]):

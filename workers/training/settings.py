@@ -189,8 +189,8 @@ class TrainSettings(BaseModel):
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Decay of the moving average of the weights."""
     ema_on: Literal["device", "host"] = "device"
-    loader_workers: Literal["auto"] | Annotated[int, Field(ge=0, le=256)] = 0
-    prefetch: Literal["auto"] | Annotated[int, Field(ge=1, le=64)] = 2
+    loader_workers: Annotated[int, Field(ge=0, le=256)] = 0
+    prefetch: Annotated[int, Field(ge=1, le=64)] = 2
     pin: Literal["auto"] | bool = "auto"
     save_every_s: Annotated[float, Field(gt=0)] = 60.0
     checkpoints: Literal["node", "head"] = "node"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import Any, Final, Literal, Protocol, cast
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from workers.training.batches import Batch, Samples, on_device, rows_of
 from workers.training.errors import NotLoadedError, TaskError, TrainingError
@@ -98,8 +97,6 @@ class TrainTask:
     """The same from pairs of name and parameter."""
     schedule: Callable[[int], float] | None = None
     """From the step, counted from 0, to a factor of the learning rates; `None`: as settings say."""
-    scheduler: Callable[[Optimizer], LRScheduler] | None = None
-    """The same by a scheduler of torch."""
     uses: frozenset[str] = frozenset()
     """Of `OWN_KEYS`, those that the task itself reads."""
     evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None
@@ -126,11 +123,10 @@ class TrainTask:
     """Of the data: checkpoints of a training on other data are refused. Empty: not known."""
 
     def __post_init__(self) -> None:
-        for one, other in (("optimizer", "named_optimizer"), ("schedule", "scheduler")):
-            if getattr(self, one) is not None and getattr(self, other) is not None:
-                raise TaskError(
-                    f"the task {self.name} has {one} and {other}; leave out one of them"
-                )
+        if self.optimizer is not None and self.named_optimizer is not None:
+            raise TaskError(
+                f"the task {self.name} has optimizer and named_optimizer; leave out one of them"
+            )
         if unknown := self.uses - set(OWN_KEYS):
             raise TaskError(
                 f"the task {self.name} uses {', '.join(sorted(unknown))}; valid: "
@@ -203,7 +199,7 @@ def _refuse_unused(task: TrainTask, settings: TrainSettings) -> None:
     unused = dict.fromkeys(set(OWN_KEYS) - task.uses, remedy)
     if task.optimizer is not None or task.named_optimizer is not None:
         unused |= dict.fromkeys(("lr", "weight_decay", "optimizer"), ", or set it in its optimizer")
-    if task.schedule is not None or task.scheduler is not None:
+    if task.schedule is not None:
         unused["warmup_steps"] = ", or set it in its schedule"
     for key in sorted(unused):
         if (value := getattr(settings, key)) != TrainSettings.model_fields[key].default:
@@ -275,22 +271,18 @@ class Validation:
     loss: Callable[[nn.Module, Batch], Tensor]
     count: Callable[[Batch], int]
     collate: Callable[[list[Any]], Batch]
-    figures: Mapping[str, Callable[[nn.Module, Batch], Tensor]] = field(default_factory=dict)
-    """Others, by their names; each returns a sum over items, and its mean is given."""
 
     def __call__(self, model: nn.Module, rows: int = 1) -> Mapping[str, float]:
         """Return the figures. At most `rows` samples are computed at once: with as many as a part
         of the training has, that never takes more memory than the training itself.
         """
-        figures = {"validation_loss": self.loss, **self.figures}
-        totals, items = dict.fromkeys(figures, 0.0), 0
+        total, items = 0.0, 0
         for part in self.parts(model, rows):
-            for name, figure in figures.items():
-                total = figure(model, part)
-                wait_asleep(total.device)
-                totals[name] += float(total)
+            loss = self.loss(model, part)
+            wait_asleep(loss.device)
+            total += float(loss)
             items += self.count(part)
-        return {name: total / items for name, total in totals.items()} if items else {}
+        return {"validation_loss": total / items} if items else {}
 
     def parts(self, model: nn.Module, rows: int) -> Iterator[Batch]:
         """Yield the samples as batches of at most so many, on the device of the model."""

@@ -20,8 +20,9 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
+from math import isfinite
 from pathlib import Path
 from typing import Any, Final
 
@@ -208,6 +209,18 @@ def objects_of(path: Path, advice: str) -> Iterator[tuple[str, dict[str, Any]]]:
         if not isinstance(content, dict):
             raise TaskError(f"train.data: {where} is no JSON object; {advice}")
         yield where, content
+
+
+def finite(text: str) -> float:
+    """Return a number that a table has as text.
+
+    Raises:
+        ValueError: It is no number, NaN or infinite; the argument is the text.
+    """
+    with suppress(ValueError):
+        if isfinite(number := float(text)):
+            return number
+    raise ValueError(text)
 
 
 def held_out(samples: int) -> range:

@@ -6,18 +6,14 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from enum import StrEnum
+from typing import Literal, TypeAlias
 
 import torch
 
-
-class Part(StrEnum):
-    """What time is counted for."""
-
-    COPIES = "copies"
-    """A part of a batch, from the host to the device."""
-    OPTIMIZER = "optimizer"
-    """The norm of the gradient, clipping, the update of the weights, and their average."""
+Part: TypeAlias = Literal["copies", "optimizer"]
+"""What time is counted for: copies of parts of a batch from the host to the device; the norm of the
+gradient, clipping, the update of the weights, and their average.
+"""
 
 
 class TimeShares:
@@ -31,7 +27,7 @@ class TimeShares:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._began_s: float | None = None
-        self._sums_s = dict.fromkeys(Part, 0.0)
+        self._sums_s: dict[Part, float] = {"copies": 0.0, "optimizer": 0.0}
         self._on_card: deque[tuple[Part, torch.cuda.Event, torch.cuda.Event]] = deque()
 
     @contextmanager

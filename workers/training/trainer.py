@@ -37,7 +37,7 @@ from workers.training.earlier import begun_model
 from workers.training.errors import StateMismatchError, TaskError
 from workers.training.host_memory import Parking, uncapped
 from workers.training.host_states import HostStates
-from workers.training.loader import Feed, host_share
+from workers.training.loader import Feed
 from workers.training.lora import load_weights, new_model
 from workers.training.model_levers import (
     Compiling,
@@ -48,7 +48,6 @@ from workers.training.model_levers import (
 )
 from workers.training.optimizers import (
     Average,
-    Rates,
     Update,
     decay_rates,
     load_states,
@@ -58,7 +57,7 @@ from workers.training.parts import PartsError, normalises_over_samples
 from workers.training.schedule import Course, rate_share
 from workers.training.settings import PRESETS, TrainSettings
 from workers.training.tasks import TrainTask, Validation, trained_parameters
-from workers.training.time_shares import Part, TimeShares
+from workers.training.time_shares import TimeShares
 
 _STATE_VERSION: Final = 2
 
@@ -119,7 +118,6 @@ class Trainer:
         """
         self._feed, self._tell = Feed(task, settings, device, seed, tell), tell
         self._is_shared = is_shared
-        self.loader_numbers = self._feed.numbers
         precision.set_up(
             settings.precision,
             deterministic=settings.deterministic,
@@ -167,12 +165,15 @@ class Trainer:
         self._in_parts.compute = Compiling(settings, self.model, blocks, tell).run
         self._recomputation = Recomputation(blocks)
 
-        optimizer = self._new_optimizer(blocks)
-        self.host_states = HostStates(optimizer, self.parameters, settings.first_share_pct)
+        self.optimizer = self._new_optimizer(blocks)
+        #: Of its groups; each step has a share of them.
+        self._first_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+        self._rate_share = task.schedule or partial(
+            rate_share, steps=self.steps, warmup_steps=settings.warmup_steps
+        )
+        self.host_states = HostStates(self.optimizer, self.parameters, settings.first_share_pct)
         self._average = self._new_average()
-        usual = partial(rate_share, steps=self.steps, warmup_steps=settings.warmup_steps)
-        self._rates = Rates(optimizer, task.scheduler, task.schedule or usual)
-        self._update = Update(optimizer, self.host_states.step, self._average)
+        self._update = Update(self.host_states.step, self._average)
         self._scaler = precision.LossScaler(enabled=settings.precision == "fp16")
 
         self._parking = Parking(device)
@@ -249,7 +250,7 @@ class Trainer:
         updated = batch.is_done and not self._is_shared
         if updated:
             self._tell_what_is_not_saved(batch)
-            self._finish(*() if self.other is None else (self.other.agree,))
+            self.finish(*() if self.other is None else (self.other.agree,))
         self._last = MicroBatch(rows=rows, level=level, updated=updated)
         return self._last
 
@@ -285,7 +286,7 @@ class Trainer:
         self.sums.done = now.done
         self._recomputation.level = math.ceil(now.recomputed * self._recomputation.most)
         if now.on_host_pct > self.host_states.share_pct:
-            self.host_states.move(now.on_host_pct, host_share()[1])
+            self.host_states.move(now.on_host_pct)
         self._in_parts.dropouts.key(now.first, now.rows, self.device)
         self.model.train(now.trains)
         try:
@@ -323,7 +324,9 @@ class Trainer:
         self._begun()  # also where no row was computed here
         self.sums.write(total, loss, used)
 
-    def finish(self, agreed: Callable[[float, float], tuple[float, float]]) -> None:
+    def finish(
+        self, agreed: Callable[[float, float], tuple[float, float]] = lambda *own: own
+    ) -> None:
         """Update with the sums that are there. Can be run again until the update itself begins.
 
         `agreed`: as in `Accumulator.finish`.
@@ -332,8 +335,21 @@ class Trainer:
             NotFiniteError, UpdateInterruptedError: As `micro_batch`.
         """
         self._update.check()
-        self._finish(agreed)
+        self._set_rates()
+        before = own_numbers(self.optimizer) if self._steps_here == 1 else {}
+        with self._shares.timing("optimizer"):
+            loss = self.sums.finish(
+                self._update, self._scaler, step=self.step, clip=self.settings.clip, agreed=agreed
+            )
+        for name, _ in sorted(before.items() - own_numbers(self.optimizer).items()):
+            instead = "keep it in a group of the optimiser if an update depends on it"
+            self._tell_not_saved(name, self.optimizer, "update", instead)
         self._last = replace(self._last, updated=True)
+        self._steps_here += 1
+        self.lent_state = None
+        self.course.finished_step(loss, self.settings.batch)
+        self._accumulation = len(self._in_parts.parts)
+        self._leave_batch()
 
     def drop_sums(self) -> None:
         """Forget what was computed of the batch under way; it begins again."""
@@ -353,8 +369,8 @@ class Trainer:
             accumulation=self._accumulation,
             memory_level=self._last.level,
             data_wait_pct=100 * self._feed.wait_share(),
-            copies_pct=self._shares.pct(Part.COPIES),
-            optimizer_pct=self._shares.pct(Part.OPTIMIZER),
+            copies_pct=self._shares.pct("copies"),
+            optimizer_pct=self._shares.pct("optimizer"),
         )
 
     def operations(self) -> tuple[float, str]:
@@ -419,7 +435,7 @@ class Trainer:
             "version": _STATE_VERSION,
             "torch": str(torch.__version__),
             "weights": self.model.state_dict(),
-            "optimizer": self._update.optimizer.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
             "average": [] if self._average is None else list(self._average.tensors),
             "scaler": self._scaler.state(),
             "course": asdict(self.course),
@@ -444,7 +460,7 @@ class Trainer:
         load_weights(self.model, state["weights"])
         if self._average is not None:
             self._average.load(state["average"])
-        load_states(self._update.optimizer, state["optimizer"])
+        load_states(self.optimizer, state["optimizer"])
         self.host_states.hold(self.host_states.share_pct)
         self._scaler.load(state["scaler"])
         course = {**state["course"]}
@@ -474,7 +490,7 @@ class Trainer:
         Between this and `unpark` only `state` and `progress` may be called.
         """
         self._in_parts.dropouts.forget()
-        states = self._update.optimizer.state.values()
+        states = self.optimizer.state.values()
         held: list[Iterable[Tensor]] = [self.model.parameters(), self.model.buffers()]
         held += [tensors_in(list(states)), self.sums.gradients, self.sums.loss]
         if self._average is not None and not self._average.on_host:
@@ -552,7 +568,7 @@ class Trainer:
 
         Changes nothing; buffers that the model itself updates are the exception.
         """
-        with self._shares.timing(Part.COPIES):
+        with self._shares.timing("copies"):
             part = on_device(self.task.shortened(samples), self.device)
         # Where parts are compared, rounding is to be small.
         with self.arithmetic(widened=self._in_parts.checking):
@@ -604,26 +620,11 @@ class Trainer:
                 "member would have its own; change it after the step, or train on one card"
             )
 
-    def _finish(
-        self, agreed: Callable[[float, float], tuple[float, float]] = lambda *own: own
-    ) -> None:
-        """Update the weights. Until the update itself begins this can be run again."""
-        rates, optimizer = self._rates.at(self.step), self._update.optimizer
-        before = own_numbers(optimizer) if self._steps_here == 1 else {}
-        with self._shares.timing(Part.OPTIMIZER):
-            loss, _ = self.sums.finish(
-                self._update,
-                self._scaler,
-                step=self.step,
-                clip=self.settings.clip,
-                rates=rates,
-                agreed=agreed,
-            )
-        for name, _ in sorted(before.items() - own_numbers(optimizer).items()):
-            instead = "keep it in a group of the optimiser if an update depends on it"
-            self._tell_not_saved(name, optimizer, "update", instead)
-        self._steps_here += 1
-        self.lent_state = None
-        self.course.finished_step(loss, self.settings.batch)
-        self._accumulation = len(self._in_parts.parts)
-        self._leave_batch()
+    def _set_rates(self) -> None:
+        """Give the groups of the optimiser their learning rates in this step."""
+        share = self._rate_share(self.step)
+        for group, first in zip(self.optimizer.param_groups, self._first_rates, strict=True):
+            if isinstance(group["lr"], Tensor):  # of an optimiser that compiles its step
+                group["lr"].fill_(first * share)
+            else:
+                group["lr"] = first * share

@@ -163,17 +163,14 @@ def _spread(measure: _Measure) -> int:
     return 0 if measure.by_chance and spread == 1 else spread
 
 
-def _most(tensor: Tensor) -> int:
-    return _REAL_MOST if tensor.is_floating_point() else _ITEMS_MOST
-
-
 def _small(batch: Batch, rows: int) -> Iterator[Tensor]:
     for tensor in tensors_in(batch):
+        most = _REAL_MOST if tensor.is_floating_point() else _ITEMS_MOST
         if (
             is_plain(tensor)
             and tensor.dim()
             and tensor.shape[0] == rows
-            and 0 < tensor[0].numel() <= _most(tensor)
+            and 0 < tensor[0].numel() <= most
         ):
             # Torch compares no unsigned numbers of more than 8 bits.
             yield tensor.detach().long() if tensor.dtype in _UNSIGNED else tensor.detach()

@@ -56,7 +56,6 @@ it (CPU, all types, operands of several distributions); at 1.5 a false alarm sti
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -77,21 +76,13 @@ _OTHER_ORDER: Final = 0.5
 _U32: Final = 2.0**-24
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tolerance:
-    """The tolerated mean square of a row's residuals is `stored |C_i|^2 + summed max(v_i, |C_i|^2)
-    + least`.
-    """
-
-    stored: float
-    summed: float
-    least: float
-
-
-def tolerance(dtype: torch.dtype, n: int, device_type: str) -> Tolerance:
+def tolerance(dtype: torch.dtype, n: int, device_type: str) -> tuple[float, float, float]:
     """Return what is tolerated for products of n x n matrices in `dtype` (fp32, fp16 or bf16) by
     this process now: on `cuda`, torch's setting for TF32 counts. Its reductions in a narrow type
     are off, as the device sets them.
+
+    The three numbers are `stored`, `summed` and `least`: the mean square of a row's residuals may
+    be `stored |C_i|^2 + summed max(v_i, |C_i|^2) + least`.
     """
     info = torch.finfo(dtype)
     roundoff = info.eps / 2.0
@@ -106,9 +97,7 @@ def tolerance(dtype: torch.dtype, n: int, device_type: str) -> Tolerance:
             summed += 2.0**-20 / 2.0
     factor = LIMIT * (1.0 + 4.0 / math.sqrt(n))
     smallest = info.smallest_normal * info.eps
-    return Tolerance(
-        stored=factor * stored, summed=factor * summed, least=factor * n * (smallest / 2.0) ** 2
-    )
+    return factor * stored, factor * summed, factor * n * (smallest / 2.0) ** 2
 
 
 _ITEM_BYTES: Final = 8
@@ -152,7 +141,7 @@ def freivalds(
     parts = [VECTORS * n, VECTORS * n, n, n, n, VECTORS * rows, rows, rows, rows * n]
     flat = scratch[: sum(parts)].split_with_sizes(parts)
     signs, images, norms, ones, ratios, residuals, spreads, sizes, chunks = flat
-    allowed = tolerance(result.dtype, n, result.device.type)
+    stored, summed, least = tolerance(result.dtype, n, result.device.type)
     generator = torch.Generator(device=signs.device).manual_seed(_OWN_SEEDS + seed)
     signs.random_(0, 2, generator=generator).mul_(2.0).sub_(1.0)
     ones.fill_(1.0)
@@ -179,7 +168,7 @@ def freivalds(
         _product_into(size, chunk.square_(), ones)
         _product_into(ratio, residual.square_().t(), ones[:VECTORS])
         torch.maximum(spread, size, out=spread)
-        spread.mul_(allowed.summed).add_(size, alpha=allowed.stored).add_(allowed.least)
+        spread.mul_(summed).add_(size, alpha=stored).add_(least)
         ratio.div_(VECTORS).div_(spread)
     worst, row = ratios.cpu().max(dim=0)  # the one wait; NaN is the largest of all
     ratio_of_roots = math.sqrt(worst.item())

@@ -250,16 +250,6 @@ class Workload(ABC):
         del seed  # the default cannot
         return None
 
-    def move(self) -> int | None:
-        """Copy a fixed and large part of the memory this workload holds; return the bytes read and
-        written.
-
-        Used to time the bandwidth of a card's memory now and then: falling bandwidth is a sign of a
-        fault. `None`: there is not enough to copy, or this workload does not support it. It may
-        overwrite the latest result.
-        """
-        return None
-
 
 def find_workload(name: str) -> type[Workload]:
     """Import the workload `matmul` or `train`, or the user's `package.module:Class`.

@@ -25,10 +25,6 @@ from workers.workloads.base import StepResult, Workload, WorkloadContext
 #: speed (pytorch #181718: n % 16 == 8 slows bf16 on a 4090).
 TILE = 64
 
-#: What is copied to time the card's memory: several times the largest L2 cache (72 MB, RTX 4090),
-#: and so little that a copy fits into one turn on a shared card.
-_MOVED_BYTES = 256 * 2**20
-
 #: A step queues as many products as take about this long, so that waiting for the device costs
 #: little and a stop is still prompt.
 _STEP_S = 0.1
@@ -200,10 +196,6 @@ class Matmul(Workload):
         """
         return None if self._tensors is None else self._tensors.check(seed)
 
-    def move(self) -> int | None:
-        """Copy one stretch of the ring to another."""
-        return None if self._tensors is None else self._tensors.move()
-
 
 class _Tensors:
     """The operands and the ring for one size, cut out of one block: many tensors would leave gaps
@@ -260,15 +252,6 @@ class _Tensors:
             if len(scratch) >= least_scratch(n)
             else None
         )
-
-    def move(self) -> int | None:
-        """See `Matmul.move`."""
-        ring = self._block[2 * self._each_bytes :]
-        if len(ring) < 2 * _MOVED_BYTES:
-            return None
-        self._multiplied = False
-        ring[_MOVED_BYTES : 2 * _MOVED_BYTES].copy_(ring[:_MOVED_BYTES])
-        return 2 * _MOVED_BYTES
 
     def _scratch(self, kept: int) -> torch.Tensor:
         """Return the longer stretch of the block on either side of one place of the ring, as

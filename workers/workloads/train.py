@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -48,7 +48,6 @@ from workers.training.errors import (
     UpdateInterruptedError,
 )
 from workers.training.host_memory import give_back
-from workers.training.loader import host_share
 from workers.training.lora import import_peft
 from workers.training.schedule import offered_micro_batches
 from workers.training.settings import FOLDER_PRESETS, TrainSettings
@@ -256,8 +255,7 @@ class Train(Workload):
             loop.was_partial()
             return True  # what follows the last step has failed, and comes again
         if self._settings.states_on_host == "auto" and not self._lends:
-            _, room_bytes = host_share()
-            trainer.host_states.move(level.states_on_host_pct, room_bytes)
+            trainer.host_states.move(level.states_on_host_pct)
         try:
             level_of_part = trainer.most_level if level.recomputes else 0
             if self._team is None:
@@ -472,8 +470,6 @@ class Train(Workload):
             self._go_on(trainer, self.context.state_dir)
         for sentence in self._task.notes:
             self._tell("hazard", reason=sentence)
-        if trainer.loader_numbers.reason:
-            self.context.tell("loader", **asdict(trainer.loader_numbers))
         self._count_operations(trainer)
         if settings.adapter != "none":
             trained, parameters = (
@@ -536,8 +532,6 @@ class Train(Workload):
             except OSError as failure:
                 reason = f"{folder} cannot be cleared: {failure.strerror}"
                 self.context.tell("checkpoint_failed", reason=reason)
-            if (lack := self._checkpoints.lacks_room(trainer.state())) is not None:
-                self.context.tell("checkpoint_room", reason=lack)
         elif (state := self._newest_state()) is not None:
             trainer.load(state)
             self._restored = True
