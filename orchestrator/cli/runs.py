@@ -18,7 +18,6 @@ from typing import Final
 
 from orchestrator.cli.printing import Part
 from orchestrator.config.duration import format_duration
-from orchestrator.core.placement import plan_slots
 from orchestrator.core.slot import HeadState
 from orchestrator.errors import OrchestratorError, UsageError, one_line
 from orchestrator.record.archive import StoredRun, read_run
@@ -28,8 +27,7 @@ from orchestrator.record.history import courses, sampled_between, time_in_states
 from orchestrator.record.jobs import QUEUE_NAME
 from orchestrator.record.output import last_lines, slots_with_output
 from orchestrator.record.summary import summary_dict
-from orchestrator.run.earlier import BEST, LAST, checkpoints_of
-from orchestrator.run.environment import ground_of
+from orchestrator.run.earlier import BEST, LAST, checkpoints_of, spec_of
 from orchestrator.run.job_files import ask_export
 from orchestrator.view.advice import SAMPLED, advice_lines
 from orchestrator.view.cells import clean, clock, moment, share_pct
@@ -196,7 +194,7 @@ def _advice(run: StoredRun) -> Iterator[str]:
 def export(
     folder: Path, slot: str, to: Path, form: str | None, *, average: bool, best: bool
 ) -> Iterator[str]:
-    """Write what a slot of a run has trained into a new folder; yield what is to be told.
+    """Write what a slot or a job of a run has trained into a new folder; yield what is to be told.
 
     `form`: `adapter`, or `None`: merged where there are adapters. `best`: what had the lowest
     validation loss, and not the last checkpoint. `UsageError`: there is nothing to write, or no
@@ -207,19 +205,10 @@ def export(
     if to.exists() and not (to.is_dir() and not any(to.iterdir())):
         raise UsageError(f"{to} is there already; name a new folder, or remove that one")
     stored = read_run(folder)
-    facts = stored.facts
-    config, target = ground_of(facts)
-    if config.workload.name != "train":
-        raise UsageError(
-            f"run {facts.run_id} has trained nothing: see `python -m orchestrator runs`"
-        )
-    specs = {plan.spec.slot: plan.spec for plan in plan_slots(config, target)}
-    if slot not in specs:
-        raise UsageError(f"run {facts.run_id} has no slot {slot[:80]!r}; valid: {', '.join(specs)}")
+    spec = spec_of(stored, slot)
     with ExitStack() as until_written:
         names = BEST if best else LAST
-        paths = checkpoints_of(stored, slot, specs[slot].node, names, to.parent, until_written)
-        spec = replace(specs[slot], run_id=facts.run_id)
+        paths = checkpoints_of(stored, slot, spec.node, names, to.parent, until_written)
         told = ask_export(spec, paths, to, form=form, average=average)
     if isinstance(told, str):
         raise OrchestratorError(one_line(told))

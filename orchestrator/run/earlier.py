@@ -1,5 +1,5 @@
-"""Finds what a slot of an earlier run has trained: its checkpoints, for `export`, and its weights,
-for a training that begins with them (`train.from`).
+"""Finds what a slot or a job of an earlier run has trained: its checkpoints, for `export`, and its
+weights, for a training that begins with them (`train.from`).
 
 Does not know what is in a checkpoint: a child process, which loads torch, takes the weights out.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from orchestrator.cluster.connect import connected
@@ -16,12 +17,14 @@ from orchestrator.core.placement import plan_slots
 from orchestrator.errors import NoClusterError, OrchestratorError, UsageError, one_line
 from orchestrator.record.archive import StoredRun, read_run
 from orchestrator.record.folders import command_for, find_run
-from orchestrator.record.jobs import QUEUE_NAME
+from orchestrator.record.jobs import QUEUE_NAME, queue_of
 from orchestrator.run.child import ask_child
+from orchestrator.run.dispatcher import JobPlans
 from orchestrator.run.environment import Mode, ground_of
 from orchestrator.run.job_files import CHECKPOINT, FILES
 from orchestrator.run.run_dir import STATES, weights_of
 from workers.learned_limits import default_path
+from workers.settings import WorkerSpec
 
 #: Files that a worker writes (`workers/training/checkpoints.py`, which loads torch).
 LAST, BEST = "generation-?.pt", "best.pt"
@@ -41,14 +44,10 @@ def fetch_weights(start: str, runs_dir: Path) -> Iterator[str]:
     if folder.name != run_id:
         raise UsageError(f"train.from: {start}: write the whole name of the run, {folder.name}")
     stored = read_run(folder)
-    nodes = {plan.spec.slot: plan.spec.node for plan in plan_slots(*ground_of(stored.facts))}
-    nodes |= {record.slot: record.row.node for record in stored.slots}
-    if slot not in nodes:
-        valid = ", ".join(sorted(nodes))
-        raise UsageError(one_line(f"run {run_id} has no slot {slot[:80]!r}; valid: {valid}"))
+    node = spec_of(stored, slot).node
     to = weights_of(runs_dir, start).absolute()
     with ExitStack() as until_written:
-        place = (stored, slot, nodes[slot])
+        place = (stored, slot, node)
         try:
             paths = checkpoints_of(*place, BEST, folder, until_written)
         except (UsageError, NoClusterError):
@@ -61,6 +60,31 @@ def fetch_weights(start: str, runs_dir: Path) -> Iterator[str]:
         raise UsageError(one_line(f"train.from: {start}: {told['refused']}"))
     yield from told["told"]
     yield f"Begins with the weights of {start}: step {told['step']}, {told['name']}"
+
+
+def spec_of(stored: StoredRun, name: str) -> WorkerSpec:
+    """Return what the process that trained in a slot was told, or that of a job with this name.
+
+    Raises:
+        UsageError: The run has trained nothing there.
+        ConfigError: The configuration of the job is not possible any more.
+    """
+    config, target = ground_of(stored.facts)
+    queue = queue_of(stored.folder).standings
+    jobs = {job: it for job, it in queue.items() if it.last_card and it.job.command is None}
+    if name in jobs:
+        files = stored.folder.absolute() / QUEUE_NAME / FILES
+        run_id = stored.facts.run_id
+        plans = JobPlans(config=config, target=target, run_id=run_id, folder_of=files.joinpath)
+        return replace(plans.spec_of(jobs[name]), slot=name)
+    trains = config.workload.name == "train" and not queue
+    plans_of_run = plan_slots(config, target) if trains else ()
+    specs = {plan.spec.slot: plan.spec for plan in plans_of_run}
+    if name not in specs:
+        valid = ", ".join([*jobs, *specs]) or "none, since it has trained nothing"
+        run_id = stored.facts.run_id
+        raise UsageError(one_line(f"run {run_id} has no slot {name[:80]!r}; valid: {valid}"))
+    return replace(specs[name], run_id=stored.facts.run_id)
 
 
 def checkpoints_of(

@@ -6,17 +6,21 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from orchestrator.config.load import dump_config
 from orchestrator.config.schema import Config
+from orchestrator.record.jobs import QUEUE_NAME
 from tests.cli.conftest import Command
 from tests.export.scene import trained
-from tests.factories import begun_run, facts_of
+from tests.factories import begun_run, facts_of, make_job, make_standing, store_queue
 from tests.hf.folders import make_folder
 from tests.scene import ROOT
+from workers.settings import CommandSpec
 
 pytestmark = pytest.mark.torch
 
@@ -65,6 +69,27 @@ def test_the_page_of_export_runs(run_of_adapters: Path, command: Command) -> Non
     assert {path.name for path in Path("my-adapter").glob("adapter*")} == {
         "adapter_config.json", "adapter_model.safetensors",
     }  # fmt: skip
+
+
+def test_a_job_is_named_as_a_slot_is(nowhere: Path, command: Command) -> None:
+    run, _ = trained(make_folder(nowhere / "base", "gpt2"), nowhere / "state")
+    told = run.settings.model_dump(exclude_defaults=True).items()
+    overrides = {f"train.{key}": value for key, value in told} | {"workload.seed": 7}
+    jobs = make_run() / QUEUE_NAME
+    done_on_pc1 = partial(make_standing, state="DONE", last_card="pc1")
+    store_queue(
+        jobs,
+        done_on_pc1(job=make_job("own", command=CommandSpec(argv=("x",)))),
+        done_on_pc1(job=make_job("lr-0", overrides=overrides)),
+    )
+    place = jobs / "files" / "lr-0" / "checkpoint.pt"
+    place.parent.mkdir(parents=True)
+    shutil.copyfile(nowhere / "state" / "generation-1.pt", place)
+
+    done = command("export", "latest", "lr-0", "--to", "out")
+    assert "/out: step 2 of lr-0, full" in done.stdout, done.stderr
+    done = command("export", "latest", "own", "--to", "other")
+    assert "has no slot 'own'; valid: lr-0" in " ".join(done.stderr.split())
 
 
 @pytest.mark.parametrize(
