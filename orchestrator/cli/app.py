@@ -203,13 +203,13 @@ def report(
 def export(
     where: Where,
     run_id: str = Argument(help="As `runs` shows it, or its end.", metavar="RUN_ID"),
-    slot: str = SLOT,
+    slot: str = Argument(help="A slot, such as pc1/3, or a job.", metavar="SLOT"),
     to: Path = value("DIR", "A new folder, or an empty one.", ...),
     adapter: bool = flag("--adapter", "The adapters alone, for peft. Default: merged."),
     average: bool = flag("--average", "The averaged weights, where train.ema_decay keeps them."),
     best: bool = flag("--best", "What had the lowest validation loss, where that was kept."),
 ) -> None:
-    """Write what a slot has trained as a Hugging Face folder.
+    """Write what a slot or job trained as a Hugging Face folder.
 
     Also of a run that goes on: its last checkpoint.
     """

@@ -63,7 +63,7 @@ def fetch_weights(start: str, runs_dir: Path) -> Iterator[str]:
 
 
 def spec_of(stored: StoredRun, name: str) -> WorkerSpec:
-    """Return what the process that trained in a slot was told, or that of a job with this name.
+    """Return what the process that trained in a slot, or first of those of a job, was told.
 
     Raises:
         UsageError: The run has trained nothing there.
@@ -71,12 +71,14 @@ def spec_of(stored: StoredRun, name: str) -> WorkerSpec:
     """
     config, target = ground_of(stored.facts)
     queue = queue_of(stored.folder).standings
-    jobs = {job: it for job, it in queue.items() if it.last_card and it.job.command is None}
+    begun = (it for it in queue.values() if it.last_card and it.job.command is None)
+    jobs = {each: it for it in begun for each in (it.job.name, *it.places)}
     if name in jobs:
         files = stored.folder.absolute() / QUEUE_NAME / FILES
         run_id = stored.facts.run_id
         plans = JobPlans(config=config, target=target, run_id=run_id, folder_of=files.joinpath)
-        return replace(plans.spec_of(jobs[name]), slot=name)
+        of_job = {plan.spec.slot: plan.spec for plan in plans.plans_of(jobs[name])}
+        return of_job.get(name) or replace(next(iter(of_job.values())), slot=name)
     trains = config.workload.name == "train" and not queue
     plans_of_run = plan_slots(config, target) if trains else ()
     specs = {plan.spec.slot: plan.spec for plan in plans_of_run}

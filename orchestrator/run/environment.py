@@ -32,7 +32,7 @@ from workers.host.facts import CardFacts
 from workers.host.machine import look_around, visible_cards
 from workers.units import GIB
 
-#: Of free RAM, for all workers of a rehearsal or of `--local` together: the machine stays usable.
+#: Of free RAM, for all workers of a rehearsal together: the machine stays usable.
 _RAM_SHARE = 0.5
 
 #: How the user is told that a rehearsal's failures are real.
@@ -188,7 +188,7 @@ def _has_room(card: CardFacts, config: Config) -> bool:
 
 
 def on_this_machine(config: Config) -> Environment:
-    """Run on what this machine has: its cards, else its CPU, divided as `init` does.
+    """Run on what this machine has: its cards, else its CPU, which is divided as by `init`.
 
     `nodes:` of the configuration is ignored. Where it is refused, the option is named.
     """

@@ -20,7 +20,7 @@ import torch
 from tests.command.scenes import Slot, is_gone
 from tests.scene import MIB, spec_of, wait_for
 from workers.engine import pieces
-from workers.messages import Begin, Cause, Status
+from workers.messages import Begin, Cause, Orders, Status
 from workers.settings import Scalar
 from workers.workloads.base import StepResult, Workload, WorkloadContext
 
@@ -267,3 +267,12 @@ def test_a_process_begins_once_all_of_its_copy_is_there(
     status = slot.until(lambda told: told.counts.steps_ok > 0)
     assert (tmp_path / "copy").read_bytes() == bytes(range(35))
     assert status.copied == whole
+
+
+def test_orders_for_another_process_of_the_actor_start_nothing(
+    acting: Callable[[str], Slot],
+) -> None:
+    slot = acting("work")
+    status = slot.actor.poll(Orders(actor="of a process that was killed", begin=Begin()), 5.0)
+    assert status.incarnation is None
+    assert not slot.actor.poll(replace(slot.orders, actor=None), 5.0).is_up

@@ -5,7 +5,10 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
+
+import pytest
 
 from workers.elastic.loop import Loop
 from workers.oom import Failure
@@ -73,6 +76,10 @@ class Tensor:
     """What a failed part holds."""
 
 
+def raised(error: Exception) -> int:
+    raise error
+
+
 def fits(most: int, scene: Scene) -> Callable[[int], int]:
     def part(size: int) -> int:
         local = Tensor()
@@ -100,6 +107,16 @@ def test_it_gives_back_outside_the_handler_and_tries_what_is_offered_next() -> N
         ("succeeded", 4, 5, False),
         ("ended", 4),
     ]
+
+
+@pytest.mark.parametrize(("kinds", "believed"), [("pp", True), ("ppp", False), ("ppdp", True)])
+def test_a_probable_out_of_memory_is_believed_twice(kinds: str, believed: bool) -> None:
+    of = {"p": FailureKind.PROBABLE, "d": FailureKind.DEFINITE}
+    errors = [injected_error(of[kind]) for kind in kinds]
+    refused = pytest.raises(RuntimeError, match="CUBLAS_STATUS_ALLOC_FAILED")
+    with nullcontext() if believed else refused:
+        Scene(5, 4, 3, 2, 1).loop.run(lambda _size: raised(errors.pop(0)) if errors else 0)
+    assert errors == []
 
 
 def test_a_part_with_less_to_do_says_so_for_itself_alone() -> None:

@@ -87,15 +87,17 @@ def test_of_a_lost_node_a_job_goes_on_elsewhere(new_jobs: JobsMaker) -> None:
     run.until(10.0)
     assert run.fleet.homes == [("one", "pc1")]
     run.fleet.at(10.0, lambda: run.fleet.lose("pc1"))
-    run.until(30.0)
+    run.fleet.at(27.0, lambda: run.fleet.join("pc1"))
+    run.fleet.at(35.0, lambda: run.fleet.lose("pc1"))
+    run.until(55.0)
     assert run.fleet.homes == [("one", "pc1")], "30 s are not over"
     run.until_state("one", JobState.RUNNING)
-    run.until(60.0)
+    run.until(85.0)
     assert run.fleet.homes[-1] == ("one", "pc2")
-    assert len(run.fleet.began_at["one"]) == 2
+    assert len(run.fleet.began_at["one"]) == 3, "it began again on pc1, which was back in time"
     assert run.fleet.began_at["one"][-1] >= 100, "it goes on from the head's copy"
     run.fleet.join("pc1")
-    run.until(62.0)
+    run.until(87.0)
     assert run.fleet.live_on("pc1") == [], "nothing of the attempt before comes back"
     run.finish()
     check_ends(run)

@@ -2,10 +2,9 @@
 rounding, or refused in one sentence.
 
 A draw is a set of features, each a small function that changes a `Course`. Every feature draws from
-random numbers of its own, so that a draw without one of them is otherwise the same: that is how a
-failure is shrunk. What only the tested course does (parts, memory that runs out, recomputation, a
-restart) must change nothing. With dropout, which `ElasticStep` keys by sample, the reference is
-`ElasticStep` itself with whole batches.
+random numbers of its own, so that a draw without one of them is otherwise the same. What only the
+tested course does (parts, memory that runs out, recomputation, a restart) must change nothing. With
+dropout, which `ElasticStep` keys by sample, the reference is `ElasticStep` with whole batches.
 """
 
 from __future__ import annotations
@@ -277,32 +276,12 @@ def failed(error: Exception, place: str, *, may_refuse: bool) -> Result:
     return Result("refused" if may_refuse else "refused what is right", str(error), place)
 
 
-def shrunk(seed: int, features: Sequence[Feature], outcome: Outcome) -> list[Feature]:
-    """Drop one feature after the other, as long as the outcome is the same."""
-    left = list(features)
-    simplest = {feature.name: group[0] for group in GROUPS for feature in group}
-    changed = True
-    while changed:
-        changed = False
-        for feature in reversed(list(left)):
-            instead = simplest.get(feature.name)
-            if instead is feature:
-                continue
-            fewer = [instead if each is feature else each for each in left]
-            candidate = [each for each in fewer if each is not None]
-            if run(seed, candidate).outcome == outcome:
-                left, changed = candidate, True
-    plain = set(simplest.values())
-    return [feature for feature in left if feature not in plain]
-
-
 def told_of(seed: int) -> tuple[Result, str]:
-    """Run a draw; a failure is shrunk and described, the features that it needs in the last line."""
+    """Run a draw, and describe a failure."""
     features = drawn(seed)
     result = run(seed, features)
     names = " ".join(feature.name for feature in features)
     if result.fine:
         return result, names
-    least = " ".join(feature.name for feature in shrunk(seed, features, result.outcome))
     said = f"seed {seed}: {result.outcome} ({result.at or 'end'}): {result.said}"
-    return result, f"{said}\n  drawn: {names}\n  least: {least or 'nothing but the simplest'}"
+    return result, f"{said}\n  drawn: {names}"

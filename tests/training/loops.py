@@ -154,11 +154,6 @@ def clamping_hook(course: Course) -> None:
         parameter.register_hook(lambda own: own.clamp(-1e-4, 1e-4))  # type: ignore[no-untyped-call]
 
 
-def _scale_own(parameter: Tensor) -> None:
-    if parameter.grad is not None:
-        parameter.grad.mul_(0.3)
-
-
 @feature(0.07)
 def module_hooks(course: Course) -> None:
     head = course.model.head
@@ -175,7 +170,8 @@ def module_hooks(course: Course) -> None:
 def optimizer_hooks(course: Course) -> None:
     def scale(optimizer: optim.Optimizer, *_: Any) -> None:
         for parameter in optimizer.param_groups[0]["params"]:
-            _scale_own(parameter)
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.3)
 
     def prepared() -> None:
         for optimizer in course.optimizers:

@@ -158,26 +158,38 @@ def test_a_loss_that_fills_samples_up_to_the_longest_is_refused() -> None:
 
 
 class Averaging(nn.Module):
-    """Keeps a slow average of its weights, in a forward pass, as momentum encoders do: behind
-    autograd, which counts no such write.
-    """
+    """Keeps a slow average of its weights, in a forward pass, as momentum encoders do."""
 
-    def __init__(self) -> None:
+    def __init__(self, write: Callable[[Tensor, Tensor], None]) -> None:
         super().__init__()
         self.fast, self.slow = net(), net().requires_grad_(requires_grad=False)
+        self._write = write
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
             for new, slow in zip(self.fast.parameters(), self.slow.parameters(), strict=True):
-                slow.data.mul_(0.99999).add_(new.data, alpha=0.00001)
+                self._write(slow, new)
             wanted = self.slow(x)
         made: Tensor = self.fast(x)
         return functional.mse_loss(made, wanted) + made.square().mean()
 
 
-def test_weights_that_a_pass_changes_are_named() -> None:
+def lerp(slow: Tensor, new: Tensor) -> None:
+    slow.lerp_(new, 1e-5)
+
+
+def replace(slow: Tensor, new: Tensor) -> None:
+    slow.data = slow.data * 0.99999 + new.data * 0.00001
+
+
+def behind(slow: Tensor, new: Tensor) -> None:
+    slow.data.mul_(0.99999).add_(new.data, alpha=0.00001)
+
+
+@pytest.mark.parametrize("write", [lerp, replace, behind])
+def test_weights_that_a_pass_changes_are_named(write: Callable[[Tensor, Tensor], None]) -> None:
     """By less than a gradient shows; at first they are equal, and but for rounding stay so."""
-    model = Averaging().float()
+    model = Averaging(write).float()
     elastic = ElasticStep(model, adamw(model))
 
     def two_steps() -> None:

@@ -88,7 +88,7 @@ class Results:
         self._at = cut + len(whole)
         for line in whole.splitlines():  # of one that was cut, what is left is no record
             with contextlib.suppress(ValueError, RecursionError, OverflowError):
-                told = json.loads(line)
+                told = json.loads(line.decode("utf-8-sig", "surrogateescape"))
                 if isinstance(told, dict):
                     self._take(told)
         if whole:

@@ -37,6 +37,7 @@ from workers.messages import (
     StepCounts,
     WorkerState,
 )
+from workers.oom import Failure
 from workers.policy.adaptive import AdaptivePolicy
 from workers.policy.base import Policy, Stages
 from workers.policy.classic import ClassicPolicy
@@ -128,6 +129,7 @@ def open_session(spec: WorkerSpec, begin: Begin, incarnation: int, account: Acco
         IncompatibleError: They can never work here.
         ContextCorruptedError: The device failed while it was opened; a fresh process may do better.
     """
+    failure: Failure | None = None
     before_bytes = psutil.Process().memory_info().rss
     try:
         # What a workload imports belongs to the process, as torch does: it is there before the cap.
@@ -164,16 +166,17 @@ def open_session(spec: WorkerSpec, begin: Begin, incarnation: int, account: Acco
     except (IncompatibleError, ContextCorruptedError):
         raise
     # Any failure of a driver or a user's constructor becomes a sentence.
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001
         failure = oom.failure_of_workload(error)
         text = f"{type(error).__name__}: {failure.text}, at {oom.place(error)}"
         account.error = oom.traceback_text(error)
+    if failure is not None:  # outside of the handler: the error keeps what was made alive
         if failure.kind is FailureKind.OTHER:
-            raise IncompatibleError(f"{spec.slot}: cannot start: {text}") from error
+            raise IncompatibleError(f"{spec.slot}: cannot start: {text}")
         if failure.kind is not FailureKind.CONTEXT_CORRUPTED:
             # tells the head that the card is full, and not that it is broken
             account.counts += StepCounts(oom_count=1)
-        raise ContextCorruptedError(f"cannot open the device: {text}") from error
+        raise ContextCorruptedError(f"cannot open the device: {text}")
     info = device.info
     account.event(
         "device_opened",

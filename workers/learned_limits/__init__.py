@@ -91,7 +91,8 @@ def workload_fingerprint(workload: str | Callable[..., object], **settings: Scal
         settings: What else decides how many bytes a step of some size takes, such as `batch=128`.
     """
     name = workload if isinstance(workload, str) else _name_of(workload)
-    source = _source_hash(name.partition(":")[0])
+    module, _, of_user = name.partition(":")
+    source = _source_hash(module if of_user else f"workers.workloads.{module}")
     words = [f"{key}={value}" for key, value in sorted(settings.items())]
     return " ".join([name if source is None else f"{name}@{source}", *words])
 

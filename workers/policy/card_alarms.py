@@ -1,4 +1,4 @@
-"""Alarms of a card: what its hardware complains of, that it is lost, and memory that got slower.
+"""Alarms of a card: what its hardware complains of, and that it is lost.
 
 Each alarm is raised once, and cleared when its trouble has stayed away for `CALM_S`. Does not read
 sensors, and decides on no duty (`thermal` does). Pure: time comes with the readings.

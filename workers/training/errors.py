@@ -38,13 +38,17 @@ class NotFiniteError(TrainingError):
     """The loss or its gradient is NaN or infinite; the weights are those of the last good step."""
 
     def __init__(self, what: str, value: float, step: int) -> None:
-        super().__init__(
+        super().__init__(what, value, step)  # with these it is pickled
+        self.step = step
+        """The optimiser step that was not done, counted from 0."""
+
+    def __str__(self) -> str:
+        what, value, step = self.args
+        return (
             f"the {what} of optimiser step {step} is {value}; training stopped, and the weights "
             "are those of the step before; lower the learning rate, or the largest norm of the "
             "gradient"
         )
-        self.step = step
-        """The optimiser step that was not done, counted from 0."""
 
 
 class UpdateInterruptedError(TrainingError):

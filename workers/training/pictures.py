@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import default_collate
 
+from workers import oom
 from workers.training.batches import rows_of
 from workers.training.errors import TaskError, optional_library
 from workers.training.keyed_random import KeyedDropout, row_keys, uniform
@@ -180,9 +181,9 @@ class Pictures(HeldOut):
         for path in self._paths:
             try:
                 content, *size = _grey(path)
-            except MemoryError:
-                raise
             except Exception as failure:
+                if oom.classify(failure).is_out_of_memory:
+                    raise
                 raise TaskError(
                     f"train.data: {path} cannot be read as a picture "
                     f"({type(failure).__name__}); replace it, or take its row out of the CSV"
