@@ -88,8 +88,8 @@ def test_a_job_is_named_as_a_slot_is(nowhere: Path, command: Command) -> None:
 
     done = command("export", "latest", "lr-0", "--to", "out")
     assert "/out: step 2 of lr-0, full" in done.stdout, done.stderr
-    done = command("export", "latest", "own", "--to", "other")
-    assert "has no slot 'own'; valid: lr-0" in " ".join(done.stderr.split())
+    said = command("export", "latest", "own", "--to", "other").stderr
+    assert "has no slot 'own'; valid: lr-0" in " ".join(said.split())
 
 
 @pytest.mark.parametrize(

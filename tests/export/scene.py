@@ -29,7 +29,7 @@ CLASSES = 3
 
 def labelled(folder: Path) -> Path:
     """Write lines of words, and a label for each."""
-    words = (ROOT / "docs" / "training.md").read_text(encoding="utf-8").split()
+    words = (ROOT / "LICENSE").read_text(encoding="utf-8").split()
     lines = [
         {"text": " ".join(words[at : at + 12]), "label": f"class {at % CLASSES}"}
         for at in range(0, 1200, 4)
@@ -69,10 +69,10 @@ def trained(
     return run, request
 
 
-def course(settings: TrainSettings, *, cut: bool) -> Trainer:
+def course(settings: TrainSettings, *, cut: bool, task: TrainTask | None = None) -> Trainer:
     """Train to the end, in parts and recomputed blocks that change if the batch is to be `cut`."""
     draw = random.Random(5)  # noqa: S311 - sizes of parts
-    run = Trainer(find_task(settings, 3), settings, CPU, 3)
+    run = Trainer(task or find_task(settings, 3), settings, CPU, 3)
     while not run.finished:
         most = len(run.task.blocks(run.model))
         run.micro_batch(draw.randint(1, 6) if cut else 6, draw.randint(0, most) if cut else 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def written(folder: Path) -> Path:
     """Write lines of words, and of each the last ones as its label."""
-    words = (ROOT / "docs" / "training.md").read_text(encoding="utf-8").split()
+    words = (ROOT / "LICENSE").read_text(encoding="utf-8").split()
     lines = [
         {"text": " ".join(words[at : at + 9]), "label": " ".join(words[at + 6 : at + 8 + at % 3])}
         for at in range(0, 600, 3)
@@ -70,10 +71,13 @@ def test_text_targets_are_the_same_however_batches_are_cut(
     family: str, keys: dict[str, Any], tmp_path: Path
 ) -> None:
     settings = chosen(tmp_path, family, **keys)
-    whole, cut_run = (course(settings, cut=each) for each in (False, True))
+    task = find_task(settings, 3)
+    # In fp32 Adam makes full steps of gradients that are rounding alone (gap up to 4e-6).
+    precise = replace(task, model=lambda: task.model().double())
+    whole, cut_run = (course(settings, cut=each, task=precise) for each in (False, True))
     assert cut_run.course.losses == pytest.approx(whole.course.losses, rel=1e-6)
-    told = [*whole.hazards, *cut_run.hazards]
-    assert all("k_proj.bias" in each for each in told), "of BART the keys have a bias"
+    # Of BART the keys have a bias.
+    assert all("k_proj.bias" in each for each in (*whole.hazards, *cut_run.hazards))
     assert len(whole.task.blocks(whole.model)) == 4, "of the encoder and the decoder"
     assert MemoryPlanner(find_task(settings, 3), settings, on_card=False).plan(6, 4)
 
