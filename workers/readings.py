@@ -14,9 +14,9 @@ from typing import Final
 class Throttle(IntFlag):
     """Troubles for which a card runs below its highest clock.
 
-    Of NVML's `nvmlClocksEventReason…` bits, which come together. The others are everyday life, such
-    as 0x1 (idle) and 0x4 (at its power limit, as a busy card is expected to be): field notes, and
-    NVML's documentation of the reasons.
+    Of NVML's `nvmlClocksEventReason…` bits, of which several may be set. The others are normal,
+    such as 0x1 (idle) and 0x4 (at its power limit, as a busy card is expected to be), by NVML's
+    documentation of the reasons.
     """
 
     HARDWARE_SLOWDOWN = 0x8
@@ -47,7 +47,7 @@ class SensorReading:
     utilisation_pct: float | None = None
     """Share of the last moment in which any kernel ran."""
     throttle_bits: int | None = None
-    """Sum of all reasons of NVML at this moment, everyday and unknown ones included."""
+    """Sum of all reasons of NVML at this moment, normal and unknown ones included."""
     throttle_pct: float | None = None
     """Share of the samples of the last minute in which one of `THROTTLE_ALARMS` was set."""
     fan_pct: float | None = None

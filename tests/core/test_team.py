@@ -86,7 +86,7 @@ LEFT = member("b", told(140, 3, lost=3, state=TeamState.REJOINING))
         # Another helper that may not know yet that its leader is gone is waited for a second.
         (LED, [DEAD, HELPER, replace(LEFT, slot="c", team=told(139, 3, lost=3))], "b", 4),
         (LED, [DEAD, LEFT, replace(HELPER, slot="c")], None, 3),
-        # Nobody waits for an older state, or for a PC that is lost.
+        # An older state, or a PC that is lost, is not waited for.
         (LED, [starting("a", 140), LEFT], "b", 4),
         (LED, [replace(starting("a", 90), reached_step=140), LEFT], "b", 4),
         (LED, [member("a", told(120), process=1, reached_step=200), LEFT], "b", 4),

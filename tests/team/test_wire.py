@@ -97,7 +97,7 @@ def test_who_only_repeats_is_no_leader(listener: socket.socket) -> None:
 
 
 def recorded(listener: socket.socket) -> bytes:
-    """Return what a member says to prove itself, as somebody on the line sees it."""
+    """Return what a member says to prove itself, as an observer of the line sees it."""
     said = b""
     with closing(wire.listen("127.0.0.1:0")) as door:
         theirs = in_thread(lambda: wire.connect(address_of(door), SECRET))
